@@ -138,7 +138,7 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
     from aliquot.machine.memory import memory_use, peak_pss
     from aliquot.models import meta
     from aliquot.models.structure import attention_widths
-    from aliquot.observe.flops import model_flops
+    from aliquot.observe.throughput import model_flops
 
     built = meta.build(AutoConfig.for_model(**config))
     per_expert = TOKENS * config["num_experts_per_tok"] // config["num_experts"]

@@ -231,7 +231,7 @@ def without_the_other(topology: Topology) -> Topology:
 
 def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int, ranks: int = RANKS) -> int:
     """Of one rank's micro-batches of one step."""
-    from aliquot.observe.flops import model_flops
+    from aliquot.observe.throughput import model_flops
 
     hidden, mlp = numbers["hidden_size"], numbers["intermediate_size"]
     key = numbers["num_key_value_heads"] * numbers["head_dim"]

@@ -156,10 +156,10 @@ FAULTS = (
         ("tests/checkpoint",),
     ),
     Fault(
-        "waiting-counted-twice", "observe/clock.py",
+        "waiting-counted-twice", "observe/step_clock.py",
         "seconds of waiting for other ranks count as own work, too",
         "mark, reduced + waited))", "mark, reduced))",
-        ("tests/observe/test_clock.py",),
+        ("tests/observe/test_step_clock.py",),
     ),
     Fault(
         "plan-forgets-other-hosts", "engines/host/host_memory.py",

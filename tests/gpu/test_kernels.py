@@ -15,7 +15,7 @@ from aliquot.nn.attention.base import Documents, Scoring
 from aliquot.nn.attention.cuda_attention import CudaAttention
 from aliquot.nn.attention.plain_attention import ReferenceAttention
 from aliquot.nn.loss.head_loss import head_loss_on
-from aliquot.observe.timeline import timeline_of
+from aliquot.observe.step_clock import timeline_of
 from tests.gpu.on_device import DEVICE, LLAMA, needs_device, needs_gpu
 
 pytestmark = needs_device

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from aliquot.config.schema import ObserveSection
 from aliquot.core.errors import StorageError
-from aliquot.observe.metrics import Curve, MetricsFile
+from aliquot.observe.metrics import Curve, MetricsFile, TensorBoard
 from aliquot.observe.prometheus import Exporter
-from aliquot.observe.tensorboard_file import TensorBoard
 
 
 def steps(path: Path) -> list[int]:

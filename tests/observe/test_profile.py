@@ -11,8 +11,8 @@ import torch
 
 from aliquot.core.errors import StorageError
 from aliquot.observe import profile as profiling
-from aliquot.observe.clock import StepClock
 from aliquot.observe.profile import Profile
+from aliquot.observe.step_clock import StepClock
 
 
 @pytest.mark.parametrize("full", ["rank-0.json.gz", "rank-0.txt"])

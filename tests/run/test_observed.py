@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from aliquot.observe.clock import PARTS
+from aliquot.observe.step_clock import PARTS
 from tests import warm
 from tests.runs import command, curve, refused, trained, write_config
 

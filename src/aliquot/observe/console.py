@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from aliquot.core.errors import printable
 from aliquot.observe.live_view import LiveView
-from aliquot.observe.readable import duration, gib, rate
+from aliquot.observe.number_format import duration, gib, rate
 
 _WORTH_BYTES = 10_000_000  # less traffic is not shown
 _EVALUATING_EVERY_S = 20.0

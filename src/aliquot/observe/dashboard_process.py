@@ -11,36 +11,19 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import yaml
 
 from aliquot.core.decode import BoundedLoader
 from aliquot.core.small_files import publish_text
+from aliquot.observe.dashboard_services import MlflowRun, Service, WandbRun
 from aliquot.observe.events import ENDS
 
 LAST_WORDS_S = 20.0  # from the end of a run on
 _ASKED_S = 1.0
 _RETRY_S = 10.0
 _LINES = 40  # sent at once
-
-
-class Service(Protocol):
-    """A run of a dashboard. Every method may raise whatever its client does."""
-
-    run_id: str
-
-    def send(self, lines: list[dict[str, Any]]) -> None:
-        """`lines` of metrics.jsonl, in order."""
-        ...
-
-    def attach(self, file: Path) -> None:
-        """Keep a file beside the curves, in place of an older one of its name."""
-        ...
-
-    def end(self, how: str | None) -> None:
-        """end, stopped or failed; None: the run was killed."""
-        ...
 
 
 class Follower:
@@ -91,11 +74,7 @@ class Follower:
 def begin(name: str, directory: Path, config: dict[str, Any], run_id: str | None) -> Service:
     """A run of the service, or the one with that id."""
     if name == "wandb":
-        from aliquot.observe.wandb_run import WandbRun
-
         return WandbRun(directory, config, run_id, tell)
-    from aliquot.observe.mlflow_run import MlflowRun
-
     return MlflowRun(config, run_id)
 
 

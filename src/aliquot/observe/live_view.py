@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from aliquot.observe.clock import PARTS
-from aliquot.observe.readable import gib, rate
+from aliquot.observe.number_format import gib, rate
+from aliquot.observe.step_clock import PARTS
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aliquot.core.errors import StorageError, writing
 from aliquot.core.small_files import publish_text
-from aliquot.observe.clock import PARTS, StepClock
+from aliquot.observe.step_clock import PARTS, StepClock
 
 if TYPE_CHECKING:
     import torch.profiler

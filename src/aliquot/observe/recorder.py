@@ -17,18 +17,16 @@ from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import Terminated
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.machine.memory import PssSampler
-from aliquot.observe.clock import OWN_WORK, PARTS, StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, command_line
 from aliquot.observe.kubeflow import kubeflow_status
-from aliquot.observe.meter import Meter
 from aliquot.observe.metrics import Curve
 from aliquot.observe.profile import Profile
 from aliquot.observe.prometheus import Exporter
-from aliquot.observe.remaining import Remaining
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.slow_ranks import SlowRanks
+from aliquot.observe.step_clock import OWN_WORK, PARTS, SlowRanks, StepClock
+from aliquot.observe.throughput import Meter, Remaining
 
 _LATER_S = 30.0  # after which a machine that had other work may have none
 _MOST_MEASUREMENTS = 3  # of the matmul ceiling during an attempt, each of about a second

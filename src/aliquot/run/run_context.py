@@ -21,11 +21,11 @@ from aliquot.models.published import Published
 from aliquot.models.source import ModelSource
 from aliquot.models.stored_weights import StoredNames
 from aliquot.models.traits import Traits
-from aliquot.observe.clock import StepClock
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.step_clock import StepClock
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.plan import Plan
 from aliquot.tensor_io.parts import PartStore, SelectedParts

@@ -42,9 +42,8 @@ from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.stored_weights import StoredNames
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
-from aliquot.observe import summary
-from aliquot.observe.clock import StepClock
-from aliquot.observe.timeline import timeline_of
+from aliquot.observe import run_summary
+from aliquot.observe.step_clock import StepClock, timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.compute_ceiling import ceiling
 from aliquot.planner.plan import Plan
@@ -300,7 +299,7 @@ def introduce(run: Attempt, inputs: Inputs, model: Model, start: Start) -> None:
     notes = (*model.notes, *_a_call_each(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
     data = header(inputs.batches, inputs.total_steps, inputs.held_out) if ranks.rank == 0 else []
     data += [day_line(inputs.data.day)] if inputs.data.day else []
-    summary.begin(run.display, config, run.about, *data, *connections, *notes)
+    run_summary.begin(run.display, config, run.about, *data, *connections, *notes)
     if start.step == 0:
         run_on_rank_0(ranks, lambda: _show_data(run, inputs))
 

@@ -29,10 +29,10 @@ from aliquot.models.model_identity import computed
 from aliquot.models.structure import attention_widths
 from aliquot.nn.experts.expert_modules import has_experts
 from aliquot.nn.experts.routing import counted, mean_balance, noted_balance, spread
-from aliquot.observe import summary
-from aliquot.observe.flops import model_flops
+from aliquot.observe import run_summary
 from aliquot.observe.ledger import STEADY_PEAK
 from aliquot.observe.recorder import Recorder
+from aliquot.observe.throughput import model_flops
 from aliquot.run import export_run
 from aliquot.run.evaluate import compile_evaluation, evaluate
 from aliquot.run.run_context import Attempt, Inputs, Model, Stage, Start
@@ -378,6 +378,6 @@ class Training:
         self._heartbeat.stop()
         if run.ranks.rank == 0:
             speed = self._record.meter.overall()
-            summary.finish(run.display, run.directory, rows, speed, said, exported, run.ledger.plan)
+            run_summary.finish(run.display, run.directory, rows, speed, said, exported, run.ledger.plan)
         self._engine.close()
         return Result(run.directory.path, self._done, self._loss, self._perplexity, exported)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aliquot.observe.clock import PARTS
-from aliquot.observe.readable import gib, rate
-from aliquot.observe.report.figure import Figure, Key, Table
-from aliquot.observe.report.labelled_lines import labelled_lines
+from aliquot.observe.number_format import compact, gib, percent, rate, seconds, significant
+from aliquot.observe.report.figure import Figure, Key, Table, labelled_lines
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Points, Run, number
 from aliquot.observe.report.run_facts import NOT_RECORDED, steps_done
 from aliquot.observe.report.series import average, mean_parts, per_step, steady
 from aliquot.observe.report.svg import Level, bars, bars_height
-from aliquot.observe.report.words import compact, percent, seconds, significant
+from aliquot.observe.step_clock import PARTS
 
 _NONE = "none"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from aliquot.observe.clock import PARTS
-from aliquot.observe.readable import rate
-from aliquot.observe.report.figure import Figure, Key, Table
-from aliquot.observe.report.read_run import Run, number
+from aliquot.observe.number_format import compact, in_bytes, percent, rate, seconds, significant
+from aliquot.observe.report.figure import Figure, Key, Table, labelled_lines
+from aliquot.observe.report.read_run import Object, Points, Run, evaluation_sets, number
 from aliquot.observe.report.series import (
     hints_of,
     hints_of_layers,
@@ -18,8 +17,8 @@ from aliquot.observe.report.series import (
     timed,
     without_steps,
 )
-from aliquot.observe.report.svg import Line, area_chart, line_chart
-from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
+from aliquot.observe.report.svg import Level, Line, area_chart, line_chart
+from aliquot.observe.step_clock import PARTS
 
 _MOST_STRETCHES = 60  # of steps, of which a stacked area shows the means
 _SMOOTH_FROM = 60  # logged steps: fewer need no smoothing
@@ -179,3 +178,84 @@ def traffic(run: Run) -> Figure:
         table=Table(("step", "network", "shared memory", "moved in memory"), rows),
         hints=hints_of(staged or wire, lambda step, value: f"step {step:,.0f}\n{in_bytes(value)}"),
     )  # fmt: skip
+
+
+def source_figures(run: Run) -> list[Figure]:
+    """None where there is one source and one evaluation set."""
+    trained = [(name, run.points(f"loss_{name}")) for name in _named(run, "sources")]
+    evaluated = [
+        (name or "held out", run.points(f"eval_{name}_perplexity" if name else "eval_perplexity", run.evaluated))
+        for name in evaluation_sets(run.evaluated)
+    ]
+    return [
+        *_labelled_figure("source-loss", "Training loss of each source", "nats per token", "source", trained),
+        *_labelled_figure("set-perplexity", "Perplexity of each evaluation set", "perplexity", "set", evaluated),
+    ]
+
+
+def _labelled_figure(name: str, title: str, unit: str, kind: str, labelled: list[tuple[str, Points]]) -> list[Figure]:
+    if len(labelled) < 2 or not any(points for _, points in labelled):
+        return []
+    smooth = all(len(points) >= _SMOOTH_FROM for _, points in labelled if points)
+    return [labelled_lines(name, title, unit, labelled, kind, significant, from_zero=False, smooth=smooth)]
+
+
+def _named(run: Run, key: str) -> list[str]:
+    sources = run.setting("data", key)
+    entries = sources if isinstance(sources, list) else []
+    return [str(source["name"]) for source in entries if isinstance(source, dict) and "name" in source]
+
+
+def expert_figures(run: Run) -> list[Figure]:
+    """None where no layer has experts."""
+    told = [(number(line.get("step")), _layer_loads(line)) for line in run.steps]
+    loads = [(step, of_layers) for step, of_layers in told if step is not None and of_layers]
+    return [_expert_load(run, loads), *_router_loss(run)] if loads else []
+
+
+def _expert_load(run: Run, loads: list[tuple[float, list[float]]]) -> Figure:
+    worst: Points = [(step, max(of_layers)) for step, of_layers in loads]
+    mean: Points = [(step, sum(of_layers) / len(of_layers)) for step, of_layers in loads]
+    last = loads[-1][1]
+    unused = dict(run.points("unused_experts"))
+    without = unused.get(worst[-1][0], 0)
+    says = (
+        f"At the end the busiest expert of a layer had {significant(mean[-1][1])} times the mean load, averaged over"
+        f" {len(last)} layer{'s' if len(last) > 1 else ''}, at worst {significant(max(last))} times"
+        f" (layer {last.index(max(last))}); {without:,.0f} experts got no token since the last line."
+    )
+    lines = [Line("the worst layer", worst, 1), Line("mean of the layers", mean, 0)]
+    svg = line_chart(
+        lines, significant, format_x=compact, from_zero=True, levels=[Level("even", 1.0)], marks=resumes(run)
+    )
+    rows = [
+        [f"{step:,.0f}", significant(average), significant(peak), f"{unused[step]:,.0f}" if step in unused else ""]
+        for (step, average), (_, peak) in zip(mean, worst, strict=True)
+    ]
+    return Figure(
+        "expert-load", "Load of the busiest expert", says, svg, unit="times the mean load of its layer",
+        keys=[Key("the worst layer", 1), Key("mean of the layers", 0)],
+        table=Table(("step", "mean of the layers", "worst layer", "unused experts"), rows),
+        hints=hints_of(worst, lambda step, value: f"step {step:,.0f}\nbusiest {significant(value)}x"),
+    )  # fmt: skip
+
+
+def _router_loss(run: Run) -> list[Figure]:
+    points = run.points("router_loss")
+    if not points:
+        return []
+    says = f"Balancing the routers added {significant(points[-1][1])} to the training loss at the end."
+    return [
+        Figure(
+            "router-loss", "What balancing adds to the loss", says,
+            line_chart([Line("balance", points, 0)], significant, format_x=compact, marks=resumes(run)),
+            unit="nats per token", keys=[Key("router_aux_loss_coef x balance", 0)],
+            table=Table(("step", "added"), [[f"{step:,.0f}", f"{value:.5f}"] for step, value in points]),
+            hints=hints_of(points, lambda step, value: f"step {step:,.0f}\n{value:.5f}"),
+        )
+    ]  # fmt: skip
+
+
+def _layer_loads(line: Object) -> list[float]:
+    told = line.get("busiest_expert")
+    return [value for each in told if (value := number(each)) is not None] if isinstance(told, list) else []

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aliquot.observe.ledger import PHASES
-from aliquot.observe.readable import gib
+from aliquot.observe.number_format import compact, gib, significant
 from aliquot.observe.report.figure import Figure, Key, Table
 from aliquot.observe.report.read_run import Object, Points, Run, number
 from aliquot.observe.report.series import hints_of, hints_of_layers, resumes, without_steps
 from aliquot.observe.report.svg import PHASES_HEIGHT, Level, Line, area_chart, line_chart
-from aliquot.observe.report.words import compact, significant
 
 GIB = 2**30
 REST = "process, libraries, allocator"

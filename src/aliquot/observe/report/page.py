@@ -15,10 +15,8 @@ from markupsafe import Markup
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.small_files import publish_text
 from aliquot.observe.report import compare, figures, memory_figures, run_facts
-from aliquot.observe.report.expert_figures import expert_figures
 from aliquot.observe.report.figure import Figure
 from aliquot.observe.report.read_run import Run, read_run
-from aliquot.observe.report.source_figures import source_figures
 
 MARKER = "<!-- aliquot report -->"
 
@@ -62,7 +60,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
-    learning = [figures.loss(run), figures.perplexity(run), *source_figures(run), *expert_figures(run)]
+    learning = [figures.loss(run), figures.perplexity(run), *figures.source_figures(run), *figures.expert_figures(run)]
     return [
         ("learning", "Learning", learning),
         ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),

@@ -6,12 +6,11 @@ import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from aliquot.observe.readable import duration, gib, rate
+from aliquot.observe.number_format import compact, duration, gib, in_bytes, percent, rate, seconds, significant
 from aliquot.observe.report.figure import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import BEGINS, Object, Run, number
 from aliquot.observe.report.series import average, ceiling_of, mean_parts, per_step
-from aliquot.observe.report.words import compact, in_bytes, percent, seconds, significant
 
 NOT_RECORDED = "not recorded"
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}

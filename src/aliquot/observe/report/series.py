@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from aliquot.observe.clock import PARTS
 from aliquot.observe.events import ENDS
 from aliquot.observe.report.read_run import Object, Points, Run, number
 from aliquot.observe.report.svg import Frame, Layer, Mark, thinned
+from aliquot.observe.step_clock import PARTS
 
 NO_STEP = "no step has been logged yet"
 

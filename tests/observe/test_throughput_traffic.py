@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from aliquot.observe.interface_traffic import InterfaceTraffic
+from aliquot.observe.throughput import InterfaceTraffic
 
 
 def test_traffic_is_since_the_start_and_of_those_that_moved(tmp_path: Path) -> None:

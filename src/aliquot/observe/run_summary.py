@@ -10,9 +10,9 @@ from aliquot.catalogue.instances import dollars
 from aliquot.config.schema import RunConfig
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
-from aliquot.observe.meter import Speed
-from aliquot.observe.readable import duration, gib, rate, short
+from aliquot.observe.number_format import duration, gib, rate, short
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.throughput import Speed
 
 
 def begin(display: Display, config: RunConfig, about: Mapping[str, Any], *lines: str) -> None:

@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
-
-from aliquot.observe.timeline import Timeline, WallClock
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint", "wait")
 OWN_WORK = ("data", "forward", "backward", "reduce", "optimizer")  # what makes a rank slow; no other rank is waited for
+
+
+class Timeline(Protocol):
+    def mark(self) -> Any:
+        """Now, behind all that was launched before."""
+        ...
+
+    def passed(self, mark: Any) -> bool:
+        """Whether it is known when that was. Waits for nothing."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Return when it is."""
+        ...
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """From one mark to another, both passed."""
+        ...
+
+
+@dataclass(frozen=True)
+class WallClock:
+    now: Callable[[], float] = time.perf_counter
+
+    def mark(self) -> float:
+        return self.now()
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def wait(self, mark: float) -> None:
+        pass
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
+
+
+class CudaEvents:
+    """A host that launches kernels runs ahead of them: what they take is measured where they run. While a GPU has
+    nothing to do it passes a mark at once, so that what the host alone does counts too."""
+
+    def mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def seconds(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1e3
+
+
+def timeline_of(device: str) -> Timeline:
+    """Of a rank that computes on `device`."""
+    return CudaEvents() if device == "cuda" else WallClock()
 
 
 class StepClock:
@@ -81,3 +143,31 @@ class StepClock:
         reduced, waited = self._inside()
         self.reduce_known = reduced is not None
         return self._timeline.mark(), reduced or 0.0, waited
+
+
+class SlowRanks:
+    """Compares ranks over the last `window_steps` steps; of an even number, with the faster one in the middle."""
+
+    def __init__(self, window_steps: int = 20, ratio: float = 1.2) -> None:
+        self._ratio = ratio
+        self.window_steps = window_steps
+        self._window: deque[list[tuple[float, int]]] = deque(maxlen=window_steps)
+
+    def add(self, own_work: Sequence[tuple[float, int]]) -> None:
+        """A step is done; [rank]: the seconds of its own work, and the tokens that it computed."""
+        self._window.append(list(own_work))
+
+    def found(self) -> dict[int, float]:
+        """rank -> how many times slower than the median it is; empty before the window is full.
+
+        A rank without tokens in the window only joins the collectives and is left out.
+        """
+        if len(self._window) < self.window_steps:
+            return {}
+        pace = {}
+        for rank in range(len(self._window[-1])):
+            tokens = sum(step[rank][1] for step in self._window)
+            if tokens:
+                pace[rank] = sum(step[rank][0] for step in self._window) / tokens
+        median = statistics.median_low(pace.values()) if pace else 0.0
+        return {rank: own / median for rank, own in pace.items() if median > 0 and own > self._ratio * median}

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from aliquot.observe.clock import PARTS, StepClock
-from aliquot.observe.slow_ranks import SlowRanks
-from aliquot.observe.timeline import CudaEvents, WallClock
+from aliquot.observe.step_clock import PARTS, CudaEvents, SlowRanks, StepClock, WallClock
 
 
 class Machine:

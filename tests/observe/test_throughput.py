@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.observe.flops import attention_pairs, model_flops
-from aliquot.observe.meter import Meter
-from aliquot.observe.readable import duration, gib, rate, short
+from aliquot.observe.number_format import duration, gib, rate, short
+from aliquot.observe.throughput import Meter, attention_pairs, model_flops
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aliquot.config.schema import RunConfig
-from aliquot.observe.remaining import Remaining
+from aliquot.observe.throughput import Remaining
 
 
 def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> Remaining:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aliquot.observe.summary import foreseen
+from aliquot.observe.run_summary import foreseen
 from aliquot.planner.plan import PhaseMemory, Plan
 
 
