@@ -18,7 +18,7 @@ from aliquot.checkpoint.restore import restore
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.optim.moments import decoded, encoded
+from aliquot.optim.moments import decode_int8, encode_int8
 from aliquot.optim.sizes import block_numel
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import Part
@@ -46,8 +46,8 @@ def kept(states: str, part: Part, values: torch.Tensor) -> torch.Tensor:
     if states == "bf16":
         return values.bfloat16().float()
     block = block_numel(row_numel)
-    codes, scales = encoded(values, block, squared)
-    return decoded(codes, scales, block, squared)
+    codes, scales = encode_int8(values, block, squared)
+    return decode_int8(codes, scales, block, squared)
 
 
 def saved(root: Path, states: Any, tensors: Tensors, ranks: Any) -> Path:
@@ -87,7 +87,7 @@ def test_how_large_they_are_and_that_others_can_read_them(tmp_path: Path) -> Non
     assert (stored["embedding"].dtype, stored["norm"].dtype) == (torch.uint8, torch.float32)
     expected = FrugalStore("int8", LARGE).values[Part("embedding", (600, 4096), "exp_avg_sq", 0, 600 * 4096)]
     codes, scales = stored["embedding"].flatten(), stored["embedding" + SCALES]
-    assert torch.equal(decoded(codes, scales, 256, squared=True), expected)
+    assert torch.equal(decode_int8(codes, scales, 256, squared=True), expected)
 
 
 def test_a_store_that_keeps_more_takes_what_was_stored_frugally(tmp_path: Path) -> None:
@@ -135,6 +135,6 @@ def test_what_was_decoded_is_encoded_as_it_was(rows: int, row: int, seed: int) -
     block = block_numel(row)
     values = torch.randn(rows * row, generator=torch.Generator().manual_seed(seed)) ** 9
     for squared in (False, True):
-        codes, scales = encoded(values.abs() if squared else values, block, squared)
-        again = encoded(decoded(codes.clone(), scales, block, squared), block, squared)
+        codes, scales = encode_int8(values.abs() if squared else values, block, squared)
+        again = encode_int8(decode_int8(codes.clone(), scales, block, squared), block, squared)
         assert torch.equal(again[0], codes) and torch.equal(again[1], scales)

@@ -120,7 +120,7 @@ def test_a_failing_disk_is_one_line_whenever_it_fails(
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, name, failing)
-    doing = "read what lies" if name == "preadv" else "write"
+    doing = "read" if name == "preadv" else "write"
     with pytest.raises(StorageError) as caught:
         for piece in pieces(scratch, 12):
             piece.fill_(1)
@@ -131,7 +131,7 @@ def test_a_failing_disk_is_one_line_whenever_it_fails(
 
 def test_a_file_that_is_cut_short_is_one_line(scratch: ScratchFile) -> None:
     os.ftruncate(scratch._descriptor, 3 * PAGE_BYTES)
-    with pytest.raises(StorageError, match="cut short while it was used"):
+    with pytest.raises(StorageError, match="was truncated during use"):
         list(pieces(scratch, 12))
 
 
@@ -175,10 +175,10 @@ def test_sums_on_disk_are_those_in_memory(numels: list[int], rounds: int, steps:
                         continue
                     values, middle = torch.randn(numel, generator=generator), numel // 2
                     for part in (slice(0, middle), slice(middle, numel)):
-                        target = sums.open(key, first=number == 0)[part]
+                        target = sums.open(key, overwrite=number == 0)[part]
                         target.copy_(values[part] if number == 0 else target + values[part])
                     expected[key] = values if number == 0 else expected[key] + values
-            sums.settle()
+            sums.flush()
             for key, (offset, numel) in places.items():
                 (stored,) = Stream(scratch, [Move(offset, paged(4 * numel), None)])
                 assert torch.equal(stored[: 4 * numel].view(torch.float32), expected[key])

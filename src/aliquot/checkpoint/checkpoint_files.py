@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import ResumeError, WeightsFileError
-from aliquot.optim.moments import decoded, encoded
+from aliquot.optim.moments import decode_int8, encode_int8
 from aliquot.optim.sizes import States, block_numel
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
@@ -175,7 +175,7 @@ class _CodedPart:
                 numel = min(self._part.stop - start, max(1, _CHUNK_NUMEL // self._block_numel) * self._block_numel)
                 values = torch.empty(numel)
                 self._store.read(self._part, start, values)
-                self._pending, scales = encoded(values, self._block_numel, self._squared)
+                self._pending, scales = encode_int8(values, self._block_numel, self._squared)
                 self.scales[start // self._block_numel - self.first :][: len(scales)] = scales
             count = min(out.numel(), self._pending.numel())
             out[:count] = self._pending[:count]
@@ -186,5 +186,7 @@ class _CodedPart:
         whole = torch.zeros((last - first) * self._block_numel)
         inside = slice(start - first * self._block_numel, start - first * self._block_numel + codes.numel())
         whole[inside] = codes
-        values = decoded(whole, self.scales[first - self.first : last - self.first], self._block_numel, self._squared)
+        values = decode_int8(
+            whole, self.scales[first - self.first : last - self.first], self._block_numel, self._squared
+        )
         cast(PartStore, self._store).write(self._part, start, values[inside])

@@ -1,6 +1,6 @@
-"""A file for what does not fit into memory. It has no name: however its process ends, the disk has its room again.
+"""A nameless file for state that does not fit into memory; however the process ends, the disk space is free again.
 
-Reads and writes go around the page cache, which is memory, too, and would be filled with what nobody reads twice.
+Reads and writes bypass the page cache, which would take memory for data that is not read again before it is replaced.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ from torch import Tensor
 
 from aliquot.core.errors import StorageError, storage_error
 
-THREADS = 4  # requests under way: two to read, two to write
-_REFUSED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR)  # by file systems that do not know of what is asked
+THREADS = 4  # requests in flight: two reads, two writes
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR)  # by a file system that does not know a flag
 
 
 class ScratchFile:
-    """`size_bytes` of zeros in `directory`, all of it reserved. Used from several threads.
-
-    Raises StorageError where there is no room, or the disk fails.
-    """
+    """`size_bytes` of zeros in `directory`, with all disk space reserved. Several threads may use it."""
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
+        """Create the file. Raises StorageError if the disk is too small or fails."""
         self.size_bytes = size_bytes
         self.read_bytes = self.written_bytes = 0
         self._directory = directory
         self._counting = threading.Lock()
-        self._writes: deque[tuple[int, int, Future[None]]] = deque()  # (start, end) of those that may be under way
+        self._writes: deque[tuple[int, int, Future[None]]] = deque()  # (start, end) of writes that may be in flight
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = _nameless(directory)
@@ -55,15 +53,17 @@ class ScratchFile:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="aliquot-scratch")
 
     def read(self, offset: int, buffer: Tensor) -> Future[None]:
-        """Begin to fill `buffer`, uint8 on whole pages: it has its bytes, what was to be written there before, when the
-        future has its result."""
+        """Start to fill `buffer`, uint8 on whole pages; it is full when the future has its result.
+
+        Earlier writes to the same bytes take effect first.
+        """
         with self._counting:
             end = offset + buffer.nbytes
-            before = [write for start, stop, write in self._writes if start < end and offset < stop]
-        return self._threads.submit(self._move, os.preadv, offset, buffer, before)
+            earlier = [write for start, stop, write in self._writes if start < end and offset < stop]
+        return self._threads.submit(self._move, os.preadv, offset, buffer, earlier)
 
     def write(self, offset: int, buffer: Tensor) -> Future[None]:
-        """Begin to write `buffer`, uint8 on whole pages, which stays as it is until the future has its result."""
+        """Start to write `buffer`, uint8 on whole pages, which must not change until the future has its result."""
         write = self._threads.submit(self._move, os.pwritev, offset, buffer)
         with self._counting:
             while self._writes and self._writes[0][2].done():
@@ -72,7 +72,7 @@ class ScratchFile:
         return write
 
     def close(self) -> None:
-        """Waits for what is under way, and gives the room back."""
+        """Wait for the requests in flight, and free the disk space."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         os.close(self._descriptor)
 
@@ -83,18 +83,18 @@ class ScratchFile:
         buffer: Tensor,
         after: Sequence[Future[None]] = (),
     ) -> None:
-        for earlier in after:  # they were begun before, so that a thread has them already
+        for earlier in after:  # submitted before, so that a thread already works on each of them
             earlier.exception()
         reads, left = move is os.preadv, memoryview(buffer.numpy().data)
         while left:
             try:
                 count = move(self._descriptor, [left], offset)
             except OSError as error:
-                what = "read what lies here" if reads else "write here"
+                what = "read here" if reads else "write here"
                 raise storage_error(f"shard.offload: cannot {what}: {error.strerror}", error, self._directory) from None
             if not count:
                 raise StorageError(
-                    "shard.offload: what lies here has been cut short while it was used", self._directory
+                    "shard.offload: the scratch file in this directory was truncated during use", self._directory
                 )
             left, offset = left[count:], offset + count
         with self._counting:
@@ -105,13 +105,13 @@ class ScratchFile:
 
 
 def _nameless(directory: Path) -> int:
-    """A descriptor of a new file, past the page cache where the file system can. Raises OSError."""
+    """Return the descriptor of a new file, with direct I/O if the file system supports it. Raises OSError."""
     flags = os.O_RDWR | os.O_CLOEXEC
-    for more in (os.O_TMPFILE | os.O_DIRECT, os.O_TMPFILE):
+    for extra in (os.O_TMPFILE | os.O_DIRECT, os.O_TMPFILE):
         try:
-            return os.open(directory, flags | more, 0o600)
+            return os.open(directory, flags | extra, 0o600)
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in _UNSUPPORTED:
                 raise
     descriptor, name = tempfile.mkstemp(prefix=".aliquot-offload-", dir=directory)
     Path(name).unlink()

@@ -1,7 +1,7 @@
-"""How what lies on disk is cut: windows of a flat range, each a record of fields in a scratch file. Told without torch.
+"""Cut flat ranges into windows, each of which is a record of fields in a scratch file. Imports no torch.
 
-A window is what moves at a time. Its fields lie side by side, each on whole pages, so that one request moves all of
-them or one of them.
+One request moves one window. The fields of a window are adjacent and begin on pages, so that a request can also move a
+single field.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 from aliquot.optim.sizes import States, low_bytes, moment_bytes, update_block
 
-PAGE_BYTES = 4096  # what direct I/O aligns to on every disk of today
-_BLOCKS = 4  # of an update, in a window: 1 M elements, 14 MB of exact states and gradient
-AHEAD = 2  # windows that are read before they are wanted, and as many that are being written
-STREAM_BUFFERS = SUMS_BUFFERS = 2 * AHEAD + 1  # with the one in hand
-SMALLEST = 1 << 12  # elements; what has fewer stays in memory: pages would be wasted on it, and requests
+PAGE_BYTES = 4096  # alignment of direct I/O on every common disk
+_BLOCKS = 4  # blocks of an update in a window: 1 M elements, 14 MB of exact states and gradient
+AHEAD = 2  # windows that are read ahead, and as many that are being written
+STREAM_BUFFERS = SUMS_BUFFERS = 2 * AHEAD + 1  # with the window in use
+SMALLEST = 1 << 12  # elements; smaller weights stay in memory, because they would waste pages and requests
 
 
 def windows(numel: int, states: States, row_numel: int) -> list[tuple[int, int]]:
-    """[start, stop) of each window of a range of `numel` elements."""
+    """Return [start, stop) of each window of a range of `numel` elements."""
     size = _window(states, row_numel)
     return [(start, min(numel, start + size)) for start in range(0, numel, size)]
 
 
 def longest_window(numel: int, states: States, row_numel: int) -> int:
-    """Elements of the longest of `windows`."""
+    """Return the elements of the longest of `windows`."""
     return min(numel, _window(states, row_numel))
 
 
@@ -35,10 +35,10 @@ def _window(states: States, row_numel: int) -> int:
 
 @dataclass(frozen=True)
 class Record:
-    """Where the fields of a window lie in a scratch file."""
+    """The place of a window and of its fields in a scratch file."""
 
     offset: int
-    fields: Mapping[str, tuple[int, int]]  # (from the record's start, bytes), in order
+    fields: Mapping[str, tuple[int, int]]  # (offset in the record, bytes), in order
 
     @property
     def size_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Record:
 
 
 def record(offset: int, sizes: Mapping[str, int]) -> Record:
-    """`sizes`: bytes of each field."""
+    """Lay out a record at `offset` of the file; `sizes`: bytes of each field."""
     fields, at = {}, 0
     for name, size in sizes.items():
         fields[name] = (at, size)
@@ -55,11 +55,16 @@ def record(offset: int, sizes: Mapping[str, int]) -> Record:
 
 
 def state_bytes(numel: int, states: States, row_numel: int, splits: bool) -> dict[str, int]:
-    """Of the fields that an update reads and writes, by kind of part; `splits`: of weights the low halves are there."""
+    """Return the bytes of each field that an update reads and writes, by kind of part.
+
+    Args:
+        splits: the low halves of the masters are among the fields.
+    """
     moment = moment_bytes(states, numel, row_numel)
     low = {"weight": low_bytes(numel)} if splits else {}
     return {**low, "exp_avg": moment, "exp_avg_sq": moment}
 
 
 def paged(size: int) -> int:
+    """Round up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES

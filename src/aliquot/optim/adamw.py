@@ -1,4 +1,4 @@
-"""AdamW on the shards of a rank: in blocks for engine host, torch's fused one for engine fsdp."""
+"""AdamW on the shards of a rank: block by block for engine host, torch's fused optimizer for engine fsdp."""
 
 from __future__ import annotations
 
@@ -16,21 +16,44 @@ from aliquot.optim.master_weights import PairedWeights, Weights
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
 
+_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")  # as in transformers' Trainer
+
+
+def decays(name: str, shape: Sequence[int]) -> bool:
+    """Whether weight decay applies to a parameter: to matrices, but not to norms and biases.
+
+    Some models have a matrix of norms or biases, with a row per head or expert; the name tells.
+    """
+    module, _, parameter = name.rpartition(".")
+    parent = module.rpartition(".")[2]  # modules further up may have "norm" in their name without being norms
+    return len(shape) >= 2 and _NORM_OR_BIAS.search(f"{parent}.{parameter}".lower()) is None
+
+
+def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
+    """Return the factor for gradients of norm `grad_norm`, clamped to 1 as in torch.nn.utils.clip_grad_norm_."""
+    if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
+        return max_grad_norm / (grad_norm + 1e-6)
+    return 1.0
+
 
 @dataclass(frozen=True)
 class FlatShard:
-    """One rank's flat range of one weight, with its moments and its gradient [numel], fp32 or bf16."""
+    """A rank's flat range of one weight, with its moments and its gradient [numel], fp32 or bf16."""
 
     weights: Weights
     exp_avg: Moment
     exp_avg_sq: Moment
     gradient: Tensor
-    decays: bool  # matrices do; norms and biases do not
-    start: int  # of the range in the whole tensor
+    decays: bool
+    start: int  # of the range in the whole weight
 
 
 class BlockedAdamW:
-    """torch's fused AdamW kernel, block by block. Only exact moments are updated where they lie."""
+    """AdamW in blocks that stay in the cache: one visit loads, clips, updates and stores a block.
+
+    Each block goes through torch's fused AdamW kernel. Exact moments are updated in place; all other state is unpacked
+    into scratch memory and packed again.
+    """
 
     def __init__(
         self,
@@ -41,8 +64,13 @@ class BlockedAdamW:
         longest: int = BLOCK,
         compiled: bool = False,
     ) -> None:
-        """`frugal`: there are moments that are not exact. `longest`: elements of the longest block of a shard
-        (`update_block`). `compiled`: paired weights with exact moments are updated by one compiled kernel."""
+        """Allocate the scratch memory.
+
+        Args:
+            frugal: some moments are bf16 or int8 and need noise for rounding.
+            longest: elements of the longest block of any shard (`update_block`).
+            compiled: one compiled kernel updates paired weights with exact moments.
+        """
         self.steps = 0
         self._betas = betas
         self._epsilon = epsilon
@@ -54,11 +82,8 @@ class BlockedAdamW:
     def step(
         self, shards: Iterable[FlatShard], learning_rate: float, grad_norm: float, max_grad_norm: float | None
     ) -> None:
-        """Scale gradients so that their global norm is at most `max_grad_norm`, and update each shard as it comes."""
-        clip = 1.0
-        # As torch.nn.utils.clip_grad_norm_: the coefficient is clamped to 1.
-        if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
-            clip = max_grad_norm / (grad_norm + 1e-6)
+        """Update the shards one by one, with gradients clipped to the global norm `max_grad_norm`."""
+        clip = clip_coefficient(grad_norm, max_grad_norm)
         if not math.isfinite(grad_norm):
             raise ValueError(f"the gradient norm is {grad_norm}: nothing to update by")
         if self._noise is not None:
@@ -74,11 +99,11 @@ class BlockedAdamW:
         self.steps += 1
 
     def _update(self, shard: FlatShard, start: int, count: int, learning_rate: float, clip: float) -> None:
-        room = self._scratch[:, :count]
-        values = shard.weights.load(start, room[0])
-        gradient = torch.mul(shard.gradient[start : start + count], clip, out=room[1])
-        exp_avg = shard.exp_avg.load(start, room[2])
-        exp_avg_sq = shard.exp_avg_sq.load(start, room[3])
+        scratch = self._scratch[:, :count]
+        values = shard.weights.load(start, scratch[0])
+        gradient = torch.mul(shard.gradient[start : start + count], clip, out=scratch[1])
+        exp_avg = shard.exp_avg.load(start, scratch[2])
+        exp_avg_sq = shard.exp_avg_sq.load(start, scratch[3])
         adamw(
             [values], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(self.steps))],
             fused=True, amsgrad=False, beta1=self._betas[0], beta2=self._betas[1], lr=learning_rate,
@@ -90,8 +115,14 @@ class BlockedAdamW:
         shard.exp_avg_sq.store(start, exp_avg_sq, noise)
 
 
+def _block_size(shard: FlatShard) -> int:
+    """Return the elements of an update: whole blocks of int8 moments."""
+    unit = max(getattr(shard.exp_avg, "block", 1), getattr(shard.exp_avg_sq, "block", 1))
+    return max(unit, BLOCK // unit * unit)
+
+
 class CompiledUpdate:
-    """The same update as one kernel over both halves of a shard: each value is read and written once."""
+    """The same update as one kernel over both halves of a shard, which reads and writes each value once."""
 
     def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
         self._betas = betas
@@ -104,7 +135,7 @@ class CompiledUpdate:
         return exact and isinstance(shard.weights, PairedWeights) and shard.weights.numel % 2 == 0
 
     def update(self, shard: FlatShard, learning_rate: float, clip: float, weight_decay: float, step: int) -> int:
-        """Update the whole shard; returns how many elements that were."""
+        """Update the whole shard. Returns the number of its elements."""
         weights, exp_avg, exp_avg_sq = shard.weights, shard.exp_avg, shard.exp_avg_sq
         assert isinstance(weights, PairedWeights)
         assert isinstance(exp_avg, ExactMoment) and isinstance(exp_avg_sq, ExactMoment)
@@ -114,25 +145,19 @@ class CompiledUpdate:
             settings += [learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step), self._epsilon]
             sequences = (weights.high, shard.gradient, exp_avg.values, exp_avg_sq.values)
             halves = [half for values in sequences for half in (values[: weights.half], values[weights.half :])]
-            self._kernel(weights.low, *halves, torch.tensor(settings))
-            for copy in weights.others:
-                copy.copy_(weights.high)
+            self._kernel(torch.tensor(settings), weights.low, *halves)
+            for replica in weights.replicas:
+                replica.copy_(weights.high)
         return weights.numel
 
 
-def _update_halves(
-    low: Tensor,
-    high_1: Tensor,
-    high_2: Tensor,
-    gradient_1: Tensor,
-    gradient_2: Tensor,
-    exp_avg_1: Tensor,
-    exp_avg_2: Tensor,
-    exp_avg_sq_1: Tensor,
-    exp_avg_sq_2: Tensor,
-    settings: Tensor,
-) -> None:
-    """AdamW as torch.optim.AdamW documents it, between unpacking and packing of optim/master_weights.py."""
+def _update_halves(settings: Tensor, low: Tensor, *halves: Tensor) -> None:
+    """AdamW as torch.optim.AdamW documents it, between unpacking and packing of optim/master_weights.py.
+
+    Args:
+        halves: first and second half of the bf16 weights, of the gradient, and of both moments.
+    """
+    high_1, high_2, gradient_1, gradient_2, exp_avg_1, exp_avg_2, exp_avg_sq_1, exp_avg_sq_2 = halves
     clip, one_minus_beta1, beta2, one_minus_beta2, decay, rate, root_correction, epsilon = settings.unbind()
     masters = []
     for high, distance, gradient, exp_avg, exp_avg_sq in (
@@ -151,27 +176,22 @@ def _update_halves(
     low.copy_((masters[0] & 0xFFFF) | (masters[1] << 16))
 
 
-def _block_size(shard: FlatShard) -> int:
-    """Whole blocks of quantised moments."""
-    unit = max(getattr(shard.exp_avg, "block", 1), getattr(shard.exp_avg_sq, "block", 1))
-    return max(unit, BLOCK // unit * unit)
-
-
 class ShardedAdamW:
-    """torch's fused AdamW over local shards. `weights` are updated in place; matrices decay, norms and biases do not.
+    """torch's fused AdamW over local fp32 shards, which it updates in place.
 
-    The moments exist from the start, so that a checkpoint can be restored into them and memory is known before the
+    The moments exist from the start, so that a checkpoint can be restored into them, and memory is known before the
     first step.
     """
 
     def __init__(
         self,
-        weights: Sequence[Tensor],  # fp32 local shards, leaves
+        weights: Sequence[Tensor],
         decays: Sequence[bool],
         betas: tuple[float, float],
         epsilon: float,
         weight_decay: float,
     ) -> None:
+        """`weights`: leaves; `decays`: for each weight, whether weight decay applies."""
         self.weights = list(weights)
         groups = [
             {"params": [w for w, d in zip(weights, decays, strict=True) if d], "weight_decay": weight_decay},
@@ -186,38 +206,25 @@ class ShardedAdamW:
             }
 
     def moment(self, index: int, kind: str) -> Tensor:
-        """The `exp_avg` or `exp_avg_sq` of weight `index`, of that weight's shape."""
+        """Return the `exp_avg` or `exp_avg_sq` of weight `index`, in the weight's shape."""
         moment: Tensor = self._adamw.state[self.weights[index]][kind]
         return moment
 
     def set_steps(self, steps: int) -> None:
-        """The moments are those after `steps` updates."""
+        """Set the number of updates that the moments have seen."""
         for weight in self.weights:
             self._adamw.state[weight]["step"].fill_(steps)
 
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        """Scale the gradients so that their global norm is at most `max_grad_norm`, update, drop the gradients.
+        """Clip the gradients to the global norm `max_grad_norm`, update, and drop the gradients.
 
         A norm that is not finite updates nothing.
         """
         if math.isfinite(grad_norm):
-            # As torch.nn.utils.clip_grad_norm_: the coefficient is clamped to 1.
-            if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
-                coefficient = max_grad_norm / (grad_norm + 1e-6)
+            if (coefficient := clip_coefficient(grad_norm, max_grad_norm)) != 1.0:
                 torch._foreach_mul_([w.grad for w in self.weights if w.grad is not None], coefficient)
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
             self._adamw.step()
         for weight in self.weights:
             weight.grad = None
-
-
-# As transformers' Trainer knows them.
-_NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")
-
-
-def decays(name: str, shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to the parameter of that name, of whatever model."""
-    module, _, own = name.rpartition(".")
-    holder = module.rpartition(".")[2]  # a norm within whose name others lie makes none of them
-    return len(shape) >= 2 and _NORM_OR_BIAS.search(f"{holder}.{own}".lower()) is None

@@ -1,9 +1,9 @@
-"""Weights on flat shards, in and out as fp32: masters, kept whole or as the bf16 copy that is computed from plus what
-it lacks; and, of what learns nothing, that copy alone.
+"""Weights on flat shards, loaded and stored as fp32.
 
-A split master costs 4 bytes a parameter in total, of which the 2 that every rank computes from are the same bytes:
-master = high + low, where `high` is the master rounded to bf16 and `low` the int16 distance between their bit patterns.
-Ties round away from zero: to even, a tie would leave a distance of +32768, which int16 has not.
+A split master costs 4 bytes a parameter in total, of which the 2 bytes that forward and backward passes use are shared
+with every rank: master = high + low, where `high` is the master rounded to bf16 and `low` the int16 distance between
+the two bit patterns. Ties round away from zero, because rounding to even would leave a distance of +32768, which int16
+cannot hold.
 """
 
 from __future__ import annotations
@@ -23,40 +23,42 @@ class Weights(Protocol):
     numel: int
 
     def load(self, start: int, out: Tensor) -> Tensor:
-        """Elements from `start` on, as many as fp32 `out` has room for: in `out`, or where they lie."""
+        """Return `out.numel()` elements from `start` on: in fp32 `out`, or the stored memory itself."""
         ...
 
     def store(self, start: int, values: Tensor) -> None:
-        """Set them; every copy shows it."""
+        """Set elements from `start` on, in every replica."""
         ...
 
 
 class WholeWeights:
-    """fp32 memory that is master and compute copy in one; `others` are copies on other NUMA nodes, which whoever writes
-    into `values` leaves as they are."""
+    """fp32 memory that is master and compute copy in one.
 
-    def __init__(self, values: Tensor, others: Sequence[Tensor] = ()) -> None:
+    `replicas` are copies on other NUMA nodes; writing to `values` directly leaves them unchanged.
+    """
+
+    def __init__(self, values: Tensor, replicas: Sequence[Tensor] = ()) -> None:
         self.values = values
-        self.is_alone = not others
+        self.is_alone = not replicas
         self.numel = values.numel()
-        self._others = others
+        self._replicas = replicas
 
     def load(self, start: int, out: Tensor) -> Tensor:
         return self.values[start : start + out.numel()]
 
     def store(self, start: int, values: Tensor) -> None:
-        for copy in (self.values, *self._others):
+        for copy in (self.values, *self._replicas):
             target = copy[start : start + values.numel()]
             if target.data_ptr() != values.data_ptr():
                 target.copy_(values)
 
 
 class RoundedWeights:
-    """bf16 values that learn nothing; `others` are copies on other NUMA nodes. Ties round to even."""
+    """Frozen bf16 values without a master, and replicas on other NUMA nodes. Ties round to even."""
 
-    def __init__(self, values: Tensor, others: Sequence[Tensor] = ()) -> None:
+    def __init__(self, values: Tensor, replicas: Sequence[Tensor] = ()) -> None:
         self.numel = values.numel()
-        self._copies = (values, *others)
+        self._copies = (values, *replicas)
 
     def load(self, start: int, out: Tensor) -> Tensor:
         return out.copy_(self._copies[0][start : start + out.numel()])
@@ -67,14 +69,13 @@ class RoundedWeights:
 
 
 class SplitWeights:
-    """bf16 `high` and, private, the int16 distances, in `low` or else 0; `others` are copies of `high` on other NUMA
-    nodes."""
+    """Shared bf16 `high`, its replicas on other NUMA nodes, and the private int16 distances `low`."""
 
-    def __init__(self, high: Tensor, others: Sequence[Tensor] = (), low: Tensor | None = None) -> None:
-        """`low`: memory of low_bytes(numel)."""
+    def __init__(self, high: Tensor, replicas: Sequence[Tensor] = (), low: Tensor | None = None) -> None:
+        """`low`: memory of low_bytes(numel) that holds the distances; None: new memory of zeros."""
         self.numel = high.numel()
         self.high = high
-        self.others = others
+        self.replicas = replicas
         self.low = self._distances(torch.zeros(low_bytes(self.numel), dtype=torch.uint8) if low is None else low)
 
     def _distances(self, memory: Tensor) -> Tensor:
@@ -87,20 +88,23 @@ class SplitWeights:
 
     def store(self, start: int, values: Tensor) -> None:
         self._publish(start, values)
-        # The distance is less than 2^15 either way: the low 16 bits of the master, which a cast keeps, tell it.
+        # The distance is less than 2^15 either way, so the low 16 bits of the master, which a cast keeps, determine it.
         self.low[start : start + values.numel()].copy_(values.view(torch.int32))
 
     def _publish(self, start: int, values: Tensor) -> None:
-        # Adding half of the last kept bit to the magnitude, then dropping the rest, rounds ties away from zero.
+        # Adding half a unit in bf16's last place to the magnitude, then dropping bits, rounds ties away from zero.
         rounded = values.view(torch.int32).add(0x8000).bitwise_and_(-0x10000).view(torch.float32)
-        for copy in (self.high, *self.others):
+        for copy in (self.high, *self.replicas):
             copy[start : start + values.numel()].copy_(rounded)
 
 
 class PairedWeights(SplitWeights):
-    """For an update that is compiled: two distances share an int32, element i of the first half has the low 16 bits,
-    element i of the second half the high ones. So one vector of them belongs to two vectors of weights, and a compiler
-    can keep all in registers, which it cannot with int16. Block by block it takes half as long again."""
+    """Split weights for a compiled update: two distances share an int32.
+
+    Element i of the first half has the low 16 bits, element i of the second half the high ones. One vector of int32
+    thus belongs to two vectors of weights, and a compiler can keep all three in registers, which it cannot with int16.
+    Loading and storing block by block takes 1.5 times as long.
+    """
 
     @property
     def half(self) -> int:
@@ -112,7 +116,7 @@ class PairedWeights(SplitWeights):
     def load(self, start: int, out: Tensor) -> Tensor:
         out.copy_(self.high[start : start + out.numel()])
         bits = out.view(torch.int32)
-        first, second = self._in_halves(start, out.numel())
+        first, second = self._by_half(start, out.numel())
         bits[: first.numel()] += (first << 16) >> 16
         bits[first.numel() :] += second >> 16
         return out
@@ -120,12 +124,12 @@ class PairedWeights(SplitWeights):
     def store(self, start: int, values: Tensor) -> None:
         self._publish(start, values)
         bits = values.view(torch.int32)
-        first, second = self._in_halves(start, values.numel())
+        first, second = self._by_half(start, values.numel())
         first.bitwise_and_(-0x10000).bitwise_or_(bits[: first.numel()] & 0xFFFF)
         second.bitwise_and_(0xFFFF).bitwise_or_(bits[first.numel() :] << 16)
 
-    def _in_halves(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Where the distances of elements [start, start + count) are: of those in the first half, in the second."""
+    def _by_half(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the int32s of elements [start, start + count): those in the first half, and those in the second."""
         stop = start + count
         middle = min(max(start, self.half), stop)
         empty = self.low[:0]

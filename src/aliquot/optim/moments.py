@@ -1,8 +1,12 @@
-"""Adam's moments on flat shards: fp32, or frugal as bf16 or int8.
+"""Adam's moments on flat shards: exact in fp32, or frugal in bf16 or int8.
 
-Frugal moments are rounded stochastically, or small updates would be lost: with beta2 = 0.999 a step moves the second
-moment by less than half the distance between two neighbouring bf16 values. The noise is a function of the step and of
-an element's place in the whole tensor, so results do not depend on the world size.
+Frugal moments are rounded stochastically, because rounding to nearest would lose small updates: with beta2 = 0.999 a
+step moves the second moment by less than half the distance between two neighbouring bf16 values. The noise depends on
+the step and on an element's place in the whole tensor alone, so that results do not depend on the world size.
+
+int8 moments have an 8-bit code per element and one fp32 scale per block, the largest magnitude of the block. A power
+spreads the codes and gives small values relative precision: a first moment is scale * (code / 127)^2 with a sign, a
+second moment scale * (code / 255)^4. Decoding and encoding again gives the same codes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ _NOISE = 1 << 16  # elements after which the noise repeats
 
 
 class Noise:
-    """Uniform in [0, 1), another draw each step."""
+    """Uniform noise in [0, 1), drawn anew in each step."""
 
     def __init__(self, longest: int) -> None:
         self._repeats = 1 + -(-longest // _NOISE)
@@ -27,28 +31,31 @@ class Noise:
         self._values = torch.rand(_NOISE, generator=torch.Generator().manual_seed(step)).repeat(self._repeats)
 
     def at(self, place: int, count: int) -> Tensor:
-        """For elements [place, place + count) of a tensor."""
+        """Return the noise for elements [place, place + count) of a whole tensor."""
         return self._values[place % _NOISE :][:count]
 
 
 class Moment(Protocol):
-    """Flat values; `start` counts within the shard."""
+    """Flat values of a shard; `start` is a place in the shard."""
 
     size_bytes: int
 
     def load(self, start: int, out: Tensor) -> Tensor:
-        """Elements from `start` on, as many as fp32 `out` has room for: in `out`, or where they lie."""
+        """Return `out.numel()` elements from `start` on: in fp32 `out`, or the stored memory itself."""
         ...
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Set them. Without noise they round to nearest: what was loaded is stored as it was."""
+        """Set elements from `start` on. Without noise, values round to nearest, and loaded values stay the same."""
         ...
 
 
 def moment(states: States, numel: int, row_numel: int, squared: bool, memory: Tensor | None = None) -> Moment:
-    """What is in `memory`, uint8 [moment_bytes(states, numel, row_numel)]; by default zeros.
+    """Return a moment of `numel` elements.
 
-    `row_numel`: elements of a row of the tensor; vectors stay fp32, they are few and sensitive.
+    Args:
+        row_numel: elements of a row of the whole tensor. Vectors stay fp32, because they are few and sensitive.
+        squared: the moment is the second one.
+        memory: uint8 [moment_bytes(states, numel, row_numel)] with its values; None: new memory of zeros.
     """
     if memory is None:
         memory = torch.zeros(moment_bytes(states, numel, row_numel), dtype=torch.uint8)
@@ -81,14 +88,14 @@ class Bf16Moment:
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
         if noise is not None:
-            # Noise below the last kept bit, then the rest dropped: rounds up as often as the distance asks for.
+            # Adding noise below the last stored bit, then dropping bits, rounds up with the right probability.
             bits = values.view(torch.int32).add((noise * 0x10000).to(torch.int32)).bitwise_and_(-0x10000)
             values = bits.view(torch.float32)
         self._values[start : start + values.numel()].copy_(values)
 
 
 class Int8Moment:
-    """As in Int8Moment. Blocks divide the rows of the tensor: their edges are the same whatever the world size."""
+    """Blocks divide the rows of the whole tensor, so that their edges do not depend on the world size."""
 
     def __init__(self, memory: Tensor, numel: int, row_numel: int, squared: bool) -> None:
         self.block = block_numel(row_numel)
@@ -96,18 +103,18 @@ class Int8Moment:
         scales_bytes = 4 * (numel // self.block)
         self._scales = memory[:scales_bytes].view(torch.float32)
         self._codes = memory[scales_bytes:].view(torch.uint8 if squared else torch.int8)
-        self._partial: dict[int, tuple[Tensor, int]] = {}  # blocks of which only a part has been stored so far
+        self._partial: dict[int, tuple[Tensor, int]] = {}  # blocks that have been stored in part, and how much
         self.size_bytes = memory.nbytes
 
     def load(self, start: int, out: Tensor) -> Tensor:
         first, last = start // self.block, -(-(start + out.numel()) // self.block)
         codes, scales = self._codes[first * self.block : last * self.block], self._scales[first:last]
-        values = decoded(codes, scales, self.block, self._squared)
+        values = decode_int8(codes, scales, self.block, self._squared)
         skipped = start - first * self.block
         return out.copy_(values[skipped : skipped + out.numel()])
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Pieces that begin or end inside a block wait for the rest of it: each element must then come once."""
+        """Set elements; a part of a block waits for the block's other elements, each of which must follow once."""
         stop = start + values.numel()
         inner, end = -(-start // self.block) * self.block, stop // self.block * self.block
         if inner < end:
@@ -128,13 +135,13 @@ class Int8Moment:
             self._encode(number * self.block, whole, None)
 
     def _encode(self, start: int, values: Tensor, noise: Tensor | None) -> None:
-        codes, scales = encoded(values, self.block, self._squared, noise)
+        codes, scales = encode_int8(values, self.block, self._squared, noise)
         self._codes[start : start + values.numel()].copy_(codes)
         self._scales[start // self.block : (start + values.numel()) // self.block].copy_(scales)
 
 
-def decoded(codes: Tensor, scales: Tensor, block: int, squared: bool) -> Tensor:
-    """codes int8 (or uint8 if `squared`) [n], scales fp32 [n / block] -> fp32 [n]."""
+def decode_int8(codes: Tensor, scales: Tensor, block: int, squared: bool) -> Tensor:
+    """Decode codes int8 (or uint8 if `squared`) [n] with scales fp32 [n / block] to fp32 [n]."""
     values = codes.float().view(-1, block)
     if squared:
         values = values.div_(255).square_().square_().mul_(scales[:, None])
@@ -144,8 +151,12 @@ def decoded(codes: Tensor, scales: Tensor, block: int, squared: bool) -> Tensor:
     return values.view(-1)
 
 
-def encoded(values: Tensor, block: int, squared: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """fp32 [n] -> (codes, as fp32 [n], scales [n / block]). With `noise`, uniform in [0, 1), rounded at random."""
+def encode_int8(values: Tensor, block: int, squared: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Encode fp32 values [n] to codes (as fp32 [n]) and scales [n / block].
+
+    Args:
+        noise: uniform in [0, 1), for stochastic rounding; None rounds to nearest.
+    """
     blocks = values.view(-1, block)
     scales = blocks.abs().amax(1)
     # A block of zeros has scale 0 and codes 0.
@@ -154,7 +165,7 @@ def encoded(values: Tensor, block: int, squared: bool, noise: Tensor | None = No
     codes = codes.view(-1)
     codes.add_(0.5 if noise is None else noise[: values.numel()]).floor_()
     if squared:
-        # A second moment that is not zero never becomes zero: the update divides by its root.
+        # A positive second moment never becomes zero, because the update divides by its root.
         codes.clamp_(max=255)
         codes.copy_(torch.where(values > 0, codes.clamp(min=1), codes))
     else:

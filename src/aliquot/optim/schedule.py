@@ -14,8 +14,10 @@ from aliquot.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rises over `warmup_steps` of `total_steps` to `peak`, then goes as `settings` say: names and formulas of
-    transformers.get_scheduler. The first of several warm-up steps has rate 0, if they do not say otherwise.
+    """The learning rate rises over `warmup_steps` of `total_steps` to `peak`, then follows `settings`.
+
+    Names and formulas are those of transformers.get_scheduler. The first of several warm-up steps has rate 0, unless
+    the settings say otherwise.
     """
 
     peak: float
@@ -25,7 +27,7 @@ class Schedule:
 
     @classmethod
     def of(cls, train: TrainSection, total_steps: int) -> Self:
-        """Raises UserError for phases that are longer than the run."""
+        """Read the schedule from the configuration. Raises ConfigError if its phases are longer than the run."""
         settings = schedule_settings.validate_schedule(
             train.lr_scheduler_type, train.lr_scheduler_kwargs, train.learning_rate
         )
@@ -40,25 +42,25 @@ class Schedule:
         return cls(train.learning_rate, warmup_steps, total_steps, settings)
 
     def rate(self, step: int) -> float:
-        """Of optimizer step `step` (0-based)."""
+        """Return the learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * _rising(self.settings, step, self.warmup_steps)
         return self.peak * _AFTER_WARMUP[type(self.settings)](self, self.settings, step)
 
     def progress(self, step: int) -> float:
-        """Of what follows the warm-up; 1 is the end."""
+        """Return the part of the steps after the warm-up that is over; 1 is the end of the run."""
         return (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
 
 
 def warmup(steps: int | None, ratio: float, total_steps: int) -> int:
-    """Warm-up steps: `steps` if given, else that part of all steps, rounded up."""
+    """Return the number of warm-up steps: `steps`, or if None the part `ratio` of all steps, rounded up."""
     return math.ceil(ratio * total_steps) if steps is None else steps
 
 
 def _rising(settings: schedule_settings.Constant, step: int, steps: int) -> float:
-    """The rate of a step of the warm-up as a part of the peak."""
+    """Return the rate of a warm-up step as a part of the peak."""
     done = step / steps
-    if isinstance(settings, schedule_settings.CosineWarmupWithMinLr):  # is at the peak in the last step
+    if isinstance(settings, schedule_settings.CosineWarmupWithMinLr):  # reaches the peak in the last step
         lowest = settings.warmup_lr_rate
         return (step + 1) / steps if lowest is None else _above(lowest, step / max(1, steps - 1))
     if isinstance(settings, schedule_settings.WarmupStableDecay):
@@ -67,46 +69,46 @@ def _rising(settings: schedule_settings.Constant, step: int, steps: int) -> floa
     return done
 
 
-# Each: the rate of a step after the warm-up as a part of the peak.
+# Each of these functions returns the rate of a step after the warm-up as a part of the peak.
 
 
-def _constant(of: Schedule, settings: schedule_settings.Constant, step: int) -> float:
+def _constant(schedule: Schedule, settings: schedule_settings.Constant, step: int) -> float:
     return 1.0
 
 
-def _linear(of: Schedule, settings: schedule_settings.Linear, step: int) -> float:
-    return max(0.0, 1.0 - of.progress(step))
+def _linear(schedule: Schedule, settings: schedule_settings.Linear, step: int) -> float:
+    return max(0.0, 1.0 - schedule.progress(step))
 
 
-def _cosine(of: Schedule, settings: schedule_settings.Cosine, step: int) -> float:
-    return max(0.0, _waves(settings.num_cycles, of.progress(step)))
+def _cosine(schedule: Schedule, settings: schedule_settings.Cosine, step: int) -> float:
+    return max(0.0, _waves(settings.num_cycles, schedule.progress(step)))
 
 
-def _cosine_with_restarts(of: Schedule, settings: schedule_settings.CosineWithRestarts, step: int) -> float:
-    progress = of.progress(step)
+def _cosine_with_restarts(schedule: Schedule, settings: schedule_settings.CosineWithRestarts, step: int) -> float:
+    progress = schedule.progress(step)
     return 0.0 if progress >= 1.0 else max(0.0, _waves(0.5, settings.num_cycles * progress % 1.0))
 
 
-def _cosine_with_min_lr(of: Schedule, settings: schedule_settings.CosineWithMinLr, step: int) -> float:
-    # With a warm-up of its own it is at its end in the last step, the others would be in the one after.
+def _cosine_with_min_lr(schedule: Schedule, settings: schedule_settings.CosineWithMinLr, step: int) -> float:
+    # The variant with its own warm-up reaches its end in the last step, the other one in the step after that.
     step += isinstance(settings, schedule_settings.CosineWarmupWithMinLr)
-    return max(0.0, _above(settings.lowest(of.peak), _waves(settings.num_cycles, of.progress(step))))
+    return max(0.0, _above(settings.lowest(schedule.peak), _waves(settings.num_cycles, schedule.progress(step))))
 
 
-def _polynomial(of: Schedule, settings: schedule_settings.Polynomial, step: int) -> float:
-    return _above(settings.lr_end / of.peak, (1.0 - of.progress(step)) ** settings.power)
+def _polynomial(schedule: Schedule, settings: schedule_settings.Polynomial, step: int) -> float:
+    return _above(settings.lr_end / schedule.peak, (1.0 - schedule.progress(step)) ** settings.power)
 
 
-def _inverse_sqrt(of: Schedule, settings: schedule_settings.InverseSqrt, step: int) -> float:
-    timescale = settings.timescale or of.warmup_steps or 10_000
-    return 1.0 / math.sqrt((step - of.warmup_steps + timescale) / timescale)
+def _inverse_sqrt(schedule: Schedule, settings: schedule_settings.InverseSqrt, step: int) -> float:
+    timescale = settings.timescale or schedule.warmup_steps or 10_000
+    return 1.0 / math.sqrt((step - schedule.warmup_steps + timescale) / timescale)
 
 
-def _warmup_stable_decay(of: Schedule, settings: schedule_settings.WarmupStableDecay, step: int) -> float:
+def _warmup_stable_decay(schedule: Schedule, settings: schedule_settings.WarmupStableDecay, step: int) -> float:
     decay_steps, stable_steps = settings.num_decay_steps, settings.num_stable_steps
     if stable_steps is None:
-        stable_steps = of.total_steps - of.warmup_steps - decay_steps
-    decaying = step - of.warmup_steps - stable_steps
+        stable_steps = schedule.total_steps - schedule.warmup_steps - decay_steps
+    decaying = step - schedule.warmup_steps - stable_steps
     if decaying < 0:
         return 1.0
     if decaying >= decay_steps:
@@ -130,10 +132,10 @@ _AFTER_WARMUP: Mapping[type[schedule_settings.Constant], Callable[[Schedule, Any
 
 
 def _waves(cycles: float, progress: float) -> float:
-    """A cosine from 1 at 0; 0.5 cycles end at 0."""
+    """Return a cosine that is 1 at progress 0; half a cycle ends at 0."""
     return 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
 
 
 def _above(lowest: float, factor: float) -> float:
-    """`factor` 0 is the lowest, 1 the peak."""
+    """Interpolate from `lowest` (factor 0) to the peak (factor 1)."""
     return lowest + (1.0 - lowest) * factor

@@ -1,4 +1,4 @@
-"""How much an optimizer holds, told without torch: for what holds it and for what plans it."""
+"""Sizes of optimizer state, for the optimizer and for the planner. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from typing import Literal
 States = Literal["fp32", "bf16", "int8"]
 
 BLOCK = 1 << 18  # elements of a shard that are updated at a time: 1 MiB of fp32
-SCRATCH_ROWS = 4  # a block each
+SCRATCH_ROWS = 4  # blocks: weights, gradient and both moments
 SCRATCH_BYTES = SCRATCH_ROWS * 4 * BLOCK
 _LONGEST_SCALED, _SHORTEST_SCALED = 256, 32
 
 
 def moment_bytes(states: States, numel: int, row_numel: int) -> int:
-    """Of `numel` elements of a moment whose tensor has rows of `row_numel`; see moments.py."""
+    """Return the bytes of `numel` elements of a moment whose tensor has rows of `row_numel` (moments.py)."""
     if states == "fp32" or row_numel == 1:
         return 4 * numel
     return 2 * numel if states == "bf16" else numel + 4 * (numel // block_numel(row_numel))
 
 
 def low_bytes(numel: int) -> int:
-    """Of what the masters of `numel` elements have beyond their bf16 copies; see weights.py."""
+    """Return the bytes of the low halves of `numel` split masters (master_weights.py)."""
     return 4 * -(-numel // 2)
 
 
 def update_block(states: States, row_numel: int) -> int:
-    """Elements of a shard that are updated at a time: whole blocks of quantised moments."""
+    """Return the elements of a shard that are updated at a time: whole blocks of int8 moments."""
     unit = block_numel(row_numel) if states == "int8" and row_numel > 1 else 1
     return max(unit, BLOCK // unit * unit)
 
 
 @cache
 def block_numel(row_numel: int) -> int:
-    """Of the blocks of int8 that share a scale: the largest divisor of a row's length that is at most 256; the whole
-    row if that were very small."""
+    """Return the elements that share a scale in int8: the largest divisor of a row's length up to 256.
+
+    A row whose largest divisor is below 32 is one block.
+    """
     best = max(size for size in range(1, min(row_numel, _LONGEST_SCALED) + 1) if row_numel % size == 0)
     return best if best >= _SHORTEST_SCALED else row_numel

@@ -1,4 +1,4 @@
-"""Sums of squares of gradients: precise enough for a norm that every world size agrees on, at the speed of memory."""
+"""Sums of squares of gradients, precise enough for a norm that does not depend on the world size."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ BLOCK = 1 << 16
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Sum of squares of each: in fp32 within blocks of 65,536 elements, exactly between them.
+    """Return the sum of squares of each tensor: fp32 within blocks of 65,536 elements, exact between blocks.
 
-    On a GPU in fp64, and all are fetched at once: each number would be waited for by itself.
+    On a GPU the sums are fp64 and fetched together, because each transfer waits for the device.
     """
     if tensors and tensors[0].device.type != "cpu":
-        return on_device(tensors)
+        return squared_norms_on_device(tensors)
     return [math.fsum(block_squares(tensor.view(-1))) for tensor in tensors]
 
 
-def on_device(tensors: Sequence[Tensor]) -> list[float]:
-    """Sums of squares of tensors of one device, none of them empty or all, with one wait."""
+def squared_norms_on_device(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the sums of squares of tensors on one device, after a single wait. The tensors may be empty."""
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
     return [norm**2 for norm in torch.stack(norms).tolist()]
 
 
 def block_squares(flat: Tensor) -> list[float]:
-    """The sum of squares of each block of a flat CPU tensor."""
+    """Return the sum of squares of each block of a flat CPU tensor."""
     blocks = (flat[start : start + BLOCK] for start in range(0, flat.numel(), BLOCK))
     return [float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2 for block in blocks]

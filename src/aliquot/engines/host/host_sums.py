@@ -128,7 +128,7 @@ class HostSums:
     def flush(self) -> None:
         """Write to disk what belongs there, after the last change of a step."""
         if self._window_sums is not None:
-            self._window_sums.settle()
+            self._window_sums.flush()
 
     def squares(self) -> list[float]:
         """Return the sum of squares of this rank's own sums of each weight, the same wherever the sums lie."""
