@@ -182,8 +182,8 @@ FAULTS = (
     Fault(
         "sigterm-saves-nothing", "run/training_loop.py",
         "a run that is told to stop stops without saving",
-        "if at_end or stopping or best == done or is_due(config.checkpoint.every, done):",
-        "if at_end or best == done or is_due(config.checkpoint.every, done):",
+        "if (is_last and settings.last) or stop_signal or is_best or is_due(settings.every, progress.step):",
+        "if (is_last and settings.last) or is_best or is_due(settings.every, progress.step):",
         ("tests/run/test_train.py",),
     ),
     Fault(

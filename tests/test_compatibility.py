@@ -17,7 +17,7 @@ from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.config.read_config import read_config
 from aliquot.models.export import export_checkpoint
 from aliquot.observe.report.read_run import read_run
-from aliquot.run.evaluate_model import evaluate_model
+from aliquot.run.evaluate import evaluate_model
 from tests import warm
 from tests.docs_pages import ROOT
 from tests.make_fixture import FIXTURES, promised_names

@@ -28,7 +28,7 @@ from aliquot.models.generate import generate
 from aliquot.models.load import load_adapter
 from aliquot.models.narrow import narrow
 from aliquot.models.source import resolve
-from aliquot.run.evaluate_model import evaluate_model
+from aliquot.run.evaluate import evaluate_model
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import aliquot
 from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.core.errors import UserError
-from aliquot.run.evaluate_model import evaluate_model
+from aliquot.run.evaluate import evaluate_model
 from tests.runs import command, curve, write_config
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.observe.console import Display
-from aliquot.run.export_run import _is_own, _keep_foreign
+from aliquot.run.export_run import _is_export_file, _keep_foreign_files
 from aliquot.tensor_io.publish import publish_together
 
 BESIDE = {"config.json", "tokenizer.json", "aliquot.json"}
@@ -33,19 +33,19 @@ BESIDE = {"config.json", "tokenizer.json", "aliquot.json"}
 )
 def test_own_files_of_an_export(tmp_path: Path, name: str, own: bool) -> None:
     (tmp_path / name).write_text("")
-    assert _is_own(tmp_path / name, BESIDE) is own
+    assert _is_export_file(tmp_path / name, BESIDE) is own
 
 
 def test_a_directory_is_a_persons(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
-    assert not _is_own(tmp_path / "model.safetensors", BESIDE)
+    assert not _is_export_file(tmp_path / "model.safetensors", BESIDE)
 
 
 def test_a_file_that_comes_while_an_export_is_made_is_kept_with_what_was_there(tmp_path: Path) -> None:
     target = tmp_path / "export"
     errors = io.StringIO()
     display = Display("plain", errors=Console(file=errors))
-    spare = partial(_keep_foreign, target, BESIDE, display)
+    spare = partial(_keep_foreign_files, target, BESIDE, display)
 
     def exported(comes: str) -> None:
         def write(directory: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_could_not_be_exported_is_saved(tmp_path: Path, monkeypatch: pytest
         raise StorageError("needs more than is free", tmp_path)
 
     with monkeypatch.context() as disk:
-        disk.setattr(export_run, "export_run", full)
+        disk.setattr(export_run, "_export", full)
         with pytest.raises(StorageError, match="needs more than is free"):
             run(file)
     assert saved(tmp_path / "run") == ["step-00000003"]

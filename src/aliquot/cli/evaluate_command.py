@@ -65,7 +65,7 @@ def command(
 
     restart_with_allocator()
     from aliquot.distributed.rank_errors import report_error
-    from aliquot.run.evaluate_model import evaluate_model
+    from aliquot.run.evaluate import evaluate_model
 
     with one_line_interrupt():
         try:

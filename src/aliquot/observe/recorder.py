@@ -25,6 +25,7 @@ from aliquot.observe.profile import Profile
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.run_record import RunRecord
 from aliquot.observe.step_clock import OWN_WORK, PARTS, SlowRanks, StepClock
 from aliquot.observe.throughput import Meter, Remaining
 
@@ -47,22 +48,22 @@ class Recorder:
         display: Display,
         clock: StepClock,
         exporter: Exporter,
-        about: Mapping[str, Any],
+        record: RunRecord,
         measure_ceiling: Callable[[], float],
         gpu: Gpu | None,
         steps_before: int,
         total_steps: int,
     ) -> None:
-        """`about`: what this attempt is made of, JSON; `measure_ceiling`: collective; `steps_before`: those of the runs
+        """`measure_ceiling`: collective; `steps_before`: those of the runs
         that this one continues."""
-        self.meter = Meter(about["ceiling_flops_per_s"])
+        self.meter = Meter(record.ceiling_flops_per_s)
         self._config = config
         self._directory = directory
         self._ranks = ranks
         self._display = display
         self._clock = clock
         self._exporter = exporter
-        self._about = about
+        self._record = record
         self._before, self._done, self._total = steps_before, steps_before, total_steps
         self._events = Events(directory.events, ranks.rank == 0)
         self._profile = Profile(directory.profile, ranks.rank, config.observe.profile, clock)
@@ -73,11 +74,11 @@ class Recorder:
         self._step_began = clock.seconds()
         self._said_full = False
         self._measure_ceiling = measure_ceiling
-        self._ceiling_is_sure = about.get("ceiling_is_sure", True)
+        self._ceiling_is_sure = record.ceiling_is_sure
         self._began_at = time.monotonic()
         self._gpu = gpu
         self._measurements_left = _MOST_MEASUREMENTS
-        self._remaining = Remaining(config, total_steps, about["plan"])
+        self._remaining = Remaining(config, total_steps, record.plan)
         self._evaluation_began = 0.0
 
     def __enter__(self) -> Self:
@@ -87,14 +88,14 @@ class Recorder:
             directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status,
             self._display.warning,
         )  # fmt: skip
-        machine = self._about["machine"]
+        machine = self._record.machine
         # By the plan it is less where launcher and dashboards, or shard.memory, leave less.
         limit = machine["memory_limit_bytes"] // self._ranks.topology.local_world_size
         if self._gpu is None:
-            limit = self._about["plan"].get("limit_bytes", limit)
+            limit = self._record.plan.get("limit_bytes", limit)
         self._display.training(limit, None if self._gpu is None else machine["gpu_memory_bytes"])
-        kind = "start" if self._about["resumed_from"] is None else "resume"
-        facts = {**self._about, "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
+        kind = "start" if self._record.resumed_from is None else "resume"
+        facts = {**self._record.as_json(), "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
         started = {"aliquot": version("aliquot"), "command": command_line(), "total_steps": self._total}
         self._events.write(kind, self._before, **facts, **started)
         return self
@@ -190,7 +191,7 @@ class Recorder:
             parts["reduce_s"] = None
         line = {
             "step": self._done,
-            "engine": self._about["engine"],
+            "engine": self._record.engine,
             **metrics,
             **self.meter.readings(),
             "eta_s": self._eta_s(),
@@ -209,7 +210,7 @@ class Recorder:
         steps_s = self.meter.steps_s(left)
         if steps_s is None:
             return None
-        if self._done == self._before + 1 and (planned := self._about["plan"].get("step_s")):
+        if self._done == self._before + 1 and (planned := self._record.plan.get("step_s")):
             steps_s = min(steps_s, left * planned)  # the first one compiles, and has its memory mapped
         return steps_s + self._remaining.seconds(self._done)
 

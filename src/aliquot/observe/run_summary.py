@@ -12,24 +12,25 @@ from aliquot.observe import ledger
 from aliquot.observe.console import Display
 from aliquot.observe.number_format import duration, gib, rate, short
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.run_record import RunRecord
 from aliquot.observe.throughput import Speed
 
 
-def begin(display: Display, config: RunConfig, about: Mapping[str, Any], *lines: str) -> None:
+def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -> None:
     """What is trained, with what, and where; then `lines`, and the plan."""
-    machine, precision = about["machine"], config.train.precision
+    machine, precision = record.machine, config.train.precision
     told = (
-        f"{about['model']}, {_parameters(about)}, {precision}, engine {about['engine']}",
-        f"{about['placement']}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
+        f"{record.model}, {_parameters(record)}, {precision}, engine {record.engine}",
+        f"{record.placement}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
-        *(foreseen(about["plan"]) if about.get("plan") else ()),
+        *(foreseen(record.plan) if record.plan else ()),
     )
     for text in told:
         display.line(text)
 
 
-def _parameters(about: Mapping[str, Any]) -> str:
-    total, learned = about["parameters"], about["learned"]
+def _parameters(record: RunRecord) -> str:
+    total, learned = record.parameters, record.learned
     return f"{total:,} parameters" + ("" if learned == total else f", of which {learned:,} learn")
 
 

@@ -1,62 +1,100 @@
-"""How a pretrained model meets its documents: whether it knows them, and whether it misses the bos it knew."""
+"""Checks of data and model before the first step: equal on all ranks, sensible examples, a sensible first loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from aliquot.data.data_summary import examples, warnings
+from aliquot.distributed.config_consistency import check_same
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.models.model_identity import fingerprint
 from aliquot.nn.loss.base import IGNORE
+from aliquot.run.run_context import Inputs, Model, RunContext
 
-_MUCH_BETTER = 0.5  # nats a token
+_EXAMPLE_CHARACTERS = 400  # of each part of an example
+_MUCH_BETTER = 0.5  # nats per token
 
 
-def doubts(
-    engine: Engine, batch: MicroBatch | None, prefix: Sequence[int], tokenizer: Any, vocabulary: int, ranks: Ranks
-) -> str | None:
-    """What to tell the person before training; None: all is as it should be. Collective.
+def check_inputs(run: RunContext, inputs: Inputs) -> None:
+    """Check that data and model are the same on all ranks, wherever their files lie. Collective.
 
-    `batch`: this rank's first micro-batch, whose documents have `prefix` before them.
+    Raises:
+        NodesDifferError: on every rank, if a rank has other data or another model.
     """
-    found, guess = _loss(engine, batch, ranks), math.log(vocabulary)
+    adapter = None if run.config.adapter is None else run.config.adapter.directory
+
+    def identities() -> dict[str, Any]:
+        data, config = inputs.data, inputs.source.config.to_dict()
+        return {
+            **{f"{name or 'data'} (hash of the tokens)": Path(path).name for name, path in data.train.items()},
+            **{f"held-out {name or 'data'} (hash of the tokens)": Path(path).name for name, path in data.eval.items()},
+            "tokenizer (hash of its files)": Path(data.tokenizer).name,
+            "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
+            "weights (hash of samples)": inputs.source.fingerprint,
+            "adapter (hash of samples)": None if adapter is None else fingerprint(adapter),
+        }
+
+    check_same(run.ranks, identities)
+
+
+def show_data(run: RunContext, inputs: Inputs) -> None:
+    """Show the labels of the first examples, unless all tokens are labels, and warn of doubtful data. Rank 0 only."""
+    for stream in inputs.batches.streams:
+        for line in examples(stream.source, inputs.tokenizer, _EXAMPLE_CHARACTERS):
+            run.display.line(line)
+    for text in warnings(inputs.batches, inputs.total_steps, run.config.train.max_steps is not None):
+        run.display.warning(text)
+
+
+def check_first_batch(run: RunContext, inputs: Inputs, model: Model) -> None:
+    """Warn if a pretrained model predicts the first batch badly, or much better with a bos token. Collective."""
+    batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
+    vocabulary = inputs.source.config.get_text_config(decoder=True).vocab_size
+    has_masks = {stream.source.store.mask is not None for stream in inputs.batches.streams}
+    # Ranks of a mixture may see sources with and without loss masks: only a pure chat run has the chat prefix.
+    prefix = inputs.data.chat_prefix if has_masks == {True} else inputs.data.prefix
+    tokenizer, ranks = inputs.tokenizer, run.ranks
+    loss, guess = _mean_loss(model.engine, batch, ranks), math.log(vocabulary)
     advice = ""
     if not prefix and tokenizer.bos_token_id is not None:
-        dressed = None if batch is None else with_prefix(batch, [tokenizer.bos_token_id])
-        better = _loss(engine, dressed, ranks)
-        if better < found - _MUCH_BETTER:
-            return (
-                f"the documents begin at a loss of {found:.2f}, and at {better:.2f} with {tokenizer.bos_token} before"
-                " each: set data.add_bos=true"
+        batch_with_bos = None if batch is None else with_prefix(batch, [tokenizer.bos_token_id])
+        loss_with_bos = _mean_loss(model.engine, batch_with_bos, ranks)
+        if loss_with_bos < loss - _MUCH_BETTER:
+            run.display.warning(
+                f"the documents begin at a loss of {loss:.2f}, and at {loss_with_bos:.2f} with {tokenizer.bos_token}"
+                " before each: set data.add_bos=true"
             )
+            return
         advice = "; data.add_bos=true may be what it was trained with"
-    if found <= guess:
-        return None
-    return (
-        f"the documents begin at a loss of {found:.2f}, and guessing gives {guess:.2f}: are model, tokenizer and text"
-        f" made for each other?{advice}"
-    )
+    if loss > guess:
+        run.display.warning(
+            f"the documents begin at a loss of {loss:.2f}, and guessing gives {guess:.2f}: are model, tokenizer and"
+            f" text made for each other?{advice}"
+        )
 
 
 def with_prefix(batch: MicroBatch, prefix: Sequence[int]) -> MicroBatch:
-    """The same documents with `prefix`, which is not predicted, before each, and as much less at their ends."""
+    """Put `prefix`, which is not predicted, before each document, and cut the documents to their old lengths."""
     ids, labels, edges = [], [], [0]
     for start, stop in pairwise(batch.edges):
-        kept = max(start, stop - len(prefix))
-        ids += [torch.tensor(prefix), batch.input_ids[start:kept]]
-        labels += [torch.full((len(prefix),), IGNORE), batch.labels[start:kept]]
-        edges.append(edges[-1] + len(prefix) + kept - start)
+        cut = max(start, stop - len(prefix))
+        ids += [torch.tensor(prefix), batch.input_ids[start:cut]]
+        labels += [torch.full((len(prefix),), IGNORE), batch.labels[start:cut]]
+        edges.append(edges[-1] + len(prefix) + cut - start)
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
     return MicroBatch(torch.cat(ids), torch.cat(labels), positions, tuple(edges), calls=batch.calls)
 
 
-def _loss(engine: Engine, batch: MicroBatch | None, ranks: Ranks) -> float:
-    """The mean over all ranks' micro-batches. Collective."""
-    own = [float(engine.evaluate(batch)), 0 if batch is None else batch.predicted]
-    summed, predicted = (math.fsum(values) for values in zip(*ranks.gather(own), strict=True))
-    return summed / max(1.0, predicted)
+def _mean_loss(engine: Engine, batch: MicroBatch | None, ranks: Ranks) -> float:
+    """The mean loss per predicted token over the micro-batches of all ranks. Collective."""
+    loss_and_tokens = [float(engine.evaluate(batch)), 0 if batch is None else batch.predicted]
+    loss, predicted = (math.fsum(values) for values in zip(*ranks.gather(loss_and_tokens), strict=True))
+    return loss / max(1.0, predicted)

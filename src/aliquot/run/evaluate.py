@@ -1,49 +1,204 @@
-"""Perplexity and bits per byte on the evaluation documents, over all ranks."""
+"""Evaluation: perplexity and bits per byte on evaluation sets, during a run and of a model directory alone."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
+from aliquot.config.schema import RunConfig
+from aliquot.core.intervals import is_due
+from aliquot.core.on_rank_0 import run_on_rank_0
+from aliquot.data.data_summary import irregularities
 from aliquot.data.eval_batches import EvalBatches
+from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
+from aliquot.models.source import resolve
+from aliquot.run import setup
+from aliquot.run.data_sanity import check_inputs
+from aliquot.run.run_context import RunContext, Stage, TrainingContext, join_run
 
-_ASKED_S = 1.0  # about how often ranks ask each other whether one was told to stop
-_MORE = 4  # times as many micro-batches from one question to the next, at most
-
-
-def compile_evaluation(engine: Engine, batches: EvalBatches, ranks: Ranks) -> None:
-    """Have compiled what evaluates: of a micro-batch of each length that packed sequences have. Collective."""
-    for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):
-        engine.evaluate(micro_batch)
+_ASK_INTERVAL_S = 1.0  # ranks ask each other about this often whether one of them was told to stop
+_MAX_GROWTH = 4  # the number of micro-batches between two questions grows at most by this factor
 
 
 def evaluate(
-    engine: Engine, batches: EvalBatches, ranks: Ranks, progress: Callable[[int, int], None], stopped: Callable[[], int]
+    engine: Engine,
+    batches: EvalBatches,
+    ranks: Ranks,
+    progress: Callable[[int, int], None],
+    stop_requested: Callable[[], int],
 ) -> tuple[float, float, float | None] | None:
-    """Loss and perplexity per predicted token, bits per byte of their text where its size is known. Collective.
+    """Evaluate the model on one evaluation set. Collective.
 
-    `progress` gets how many micro-batches are done, and of how many, before the first and after each. None: given up,
-    because `stopped`, which is collective, said so.
+    Args:
+        progress: called with the number of micro-batches that are done and their total, before the first and after
+            each.
+        stop_requested: collective; the evaluation is given up if its result is not 0.
+
+    Returns:
+        Loss and perplexity per predicted token, and bits per byte if the size of the text is known. None if the
+        evaluation was given up.
     """
     summed = torch.zeros((), dtype=torch.float64)
     total = batches.count(ranks.world_size)
     progress(0, total)
-    asks_at, every, began = 0, 1, time.perf_counter()
+    ask_at, interval, start = 0, 1, time.perf_counter()
     for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size)):
-        if done == asks_at:
-            if stopped():
+        if done == ask_at:
+            if stop_requested():
                 return None
             if done:
-                took_s = max(ranks.gather(time.perf_counter() - began)) / every
-                every = max(1, min(_MORE * every, int(_ASKED_S / took_s)))
-            asks_at, began = done + every, time.perf_counter()
+                batch_s = max(ranks.gather(time.perf_counter() - start)) / interval
+                interval = max(1, min(_MAX_GROWTH * interval, int(_ASK_INTERVAL_S / batch_s)))
+            ask_at, start = done + interval, time.perf_counter()
         summed += engine.evaluate(micro_batch).cpu()
         progress(done + 1, total)
     nats = math.fsum(ranks.gather(float(summed)))
     loss, text_bytes = nats / batches.predicted, batches.store.text_bytes
     return loss, math.exp(loss) if loss < 700 else math.inf, nats / math.log(2) / text_bytes if text_bytes else None
+
+
+class Evaluator:
+    """The evaluations during a run. Every method is a collective."""
+
+    def __init__(self, training: TrainingContext) -> None:
+        self._training = training
+        self._engine = training.model.engine
+        self._sets = training.inputs.held_out
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `train` asks for an evaluation after the last step that is done."""
+        settings, progress = self._training.run.config.train, self._training.progress
+        if progress.step == 0:
+            return settings.eval_on_start
+        return progress.step == progress.last_step or is_due(settings.eval_steps, progress.step)
+
+    def compile(self) -> None:
+        """With train.compile, compile the evaluation for every length that packed sequences have."""
+        run, ranks = self._training.run, self._training.run.ranks
+        if run.config.train.compile == "none" or not self._sets:
+            return
+        run.display.line("compiling what evaluates, before the second step")
+        run.activity.enter(Stage.COMPILE_EVALUATION)
+        for batches in self._sets.values():
+            for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):
+                self._engine.evaluate(micro_batch)
+            self._training.watchdog.beat()
+
+    def evaluate(self) -> int:
+        """Evaluate on every set, and compare the first set's loss with the best evaluation.
+
+        Returns:
+            The stop signal for which the evaluation was given up, or 0.
+        """
+        training, ranks = self._training, self._training.run.ranks
+        if not self._sets:
+            return 0
+        training.run.activity.enter(Stage.EVALUATE)
+        total, done_before = sum(batches.count(ranks.world_size) for batches in self._sets.values()), 0
+
+        def progress(done: int, _: int) -> None:
+            training.watchdog.beat()
+            training.recorder.evaluating(done_before + done, total)
+
+        results = {}
+        for name, batches in self._sets.items():
+            result = evaluate(self._engine, batches, ranks, progress, training.requested_signal)
+            if result is None:
+                return training.requested_signal()
+            results[name] = result
+            done_before += batches.count(ranks.world_size)
+        training.progress.perplexity = training.recorder.evaluated(results)
+        # The allocator holds blocks of the evaluation's sizes, which would fragment the memory of the steps.
+        training.memory_release.release(training.progress.step)
+        if training.progress.step > 0:
+            self._compare(next(iter(results.values()))[0])
+        return 0
+
+    def _compare(self, loss: float) -> None:
+        """Add the evaluation to the history, and end training at this step if early stopping asks for it."""
+        settings, progress = self._training.run.config.train, self._training.progress
+        progress.evaluations = progress.evaluations.after(progress.step, loss, settings.early_stopping_threshold)
+        if progress.evaluations.exhausts(settings.early_stopping_patience) and progress.step < progress.last_step:
+            progress.last_step = progress.step
+            self._training.recorder.stopped_early(progress.evaluations.summary())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate_model` on one evaluation set, over all predicted tokens."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None  # None if the size of the text is not known
+    predicted_tokens: int
+    documents: int
+    sequence_length: int
+    ranks: int
+
+
+def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
+    """Evaluate `config.model` on each evaluation set of `config`, without a run. Writes nothing.
+
+    Every rank calls this function with the same config, which config/evaluation_config.py makes, and gets the same
+    results. The engine reserves as much address space as for training, but memory for weights and activations alone.
+
+    Returns:
+        The evaluation of each set by its name; a single set may have the name "".
+
+    Raises:
+        UserError: for bad input.
+    """
+    with join_run(config, trains=False) as run:
+        run.activity.enter(Stage.EVALUATE_MODEL)
+        try:
+            return _evaluate_model(run)
+        finally:
+            run.display.finish()
+
+
+def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
+    ranks, display = run.ranks, run.display
+    check_configs(ranks, run.config)
+    positions = run_on_rank_0(ranks, lambda: resolve(run.config.model).positions)
+    run = replace(run, config=_limit_sequence_length(run.config, positions))
+    inputs = setup.read_inputs(run)
+    check_inputs(run, inputs)
+    model = setup.build_model(run, inputs)
+    setup.fill_model(run, inputs, model)
+    model.engine.ready()
+    facts = (f"{model.built.numel:,} parameters", run.config.train.precision, f"engine {model.engine_name}")
+    display.line(", ".join((model.built.name, *facts)))
+    display.line(run.placement)
+    for name, batches in inputs.held_out.items():
+        for line in irregularities(batches.store):
+            display.line(f"{name}: {line}" if name else line)
+    start = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal start
+        start = time.perf_counter() if done == 0 else start
+        display.evaluating(done, total, time.perf_counter() - start)
+
+    results = {}
+    for name, batches in inputs.held_out.items():
+        result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda: 0)
+        assert result is not None  # because nothing stops the evaluation
+        documents, length = batches.store.documents, batches.sequence_length
+        results[name] = Evaluation(*result, batches.predicted, documents, length, ranks.world_size)
+    model.engine.close()
+    return results
+
+
+def _limit_sequence_length(config: RunConfig, positions: int | None) -> RunConfig:
+    """Reduce data.sequence_length to the positions that the model has, unless the person has set it."""
+    if "sequence_length" in config.data.model_fields_set or positions is None:
+        return config
+    length = min(config.data.sequence_length, positions)
+    return config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": length})})

@@ -1,9 +1,9 @@
-"""What comes after the last step of a run: the export, of what evaluated best or of the last weights, and a sample."""
+"""The end of a run after its last step: the export of the best or the last weights, a sample, and the last lines."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -11,120 +11,188 @@ from typing import Any
 
 import torch
 
-from aliquot.checkpoint.directories import complete_directories, directory_of, step_of
-from aliquot.checkpoint.evaluation_history import EvaluationHistory
+from aliquot.checkpoint.directories import complete_directories, directory_of
 from aliquot.checkpoint.remote_download import fetch_best
-from aliquot.core.errors import DamagedCheckpoint, UserError
+from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, TrainingError, UserError
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.adapter import STEM
 from aliquot.models.export import export, export_checkpoint
 from aliquot.models.generate import continuation
 from aliquot.models.model_files import export_dtype, exported_step, of_step
 from aliquot.models.older_transformers import older_transformers
+from aliquot.observe import run_summary
 from aliquot.observe.console import Display
-from aliquot.run.run_context import Attempt, Inputs, Model, Start
-from aliquot.tensor_io.transfer import Watch
+from aliquot.observe.ledger import STEADY_PEAK
+from aliquot.run.run_checkpoints import RunCheckpoints
+from aliquot.run.run_context import Inputs, Model, Result, RunContext, Stage, Start, TrainingContext
+from aliquot.run.shutdown import Phase
 
 _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
 
-def is_exported(run: Attempt, start: Start) -> bool:
-    """Whether the export of a run that begins at its end holds the weights that it should. Collective."""
+def finish_run(training: TrainingContext, checkpoints: RunCheckpoints) -> Result:
+    """Finish the save in progress, export, generate the sample, and show the summary. Collective.
+
+    Raises:
+        Terminated: a rank was told to stop, and all is saved that will be.
+    """
+    run, progress, shutdown = training.run, training.progress, training.shutdown
+    checkpoints.finish()
+    stop_signal = training.requested_signal()
+    if stop_signal and not progress.is_saved:  # the export is given up, so a checkpoint must hold the last step
+        checkpoints.save_now()
+    training.watchdog.stop()
+    if stop_signal:
+        raise shutdown.stopped(stop_signal, progress.step, progress.saved_step)
+    if progress.is_saved:
+        shutdown.enter(Phase.EXPORT, progress.step)
+    else:
+        shutdown.enter(Phase.SOLE_EXPORT if run.config.checkpoint.export else Phase.UNSAVED, progress.step)
+    run.ledger.mark(STEADY_PEAK, training.model.engine.counters().memory())
+    training.recorder.finish()
+    run_on_rank_0(run.ranks, run.directory.check_publish)
+    exported = _export_or_save(training, checkpoints) if run.config.checkpoint.export else None
+    run.activity.enter(Stage.SAMPLE)
+    text = sample(run, training.inputs, training.model)
+    # Without steps of its own this process knows nothing of the run's memory.
+    has_steps = progress.step > training.start.step
+    rows = run.ledger.publish(run.directory.ledger, run.ranks, training.record.as_json()) if has_steps else []
+    run.heartbeat.stop()
+    if run.ranks.rank == 0:
+        speed = training.recorder.meter.overall()
+        run_summary.finish(run.display, run.directory, rows, speed, text, exported, run.ledger.plan)
+    training.model.engine.close()
+    return Result(run.directory.path, progress.step, progress.loss, progress.perplexity, exported)
+
+
+def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> Path:
+    """Export; if that fails and no checkpoint holds the last step, save it. Raises UserError and Terminated."""
+    run, progress, shutdown = training.run, training.progress, training.shutdown
+
+    def check_stop(_: object) -> None:
+        """End an export that a signal makes pointless: in the time that is left a checkpoint can be saved."""
+        if shutdown.requested:
+            raise TrainingError("told to stop before the export was done")
+        if (lost := run.directory.why_lost()) is not None:
+            raise RunDirectoryError(lost)
+
+    run.activity.enter(Stage.EXPORT)
+    try:
+        exported = _export(training, {"replace": True, "watch": check_stop})
+    except UserError:  # the same on every rank
+        if not progress.is_saved:
+            checkpoints.save_now()
+        if stop_signal := training.requested_signal():
+            raise shutdown.stopped(stop_signal, progress.step, progress.saved_step) from None
+        raise
+    shutdown.enter(Phase.DONE, progress.step)
+    if stop_signal := training.requested_signal():  # the signal came when the export was almost complete
+        raise shutdown.stopped_after_export(stop_signal, progress.step)
+    return exported
+
+
+def is_exported(run: RunContext, start: Start) -> bool:
+    """Whether the export of a run without steps left holds the right weights. Collective."""
     best, target = start.evaluations.retained_step(run.config.checkpoint), run.directory.export
-    wanted = start.step if best is None else best
-    found = run_on_rank_0(run.ranks, lambda: (target.exists(), exported_step(target)))
-    if found[0] and found[1] != wanted:
-        run.display.line(f"{target} does not hold the weights of step {wanted}: it is made again")
-    return found[1] == wanted
+    step = start.step if best is None else best
+    exists, step_of_export = run_on_rank_0(run.ranks, lambda: (target.exists(), exported_step(target)))
+    if exists and step_of_export != step:
+        run.display.line(f"{target} does not hold the weights of step {step}: it is made again")
+    return bool(step_of_export == step)
 
 
-def export_run(
-    run: Attempt,
-    inputs: Inputs,
-    model: Model,
-    files: Mapping[str, bytes],
-    evaluations: EvaluationHistory,
-    done: int,
-    watch: Watch,
-) -> Path:
-    """Where it lies. `files`: what is beside the weights; `done`: steps; `watch`: what it raises ends the export, as
-    a UserError on all ranks. Collective."""
-    target, root, built = run.directory.export, run.directory.checkpoints, model.built
-    wanted, precision, adapter = run.config.model.dtype, run.config.train.precision, built.adapter
-    # An adapter is small, and added to what is much larger.
-    dtype = export_dtype(wanted, inputs.source.dtype if adapter is None else torch.float32, precision)
-    best = evaluations.retained_step(run.config.checkpoint)
-    kept = None if best is None else directory_of(root, best)
-    if kept is not None and run_on_rank_0(run.ranks, lambda: kept not in complete_directories(root)):
+def _export(training: TrainingContext, options: dict[str, Any]) -> Path:
+    """Export the weights that evaluated best, or the last ones; return the directory. Collective.
+
+    Args:
+        options: of `models.export`: `watch` ends the export by an exception, which becomes a UserError on all ranks.
+    """
+    run, model, progress = training.run, training.model, training.progress
+    target, root, adapter = run.directory.export, run.directory.checkpoints, model.built.adapter
+    # An adapter is small, and merging adds it to much larger weights: its export keeps fp32.
+    source_dtype = training.inputs.source.dtype if adapter is None else torch.float32
+    dtype = export_dtype(run.config.model.dtype, source_dtype, run.config.train.precision)
+    best = progress.evaluations.retained_step(run.config.checkpoint)
+    checkpoint = None if best is None else directory_of(root, best)
+    if checkpoint is not None and run_on_rank_0(run.ranks, lambda: checkpoint not in complete_directories(root)):
         run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
-        kept = None
-    if adapter is None and (told := older_transformers(inputs.source.config.model_type)) is not None:
-        run.display.warning(told)
-    spare = partial(_keep_foreign, target.resolve(), files, run.display)
-    how: dict[str, Any] = {"replace": True, "watch": watch, "spare": spare}
-    if kept is not None and best != done and _export_kept(run, kept, target, dtype, of_step(files, step_of(kept)), how):
-        run.display.line(f"exported is what evaluated best: {evaluations.summary()}")
-        return target
-    files = of_step(files, done)
+        checkpoint = None
+    if adapter is None and (warning := older_transformers(training.inputs.source.config.model_type)) is not None:
+        run.display.warning(warning)
+    options = {**options, "spare": partial(_keep_foreign_files, target.resolve(), training.files, run.display)}
+    if checkpoint is not None and best is not None and best != progress.step:
+        files = of_step(training.files, best)
+        if _export_checkpoint(run, checkpoint, {"dtype": dtype, "files": files, **options}):
+            run.display.line(f"exported is what evaluated best: {progress.evaluations.summary()}")
+            return target
+    files = of_step(training.files, progress.step)
     if adapter is None:
         export(
-            model.engine, built.tensors, target, dtype, files, run.ranks, published=model.published, exact=built.exact,
-            **how,
+            model.engine, model.built.tensors, target, dtype, files, run.ranks, published=model.published,
+            exact=model.built.exact, **options,
         )  # fmt: skip
     else:
-        export(model.saved, built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM, **how)
+        export(
+            model.saved, model.built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM,
+            **options,
+        )  # fmt: skip
     return target
 
 
-def _export_kept(
-    run: Attempt, kept: Path, target: Path, dtype: torch.dtype, files: Mapping[str, bytes], how: dict[str, Any]
-) -> bool:
-    """Whether the checkpoint `kept`, or the mirror's copy of it, is whole and exported. Collective."""
+def _export_checkpoint(run: RunContext, checkpoint: Path, options: dict[str, Any]) -> bool:
+    """Export a checkpoint of this run. False if the checkpoint and its copy in the mirror are damaged. Collective."""
 
-    def damage() -> DamagedCheckpoint | None:
+    def attempt() -> DamagedCheckpoint | None:
         try:
-            export_checkpoint(kept, target, dtype, ranks=run.ranks, files=files, **how)
-        except DamagedCheckpoint as found:
-            return found
+            export_checkpoint(checkpoint, run.directory.export, ranks=run.ranks, **options)
+        except DamagedCheckpoint as damage:
+            return damage
         return None
 
-    found, warn = damage(), run.display.warning
-    if found is not None and fetch_best(run.config.mirror, kept, run.ranks, warn):
-        found = damage()
-    if found is not None:
-        warn(f"{found}: the last weights are exported, not those that evaluated best")
-    return found is None
+    damage, warn = attempt(), run.display.warning
+    if damage is not None and fetch_best(run.config.mirror, checkpoint, run.ranks, warn):
+        damage = attempt()
+    if damage is not None:
+        warn(f"{damage}: the last weights are exported, not those that evaluated best")
+    return damage is None
 
 
-def sample(run: Attempt, inputs: Inputs, model: Model) -> str | None:
-    """What the model makes of `observe.sample_prompt`, as a user's turn where it learned answers. Collective."""
+def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
+    """Continue `observe.sample_prompt`, as a turn of a user if the data has answers; None without one. Collective."""
     prompt, tokenizer = run.config.observe.sample_prompt, inputs.tokenizer
     if prompt is None:
         return None
-    answers = any(store.mask is not None for store in inputs.data.open_train().values())
-    chat = answers and tokenizer.chat_template is not None
-    tokens, data = run.config.observe.sample_tokens, inputs.data
-    prefix = data.chat_prefix if chat else data.prefix
+    has_answers = any(store.mask is not None for store in inputs.data.open_train().values())
+    is_chat = has_answers and tokenizer.chat_template is not None
+    tokens, prefix = run.config.observe.sample_tokens, inputs.data.chat_prefix if is_chat else inputs.data.prefix
     try:
         return continuation(
-            model.engine.generate, tokenizer, prompt, prefix, tokens, inputs.source.positions, chat=chat
+            model.engine.generate, tokenizer, prompt, prefix, tokens, inputs.source.positions, chat=is_chat
         )
-    except UserError as error:  # on all ranks alike; what was trained is not lost for it
+    except UserError as error:  # the same on all ranks; a bad prompt must not end a run that has trained
         run.display.warning(f"observe.sample_prompt: {error}")
         return None
 
 
-def _keep_foreign(target: Path, files: Collection[str], display: Display, replaced: Path) -> bool:
-    """An export of an earlier stage of this run is to be replaced; one in which a person has put files is kept, also
-    where that was while the new one was written, and `replaced` has another name than `target` by now."""
-    foreign = sorted(path.name for path in replaced.iterdir() if not _is_own(path, files))
+def _keep_foreign_files(target: Path, files: Collection[str], display: Display, replaced: Path) -> bool:
+    """Rename an old export in which a person has put files, so that the new export does not replace it.
+
+    Args:
+        target: the final name of the export.
+        files: names that an export writes beside the weights.
+        replaced: the old export, which may have another name than `target` by now.
+
+    Returns:
+        Whether the old export was renamed.
+    """
+    foreign = sorted(path.name for path in replaced.iterdir() if not _is_export_file(path, files))
     if foreign:
-        kept = next(at for n in count(1) if not (at := target.with_name(f"{target.name}-{n}")).exists())
-        replaced.rename(kept)
-        display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {kept} now")
+        free = next(path for n in count(1) if not (path := target.with_name(f"{target.name}-{n}")).exists())
+        replaced.rename(free)
+        display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {free} now")
     return bool(foreign)
 
 
-def _is_own(path: Path, files: Collection[str]) -> bool:
-    """Whether an export writes a file of that name; `files`: what is beside the weights."""
+def _is_export_file(path: Path, files: Collection[str]) -> bool:
+    """Whether an export writes a file of that name; `files`: the names beside the weights."""
     return path.is_file() and (path.name in files or _WEIGHTS.fullmatch(path.name) is not None)

@@ -1,7 +1,10 @@
-"""What a run has at each stage: who takes part, what is trained on, the model, and where training begins."""
+"""What a run has at each stage: its ranks and services, its inputs, its model, and the point where training begins."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -13,8 +16,16 @@ from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, Position
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import Prepared
+from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.ranks import Ranks
+from aliquot.distributed.rendezvous import infer_local_ranks
+from aliquot.distributed.topology import choose_device, place
+from aliquot.distributed.watchdog import IdleWatchdog, Watchdog
 from aliquot.engines.base import Engine
+from aliquot.machine.allocator import PeriodicRelease
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.facts import machine_facts
+from aliquot.machine.gpu_memory import current_gpu
 from aliquot.models import meta
 from aliquot.models.adapter import BASE
 from aliquot.models.published import Published
@@ -23,12 +34,19 @@ from aliquot.models.stored_weights import StoredNames
 from aliquot.models.traits import Traits
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger
-from aliquot.observe.prometheus import Exporter
+from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.run_record import RunRecord
 from aliquot.observe.step_clock import StepClock
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.plan import Plan
+from aliquot.run.shutdown import Shutdown
 from aliquot.tensor_io.parts import PartStore, SelectedParts
+
+# A collective may wait this long, because reading a terabyte of text takes more than a day. Other mechanisms end a
+# run earlier: the exit of a rank ends all ranks, the heartbeat reports a lost node, the idle watchdog a run that does
+# nothing, and the watchdog a training step that takes too long.
+_COLLECTIVE_TIMEOUT_S = 30 * 24 * 3600.0
 
 
 class Stage(Enum):
@@ -66,22 +84,57 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What an attempt at a run has before there is anything to train: who takes part, and where everything is told."""
+class RunContext:
+    """The ranks of a run, its directory, and the services that every stage uses."""
 
     config: RunConfig
     ranks: Ranks
+    placement: str  # of the ranks on cores, for the person
+    machine: Mapping[str, Any]  # facts of rank 0's machine; empty if nothing is trained
     directory: RunDirectory
     display: Display
-    exporter: Exporter
     ledger: Ledger
     activity: Activity
-    about: dict[str, Any]  # placement, machine, model, engine: what it is made of, as JSON
+    heartbeat: Heartbeat
+
+
+@contextmanager
+def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
+    """Join the ranks of this run, and watch over all nodes until the block ends.
+
+    Args:
+        trains: False for an evaluation alone, which writes no files.
+    """
+    with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
+        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound)
+        # Facts of the machine must be read before `join` pins this process to its cores.
+        machine = machine_facts() if trains and topology.is_first else None
+        ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, config.launch.join_timeout_s)
+    directory, activity = RunDirectory(config.run.directory), Activity()
+    stack_file = directory.logs / f"still-rank-{topology.rank}.txt" if trains else None
+    timeout_s = config.launch.step_timeout_s
+    gpu = current_gpu(topology.device) if trains else None
+    with (
+        ranks.closing(),
+        Heartbeat(topology, ranks.store, timeout_s, activity.describe) as heartbeat,
+        IdleWatchdog(topology, ranks.store, timeout_s, stack_file, activity.describe),
+    ):
+        yield RunContext(
+            config,
+            ranks,
+            placement,
+            ranks.broadcast(machine) or {},
+            directory,
+            Display(config.observe.console, enabled=topology.is_first),
+            Ledger(ranks.rank, gpu, offloads=config.shard.offload == "cpu"),
+            activity,
+            heartbeat,
+        )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is trained on what: a model's description, and the batches of every step."""
+    """The description of the model, and the batches of every step."""
 
     source: ModelSource
     traits: Traits
@@ -89,23 +142,23 @@ class Inputs:
     tokenizer: Any  # of transformers
     size: BatchSize
     batches: Batches
-    held_out: dict[str, EvalBatches]  # by name; one that has none is called ""
+    held_out: dict[str, EvalBatches]  # evaluation sets by name; a single set may have the name ""
     total_steps: int
     schedule: Schedule  # of the learning rate
 
-    def behind(self, start: Start, train: TrainSection) -> Inputs:
-        """The batches that follow on those of the earlier stages of a run."""
+    def resumed_at(self, start: Start, train: TrainSection) -> Inputs:
+        """Return the inputs whose first batch follows the last batch before `start`."""
         batches = self.batches.going_on(start.step, start.position, start.ends)
         total_steps = batches.total_steps(train.max_steps)
         return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
 
     @property
     def evaluated(self) -> str | None:
-        """Which evaluation set decides what is best: the hash of its tokens."""
+        """The hash of the tokens of the evaluation set that decides which checkpoint is best."""
         return next((Path(store).name for store in self.data.eval.values()), None)
 
     def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
-        """What a checkpoint goes on with: the order of the data, and the model beside which an adapter is learned."""
+        """Return what may not change when a run resumes: the order of the data, and the base model of an adapter."""
         fixed = self.batches.determinants()
         if self.data.day is not None:
             fixed["data.chat_template_date"] = self.data.day
@@ -117,31 +170,83 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Model:
-    """A model in the hands of its engine."""
+    """A model and the engine that holds it."""
 
     built: meta.MetaModel
-    published: tuple[Published, ...] | None  # how its weights are stored, where that is not as it holds them
+    published: tuple[Published, ...] | None  # the stored form of the weights, if it differs from the form in the model
     names: StoredNames
     engine: Engine
     engine_name: str
     clock: StepClock
-    notes: tuple[str, ...]  # for the person, of the engine
-    plan: Plan | None  # that the engine was built by
+    notes: tuple[str, ...]  # of the engine, for the person
+    plan: Plan | None  # by which the engine was built
 
     @property
     def saved(self) -> PartStore:
-        """What of it a checkpoint holds."""
-        whole = self.built.adapter is None
-        return self.engine if whole else SelectedParts(self.engine, {name for name, _ in self.built.saved})
+        """The parts that a checkpoint holds: all parts of a model, or those of an adapter."""
+        return (
+            self.engine
+            if self.built.adapter is None
+            else SelectedParts(self.engine, {name for name, _ in self.built.saved})
+        )
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: behind the steps and real tokens of the runs that this one continues."""
+    """Where training begins: after the steps and real tokens of the runs that this one continues."""
 
     step: int = 0
     tokens: int = 0
     resumed_from: Path | None = None
     position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
-    ends: tuple[int, ...] = ()  # where they ended within a batch: data/data_order.py
+    ends: tuple[int, ...] = ()  # where earlier runs ended within a batch: data/data_order.py
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+
+
+@dataclass
+class Progress:
+    """How far training is. Steps, evaluations and saves update it; all ranks hold the same values."""
+
+    step: int  # optimizer steps that are done, with those of the runs that this one continues
+    last_step: int  # the run ends after this step; early stopping lowers it
+    tokens: int
+    saved_step: int  # of the newest checkpoint
+    evaluations: EvaluationHistory
+    loss: float | None = None  # of the last step
+    perplexity: float | None = None  # of the last evaluation
+
+    @property
+    def is_saved(self) -> bool:
+        return self.saved_step == self.step
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """Everything that steps, evaluations, saves and the export of a run share."""
+
+    run: RunContext
+    record: RunRecord
+    inputs: Inputs
+    model: Model
+    start: Start
+    files: Mapping[str, bytes]  # files beside the weights in checkpoints and exports, by name
+    recorder: Recorder
+    watchdog: Watchdog
+    shutdown: Shutdown
+    memory_release: PeriodicRelease
+    progress: Progress
+
+    def requested_signal(self) -> int:
+        """Return the stop signal that any rank has received, or 0. Collective."""
+        return int(max(self.run.ranks.gather(self.shutdown.requested)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run."""
+
+    directory: Path
+    steps: int
+    loss: float | None  # training loss of the last step; None if no step was left
+    perplexity: float | None  # of the last evaluation; None if there was none
+    export: Path | None

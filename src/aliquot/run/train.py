@@ -1,87 +1,80 @@
-"""The story of a run, top to bottom: join the ranks, prepare (run/setup.py), train (run/training_loop.py), end."""
+"""The story of a run, top to bottom: join the ranks, prepare (setup.py), train (training_loop.py), export."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.remote_upload import Uploader
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.distributed.config_consistency import check_configs
-from aliquot.distributed.heartbeat import Heartbeat
-from aliquot.distributed.ranks import Ranks
-from aliquot.distributed.rendezvous import infer_local_ranks
-from aliquot.distributed.topology import choose_device, place
-from aliquot.distributed.watchdog import IdleWatchdog, Watchdog
-from aliquot.machine.cpu import read_cpu
-from aliquot.machine.facts import machine_facts
-from aliquot.machine.gpu_memory import current_gpu
-from aliquot.observe.console import Display
+from aliquot.distributed.watchdog import Watchdog
+from aliquot.machine.allocator import PeriodicRelease
 from aliquot.observe.dashboards import check_installed
-from aliquot.observe.ledger import Ledger
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.observe.run_record import RunRecord
 from aliquot.planner.compute_ceiling import ceiling
-from aliquot.run import export_run, setup
-from aliquot.run.run_context import Activity, Attempt, Stage, Start
+from aliquot.run import setup
+from aliquot.run.data_sanity import check_first_batch, check_inputs, show_data
+from aliquot.run.export_run import finish_run, is_exported
+from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
+from aliquot.run.run_context import (
+    Inputs,
+    Model,
+    Progress,
+    Result,
+    RunContext,
+    Stage,
+    Start,
+    TrainingContext,
+    join_run,
+)
 from aliquot.run.shutdown import Shutdown
-from aliquot.run.training_loop import Result, Training
+from aliquot.run.training_loop import TrainingLoop
 from aliquot.stores.open_store import open_store
 from aliquot.tensor_io.publish import restore_former
 
-# Only training steps are on the watchdog's clock: reading data and weights may take long. A rank that dies ends the
-# run at once anyway, a node that is lost soon (heartbeat.py), and a run in which nobody does anything (IdleWatchdog).
-_PREPARATION_TIMEOUT_S = 30 * 24 * 3600.0  # a terabyte of text takes more than a day
-
 
 def train(config: RunConfig, force: bool = False) -> Result:
-    """Train as this process's rank: alone, or one of many where torchrun's variables are set.
+    """Train as the rank of this process: alone, or as one of many if torchrun's variables are set.
 
-    Every rank calls it with the same config. `force`: even if the plan says that it does not fit. Raises UserError for
-    bad input, TrainingError for a run that must stop.
+    Every rank calls this function with the same config.
+
+    Args:
+        force: train even if the plan says that the run does not fit.
+
+    Raises:
+        UserError: for bad input.
+        TrainingError: for a run that must stop.
     """
-    with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
-        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound)
-        machine = machine_facts() if topology.is_first else None
-        ranks = Ranks.join(topology, _PREPARATION_TIMEOUT_S, config.launch.join_timeout_s)
-    display = Display(config.observe.console, enabled=topology.is_first)
     exporter = Exporter(config.observe, config.run.name)
-    directory, activity = RunDirectory(config.run.directory), Activity()
-    stacks, timeout_s = directory.logs / f"still-rank-{topology.rank}.txt", config.launch.step_timeout_s
     with (
-        ranks.closing(),
-        Heartbeat(topology, ranks.store, timeout_s, activity.describe) as heartbeat,
-        IdleWatchdog(topology, ranks.store, timeout_s, stacks, activity.describe),
+        join_run(config, trains=True) as run,
         Shutdown(
             config.checkpoint.grace_s,
-            topology.is_first,
-            partial(_describe_loss, directory),
-            heartbeat.announce_end,
+            speaks=run.ranks.rank == 0,
+            describe_loss=partial(_describe_loss, run.directory),
+            announce_end=run.heartbeat.announce_end,
             has_mirror=config.checkpoint.mirror is not None,
         ) as shutdown,
     ):
         try:
-            with directory.locked() if topology.is_first else nullcontext():
-                run_on_rank_0(ranks, partial(check_installed, config.observe.report_to))
-                run_on_rank_0(ranks, partial(_check_mirror, config))
-                run_on_rank_0(ranks, exporter.listen)
-                about = {"placement": placement, "machine": ranks.broadcast(machine)}
-                ledger = Ledger(ranks.rank, current_gpu(topology.device), offloads=config.shard.offload == "cpu")
-                run = Attempt(config, ranks, directory, display, exporter, ledger, activity, about)
-                return _train(run, heartbeat, shutdown, force)
+            with run.directory.locked() if run.ranks.rank == 0 else nullcontext():
+                run_on_rank_0(run.ranks, partial(check_installed, config.observe.report_to))
+                run_on_rank_0(run.ranks, partial(_check_mirror, config))
+                run_on_rank_0(run.ranks, exporter.listen)
+                return _train(run, shutdown, exporter, force)
         finally:
-            display.finish()
+            run.display.finish()
             exporter.close()
 
 
-def _train(run: Attempt, heartbeat: Heartbeat, shutdown: Shutdown, force: bool) -> Result:
+def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool) -> Result:
+    """Prepare the run, then train what is left of it."""
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
     run_on_rank_0(run.ranks, lambda: restore_former(run.directory.checkpoints))
@@ -89,70 +82,77 @@ def _train(run: Attempt, heartbeat: Heartbeat, shutdown: Shutdown, force: bool) 
     setup.check_directory(run)
     run.activity.enter(Stage.READ_DATA)
     inputs = setup.read_inputs(run)
-    setup.check_inputs(run, inputs)
+    check_inputs(run, inputs)
     run.activity.enter(Stage.PLAN)
-    plan = setup.foresee(run, inputs, force)
+    measured = ceiling(run.ranks, run.config.train.precision)
+    plan = setup.make_plan(run, inputs, force)
     run.ledger.plan = {} if plan is None else plan.as_record()
     run.activity.enter(Stage.BUILD_MODEL)
     model = setup.build_model(run, inputs, plan)
     run.activity.enter(Stage.LOAD_WEIGHTS)
     start = setup.fill_model(run, inputs, model)
-    inputs = inputs.behind(start, run.config.train)
+    inputs = inputs.resumed_at(start, run.config.train)
     run_on_rank_0(run.ranks, lambda: run.directory.begin(run.config))
     run_on_rank_0(run.ranks, lambda: run.directory.keep_day(inputs.data.day))
     run.activity.enter(Stage.START_ENGINE)
     model.engine.ready()
     run.ledger.mark("optimizer state", model.engine.counters().memory())
-    setup.introduce(run, inputs, model, start)
-    if start.step == 0 and inputs.source.directory is not None:
-        setup.check_beginning(run, inputs, model)
+    record = setup.introduce(run, inputs, model, start, measured)
+    if start.step == 0:
+        run_on_rank_0(run.ranks, lambda: show_data(run, inputs))
+        if inputs.source.directory is not None:
+            check_first_batch(run, inputs, model)
 
-    if why := setup.complete(run, inputs, start):
-        run.display.line(f"this run is complete at step {start.step}: {why}, or choose another run.name")
-        mirror = _mirror(run, start, run.display.warning)
+    if advice := setup.continuation_advice(run, inputs, start):
+        run.display.line(f"this run is complete at step {start.step}: {advice}, or choose another run.name")
+        uploader = start_uploads(run, start, run.display.warning)
         run.activity.enter(Stage.COPY_TO_MIRROR)
-        mirror.finish()
-        evaluated = not inputs.held_out or start.evaluations.last_step == start.step
-        if evaluated and (not run.config.checkpoint.export or export_run.is_exported(run, start)):
+        uploader.finish()
+        is_evaluated = not inputs.held_out or start.evaluations.last_step == start.step
+        if is_evaluated and (not run.config.checkpoint.export or is_exported(run, start)):
             return Result(run.directory.path, start.step, None, None, run.directory.export)
-        inputs = replace(inputs, total_steps=start.step)  # what is left to do is the export
-    stacks = run.directory.logs / f"stacks-rank-{run.ranks.rank}.txt"
+        inputs = replace(inputs, total_steps=start.step)  # only the evaluation or the export is left
+    return _train_steps(run, record, inputs, model, start, shutdown, exporter)
+
+
+def _train_steps(
+    run: RunContext,
+    record: RunRecord,
+    inputs: Inputs,
+    model: Model,
+    start: Start,
+    shutdown: Shutdown,
+    exporter: Exporter,
+) -> Result:
+    """Train, save and export, under a watchdog and with a record of every step."""
+    ranks, precision = run.ranks, run.config.train.precision
+    stack_file = run.directory.logs / f"stacks-rank-{ranks.rank}.txt"
+    timeout_s = run.config.launch.step_timeout_s
     with (
         Recorder(
-            run.config, run.directory, run.ranks, run.display, model.clock, run.exporter, run.about,
-            lambda: ceiling(run.ranks, run.config.train.precision, again=True).flops_per_s, run.ledger.gpu,
+            run.config, run.directory, ranks, run.display, model.clock, exporter, record,
+            lambda: ceiling(ranks, precision, again=True).flops_per_s, run.ledger.gpu,
             steps_before=start.step, total_steps=inputs.total_steps,
-        ) as record,
-        Watchdog(
-            run.config.launch.step_timeout_s, stacks, run.ranks.rank, run.ranks.world_size, run.activity.describe
-        ) as watchdog,
+        ) as recorder,
+        Watchdog(timeout_s, stack_file, ranks.rank, ranks.world_size, run.activity.describe) as watchdog,
     ):  # fmt: skip
-        mirror = _mirror(run, start, record.warn, watchdog.beat)
-        training = Training(run, inputs, model, start, record, shutdown, watchdog, mirror, heartbeat)
-        training.all_steps()
-        return training.finish()
+        progress = Progress(start.step, inputs.total_steps, start.tokens, start.step, start.evaluations)
+        training = TrainingContext(
+            run, record, inputs, model, start, setup.files_beside_weights(run, inputs, model), recorder, watchdog,
+            shutdown, PeriodicRelease(start.step), progress,
+        )  # fmt: skip
+        checkpoints = RunCheckpoints(training)
+        TrainingLoop(training, checkpoints).run()
+        return finish_run(training, checkpoints)
 
 
 def _check_mirror(config: RunConfig) -> None:
-    """Raises UserError where a package is missing. Whether the store answers is seen when it is looked into."""
+    """Raise UserError if a package for the mirror's store is missing. The first request shows if the store answers."""
     if config.mirror is not None:
         open_store(config.mirror)
 
 
-def _mirror(
-    run: Attempt, start: Start, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None
-) -> Uploader:
-    """Re-queue uploads that a killed attempt left unfinished."""
-    config, root = run.config, run.directory.checkpoints
-    events = SaveEvents(warn, run.display.line, heartbeat=beat, check_directory=run.directory.check_publish)
-    mirror = Uploader(config.mirror, root, run.ranks, config.checkpoint, events)
-    if start.resumed_from is not None and start.resumed_from.parent.resolve() == root.resolve():
-        best = start.evaluations.retained_step(config.checkpoint)
-        for step in sorted({start.step, *([] if best is None else [best])}):
-            mirror.start(step, best)
-    return mirror
-
-
 def _describe_loss(directory: RunDirectory) -> str:
-    kept = complete_directories(directory.checkpoints)
-    return f"losing what came after {kept[-1].name}" if kept else "losing all that it has trained"
+    """Say what an immediate end of the run would lose."""
+    checkpoints = complete_directories(directory.checkpoints)
+    return f"losing what came after {checkpoints[-1].name}" if checkpoints else "losing all that it has trained"
