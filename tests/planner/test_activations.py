@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aliquot.config.schema import RunConfig
-from aliquot.engines.activation_meter import SavedBytes
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.models import meta, model_calls
 from aliquot.models.materialise import materialise
 from aliquot.models.recompute import enable
@@ -54,7 +54,7 @@ def measured(model: nn.Module, mode: str) -> int:
     ids = torch.zeros(EDGES[-1], dtype=torch.int64)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     rows = embedding(ids).detach().requires_grad_(embedding.weight.requires_grad)
-    saved = SavedBytes(mode)  # type: ignore[arg-type]
+    saved = ActivationMeter(mode)  # type: ignore[arg-type]
     with saved.measure():
         model_calls.hidden_states(
             model, rows, ids, Documents(EDGES, attention_on("cpu", selective=mode == "selective"))

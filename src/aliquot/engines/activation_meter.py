@@ -1,4 +1,4 @@
-"""How many bytes the forward pass keeps for the backward pass, with or without recomputation."""
+"""Measure the bytes that a forward pass saves for its backward pass, with or without activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from torch.utils._pytree import tree_leaves
 from aliquot.models.recompute import keeps
 
 
-class SavedBytes:
-    """Most bytes that one forward pass saved for its backward, each storage once, parameters left out. On a GPU without
-    what selective checkpointing keeps: torch compiles nothing while a dispatch mode looks on, and flex_attention
-    must be."""
+class ActivationMeter:
+    """The most bytes that one forward pass saved, each storage counted once, parameters left out.
+
+    On a GPU the results that selective checkpointing saves are not counted: torch compiles nothing under a dispatch
+    mode, and flex_attention must be compiled.
+    """
 
     def __init__(self, mode: Literal["none", "selective", "full"], device: str = "cpu") -> None:
-        self._selective = mode == "selective" and device == "cpu"
+        self._counts_selective = mode == "selective" and device == "cpu"
         self.peak_bytes = 0
         self._measured = False
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measures the first forward pass only: the hooks cost time on every saved tensor."""
+        """Measure the first forward pass only, because the hooks cost time for every saved tensor."""
         if self._measured:
             yield
             return
@@ -34,23 +36,23 @@ class SavedBytes:
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            # A gathered weight is saved as itself or as a view, `weight.t()`: it is no activation.
+            # A gathered weight is saved as itself or as a view (`weight.t()`) and is no activation.
             if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        kept = _KeptBytes()
+        selective = _SelectiveResults()
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            kept if self._selective else nullcontext(),
+            selective if self._counts_selective else nullcontext(),
         ):
             yield
-        self.peak_bytes = max(self.peak_bytes, sum(storages.values()) + kept.total_bytes)
+        self.peak_bytes = max(self.peak_bytes, sum(storages.values()) + selective.total_bytes)
 
 
-class _KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Selective checkpointing keeps results in a store of its own, where saved-tensor hooks do not see them."""
+class _SelectiveResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the results that selective checkpointing saves in its own store, which saved-tensor hooks do not see."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
-"""The engine interface: what holds, shards and steps the model.
+"""The engine interface. An engine holds a model, shards it over the ranks, and makes optimizer steps.
 
-No process group, DTensor, scheduler or JSON crosses it. `run/training_loop.py` knows nothing else of an engine.
+No process group, DTensor, scheduler or JSON crosses the interface, and `run/training_loop.py` uses nothing else of an
+engine.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from aliquot.tensor_io.parts import PartStore, ViewableStore
 
 
 @dataclass(frozen=True)
+class PhaseHooks:
+    """Callbacks that an engine calls at the end of a phase, for the memory ledger and the clock."""
+
+    step: Callable[[str], None] = lambda _: None  # "forward" and "backward" of every micro-batch
+    build: Callable[[str], object] = lambda _: None  # the phases in which DeepSpeed builds its optimizer
+
+
+@dataclass(frozen=True)
 class EngineSpec:
-    """What an engine needs to know of the run, all of it fixed at build."""
+    """The settings of an engine, which do not change after `build`."""
 
     precision: Literal["bf16", "fp32"]
     micro_batch_tokens: int  # at most
-    fused_loss: bool  # the model's head only multiplies, so logits need not exist as a whole
-    packs: bool = True  # several documents in one call, with attention of ours
-    looks_up: bool = True  # the model takes embeddings for ids
-    dropout: bool = False  # something is dropped in training, at random
+    fused_loss: bool  # the head only multiplies, so that the loss can be computed without all logits at once
+    packs: bool = True  # the model takes several documents in one call, through our attention
+    looks_up: bool = True  # the model takes embeddings in place of ids
+    dropout: bool = False  # training draws random numbers
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -36,19 +45,18 @@ class EngineSpec:
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients between hosts
-    micro_batches: int | None = None  # of a rank and optimizer step; None: not known
+    micro_batches: int | None = None  # per rank and optimizer step; None: unknown
     compile: Literal["none", "layers"] = "none"
-    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # of engine fsdp; auto: shared memory if possible
-    phase: Callable[[str], None] = lambda _: None  # told "forward" and "backward" as each ends, for the memory ledger
-    building: Callable[[str], object] = lambda _: None  # told the end of each phase of building, by DeepSpeed
-    deepspeed: Mapping[str, Any] | None = None  # DeepSpeed's own settings, complete; only for that engine
-    notes: tuple[str, ...] = ()  # lines for the person: settings that do not take effect as written, and why
-    offload: bool = False  # of a GPU's weights, gradients and moments to host memory
-    on_disk: OnDisk | None = None  # what lies there between its uses, in `offload_directory`; only for engine host
+    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # engine fsdp; auto: shared memory if possible
+    hooks: PhaseHooks = PhaseHooks()
+    deepspeed: Mapping[str, Any] | None = None  # engine deepspeed: its complete settings
+    notes: tuple[str, ...] = ()  # for the console: settings that take no effect as written, and why
+    offload: bool = False  # a GPU's weights, gradients and moments lie in host memory
+    on_disk: OnDisk | None = None  # engine host: state that lies in `offload_directory`
     offload_directory: Path = Path()
-    unsharded: Unsharded = SHARDED  # within a step, of a model that packs; only for engine fsdp
-    document_tokens: int = 1 << 30  # of one document at most
-    exact: frozenset[str] = frozenset()  # weights that learn nothing and are fp32 in bf16 models, too
+    unsharded: Unsharded = SHARDED  # engine fsdp, if the model packs: state that stays whole within a step
+    document_tokens: int = 1 << 30  # tokens of a document, at most
+    exact: frozenset[str] = frozenset()  # frozen weights that are fp32 in bf16 models, too
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -57,31 +65,31 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step found: the global gradient norm before clipping (nan or inf: nothing was updated)."""
+    """The outcome of an optimizer step. If the norm is not finite, nothing was updated."""
 
-    grad_norm: float
+    grad_norm: float  # global, before clipping
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes that the engine accounts for on this rank. Memory is what is live now; traffic counts up from build."""
+    """Bytes and seconds of this rank. Memory is the current amount; traffic and seconds count from `build`."""
 
     weights_bytes: int
     gradients_bytes: int
     moments_bytes: int
-    gathered_bytes: int  # most that was gathered at once
-    activations_bytes: int  # most that one micro-batch saved for its backward pass
-    wire_bytes: int  # handed by this rank to collectives that use the network, be it loopback
-    shared_bytes: int = 0  # this rank's share of what all ranks of the host have in common
-    staged_bytes: int = 0  # handed to peers through shared memory
-    disk_read_bytes: int = 0  # of states that lie on disk
+    gathered_bytes: int  # the most that was gathered at once
+    activations_bytes: int  # the most that one micro-batch saved for its backward pass
+    wire_bytes: int  # handed to collectives that use the network, loopback included
+    shared_bytes: int = 0  # this rank's share of the memory that all ranks of the host share
+    staged_bytes: int = 0  # handed to other ranks through shared memory
+    disk_read_bytes: int = 0  # of offloaded state
     disk_written_bytes: int = 0
-    moved_bytes: int = 0  # read and written in memory for gradients, sums and update: what faster cores wait for
-    reduce_s: float | None = None  # seconds since build in sums and collectives; None: not told apart from computing
-    wait_s: float = 0.0  # seconds since build that this rank waited for others inside them
+    moved_bytes: int = 0  # memory traffic of gradients, sums and updates, which faster cores do not speed up
+    reduce_s: float | None = None  # in sums and collectives; None: not separable from computing
+    wait_s: float = 0.0  # part of reduce_s in which this rank waited for other ranks
 
     def memory(self) -> dict[str, int]:
-        """Bytes by category, for the ledger."""
+        """Return bytes by category, for the memory ledger."""
         return {
             "weights": self.weights_bytes,
             "gradients": self.gradients_bytes,
@@ -92,7 +100,7 @@ class Counters:
         }
 
     def traffic(self) -> dict[str, int]:
-        """Bytes since the start, for the metrics."""
+        """Return bytes since the start, for the metrics."""
         return {
             "wire_bytes": self.wire_bytes,
             "staged_bytes": self.staged_bytes,
@@ -102,57 +110,65 @@ class Counters:
         }
 
     def inside_s(self) -> tuple[float | None, float]:
-        """Seconds of reducing and of waiting that lie inside forward, backward and step."""
+        """Return the seconds of reducing and of waiting inside `backward`, `evaluate` and `step`."""
         return self.reduce_s, self.wait_s
 
 
 class Engine(PartStore, ViewableStore, Protocol):
-    """One model, its gradients and its optimizer state, 1/N of each on this rank.
+    """A model, its gradients and its optimizer state, of which each rank holds 1/N.
 
-    Its parts are this rank's weights and both moments; empty parts are left out.
+    The parts of an engine are this rank's ranges of weights and of both moments, without empty ones.
     """
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
-        """Shard `meta`, a model on the meta device, and allocate this rank's own parts, not yet filled.
+        """Shard `meta`, a model on the meta device, and allocate this rank's parts, whose values are then undefined.
 
-        Raises UserError for what `spec` asks for and this engine cannot do where its ranks are.
+        Raises:
+            UserError: this engine cannot follow `spec` with these ranks.
         """
         ...
 
     @property
     def transport(self) -> str:
-        """What carries its collectives, for people: `shared memory`, `gloo`, `nccl`, or how they are combined."""
+        """The transport of the engine's collectives, for people: `shared memory`, `gloo`, `nccl`, or several."""
         ...
 
     def ready(self) -> None:
-        """Called once after the parts are filled: buffers in place, self-test done."""
+        """Publish the weights and test the collectives. Called once, after all parts are written."""
         ...
 
-    def restored(self, steps: int) -> None:
-        """The parts come from a checkpoint taken after `steps` optimizer steps (Adam's bias correction needs it)."""
+    def resume_at(self, steps: int) -> None:
+        """Set the number of optimizer steps that the parts have seen, for Adam's bias correction."""
         ...
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
-        """Add `scale` times the gradient of the summed loss; None only joins the collectives.
+        """Add `scale` times the gradient of the summed loss.
 
-        Returns the unscaled summed loss, a detached fp32 scalar. `last`: no micro-batch follows before `step`.
-        (DeepSpeed wants to know it beforehand.)
+        Args:
+            batch: None only joins the collectives.
+            last: no micro-batch follows before `step`.
+
+        Returns:
+            The unscaled summed loss, a detached fp32 scalar.
         """
         ...
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        """The summed loss without gradients, a fp32 scalar; None only joins the collectives."""
+        """Return the summed loss without gradients, a fp32 scalar; None only joins the collectives."""
         ...
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        """Global norm, clip, AdamW, publish, zero the gradients. A non-finite norm leaves the weights as they are."""
+        """Clip by the global norm, run AdamW, publish the weights, zero the gradients.
+
+        A norm that is not finite leaves the weights unchanged.
+        """
         ...
 
     def counters(self) -> Counters: ...
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
-        """Continue `ids` [1, T] with transformers' generate; every rank calls it with the same arguments."""
+        """Continue `ids` [1, T] with transformers' generate. Every rank passes the same arguments."""
         ...
 
     def close(self) -> None: ...

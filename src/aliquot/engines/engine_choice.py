@@ -1,4 +1,4 @@
-"""What `shard.engine: auto` means, and which settings exclude an engine. Without torch: the planner asks, too."""
+"""Resolve `shard.engine: auto`, and reject settings that an engine cannot follow. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Literal
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError
 
-_SHARED_FRACTION = 0.5  # of a machine's memory that one copy of the weights may take
+_SHARED_FRACTION = 0.5  # the part of a machine's memory that one copy of the weights may take
 
 
 def chosen_engine(
     config: RunConfig, device: Literal["cpu", "cuda"], numel: int, memory_bytes: int, even: bool = True
 ) -> Literal["host", "fsdp", "deepspeed"]:
-    """The engine for a model of `numel` parameters on hosts of `memory_bytes`; `even`: all have as many ranks.
+    """Return the engine for a model of `numel` parameters.
 
-    Raises EngineError for settings that the engine cannot follow.
+    Args:
+        memory_bytes: of a host.
+        even: all hosts have the same number of ranks.
+
+    Raises:
+        EngineError: the engine cannot follow a setting.
     """
     name = config.shard.engine
     if name == "auto" and config.shard.deepspeed_config is not None:

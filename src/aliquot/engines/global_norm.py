@@ -10,13 +10,15 @@ import torch.distributed as dist
 
 
 def global_norm(squares: Sequence[float], device: torch.device) -> float:
-    """The norm of all ranks' gradients, of which `squares` are this rank's sums of squares, one a weight. Collective.
+    """Return the norm of all ranks' gradients, or NaN if any gradient is not finite. Collective.
 
-    Every rank adds the same numbers, exactly; `device` is where collectives take them from. nan where any gradient is
-    not finite.
+    Args:
+        squares: this rank's sum of squares of each weight.
+        device: where the collective takes its tensors from.
     """
-    own = torch.tensor(list(squares), dtype=torch.float64, device=device)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    every = torch.cat(parts).cpu()
-    return math.sqrt(math.fsum(every.tolist())) if bool(every.isfinite().all()) else math.nan
+    local = torch.tensor(list(squares), dtype=torch.float64, device=device)
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    gathered = torch.cat(parts).cpu()
+    # fsum is exact, so that the order of ranks does not matter.
+    return math.sqrt(math.fsum(gathered.tolist())) if bool(gathered.isfinite().all()) else math.nan

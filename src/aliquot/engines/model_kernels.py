@@ -74,7 +74,7 @@ def _options() -> dict[str, Any] | None:
         return options
 
 
-def meet_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tuple[int, ...]) -> None:
+def warm_up_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tuple[int, ...]) -> None:
     """After each backward pass over a row with documents at `edges`: nothing, where all have been met."""
     if isinstance(attention, TiledAttention) and caches_kernels(spec.precision):
         attention.meet_all(edges, spec.document_tokens)

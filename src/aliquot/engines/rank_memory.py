@@ -1,6 +1,6 @@
-"""What an engine holds on its largest rank. Each engine says it in its `*_memory.py`, which the planner reads.
+"""The memory that an engine needs on its largest rank. Each engine's `*_memory.py` computes it for the planner.
 
-Those files import nothing that computes: a laptop plans for engines that it cannot run.
+Those files import no torch, so that a laptop can plan for engines that it cannot run.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes."""
+class RankMemory:
+    """Bytes of a rank, except for the two fields of a host."""
 
     weights: int  # private
-    gradients: int  # from the start, or from the first backward pass on
-    gradients_from_start: bool
+    gradients: int
+    gradients_from_start: bool  # otherwise from the first backward pass on
     moments: int
-    update: int  # more while an update is made
-    forward: int  # gathered, beside activations
+    update: int  # in addition, during an update
+    forward: int  # gathered weights, in addition to activations
     backward: int
     evaluation: int
     shared_weights: int  # of a host
     buffers: int  # of a host
-    own_gradients: int = 0  # of gradients, what this rank itself owns, where others' parts are among them
-    holes: int = 0  # of the heap, in the course of steps: large blocks that are made anew beside what stays
-    streamed: int = 0  # more while an update is made, in mappings that the kernel has back after it
+    own_gradients: int = 0  # the part of `gradients` that this rank owns
+    holes: int = 0  # unused heap between large blocks that are allocated anew in every step
+    streamed: int = 0  # in addition, during an update, in mappings that return to the kernel afterwards

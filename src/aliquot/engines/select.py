@@ -1,14 +1,13 @@
-"""Which engine runs: the one place that knows them all."""
+"""Select the engine of a run, and derive its settings from the configuration. The only file that knows all engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.batch_size import batch_size, micro_batch_tokens
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 from aliquot.engines.engine_choice import chosen_engine
 from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
@@ -19,14 +18,17 @@ from aliquot.models.meta import MetaModel
 def engine_class(
     config: RunConfig, topology: Topology, numel: int, planned: str | None = None
 ) -> tuple[str, type[Engine]]:
-    """The name and class of the engine for `shard.engine` and a model of `numel` parameters.
+    """Return the name and the class of the engine for a model of `numel` parameters, and import only that engine.
 
-    `planned`: what `auto` is by the run's plan, which rank 0 has made for all: fsdp where host does not fit; None where
-    there is none. Imports only the one that is used. Raises UserError for settings that the engine cannot follow.
+    Args:
+        planned: the engine that the plan of rank 0 has chosen for `shard.engine: auto`; None without a plan.
+
+    Raises:
+        EngineError: the engine cannot follow a setting.
     """
     even = topology.world_size == topology.nodes * topology.local_world_size
     if config.shard.engine == "auto" and planned is not None and (even or planned != "host"):
-        name = planned  # not by what this node has: on others it would be another one
+        name = planned  # not by the memory of this node, because other nodes may have more or less
     else:
         name = chosen_engine(config, topology.device, numel, memory_limit(), even)
     if name == "host":
@@ -47,11 +49,16 @@ def engine_spec(
     topology: Topology,
     engine: str,
     model: MetaModel,
-    phase: Callable[[str], None],
-    building: Callable[[str], object],
+    hooks: PhaseHooks,
     on_disk: OnDisk | None = None,
     unsharded: Unsharded = SHARDED,
 ) -> EngineSpec:
+    """Return the settings of `engine` for a model.
+
+    Args:
+        on_disk: the plan's state on disk.
+        unsharded: the plan's state that stays whole within a step.
+    """
     train = config.train
     settings: dict[str, Any] | None = None
     notes: list[str] = []
@@ -59,9 +66,9 @@ def engine_spec(
         hidden_size = int(model.model.config.hidden_size)
         settings, notes = deepspeed_settings(config, topology.world_size, hidden_size)
     elif config.shard.deepspeed_config is not None:
-        notes = [f"shard.deepspeed_config fills the config; engine {engine} has no use for the rest of it"]
+        notes = [f"shard.deepspeed_config fills the config; engine {engine} ignores its other keys"]
     if engine != "host" and config.shard.reduce_dtype == "bf16":
-        notes.append(f"shard.reduce_dtype: bf16 is for engine host; {engine} reduces as it does without")
+        notes.append(f"shard.reduce_dtype: bf16 is for engine host; {engine} ignores it")
     return EngineSpec(
         precision=train.precision,
         gradient_checkpointing=train.gradient_checkpointing,
@@ -82,8 +89,7 @@ def engine_spec(
         packs=model.traits.packs,
         looks_up=model.traits.looks_up,
         dropout=model.dropout,
-        phase=phase,
-        building=building,
+        hooks=hooks,
         deepspeed=settings,
         offload=config.shard.offload == "cpu",
         on_disk=on_disk,

@@ -18,7 +18,7 @@ from torch import Tensor
 from aliquot.core.errors import SelfTestError, UnsupportedModelError
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
 from aliquot.models import meta, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.narrow import built, narrow
@@ -118,7 +118,7 @@ def _by_engine(
     exact = replace(
         spec, precision="fp32", on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
         micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds,
-        phase=lambda _: None, building=lambda _: None,
+        hooks=PhaseHooks(),
     )  # fmt: skip
     engine = kind.build(on_meta.model, exact, topology)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
-from aliquot.engines.rank_memory import Held
+from aliquot.engines.rank_memory import RankMemory
 from aliquot.planner.micro_batch_cost import MicroBatchCost
 from aliquot.planner.plan import PhaseMemory
 from aliquot.tensor_io.piece_size import MEMORY_BYTES
@@ -51,7 +51,7 @@ class Beside:
     snapshot: int  # of parts that are being saved: copies, and pieces on their way
 
 
-def beside_on_cpu(held: Held, index_bytes: int, snapshot: int, kernels: int, compiles: bool) -> Beside:
+def beside_on_cpu(held: RankMemory, index_bytes: int, snapshot: int, kernels: int, compiles: bool) -> Beside:
     """`kernels`: bytes of those that are beyond what a process is measured with."""
     private = PROCESS_PRIVATE_BYTES + kernels + (COMPILER_BYTES if compiles else 0)
     process = START_PRIVATE_BYTES, START_SHARED_BYTES, private, PROCESS_SHARED_BYTES
@@ -66,7 +66,7 @@ def beside_on_gpu(ranks: int) -> Beside:
 
 def phases(
     config: RunConfig,
-    held: Held,
+    held: RankMemory,
     cost: MicroBatchCost,
     beside: Beside,
     building: list[tuple[str, dict[str, int]]],
@@ -120,7 +120,7 @@ def phases(
     return (start, *built, loaded, ready, *during, PhaseMemory("steady peak", {**with_gradients, **steady}, whole))
 
 
-def host_phases(held: Held, offloaded: bool, index_bytes: int, snapshot: int) -> tuple[PhaseMemory, ...]:
+def host_phases(held: RankMemory, offloaded: bool, index_bytes: int, snapshot: int) -> tuple[PhaseMemory, ...]:
     """The host's memory of a rank that computes on a GPU. `held`: as if nothing were offloaded."""
     shared = {"process": PROCESS_SHARED_BYTES}
     process = {"process": PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES}

@@ -16,7 +16,7 @@ from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memor
 from aliquot.engines.engine_choice import chosen_engine
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use, host_memory
-from aliquot.engines.rank_memory import Held
+from aliquot.engines.rank_memory import RankMemory
 from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.loss.logits_room import logits_room
@@ -114,7 +114,7 @@ class Planner:
         copies = snapshot_bytes(config, layout, steps, learned, saved, disks, each, micro_batches, freed, measured)
         pieces = MEMORY_BYTES if saves_beside(config, steps) else 0  # on their way to the disk
 
-        def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[Held, tuple[PhaseMemory, ...]]:
+        def phases_with(on_disk: OnDisk, kept: Unsharded = SHARDED) -> tuple[RankMemory, tuple[PhaseMemory, ...]]:
             held = self._held(config, engine, layout, cost, on_disk, kept)
             if not on_gpu:
                 beside = beside_on_cpu(held, workload.index_bytes, copies + pieces, kernels, step.compiled)
@@ -264,7 +264,7 @@ class Planner:
 
     def _held(
         self, config: RunConfig, engine: str, layout: RankLayout, cost: MicroBatchCost, on_disk: OnDisk, kept: Unsharded
-    ) -> Held:
+    ) -> RankMemory:
         if engine == "host":
             return host_memory(config, self.shape, layout, on_disk)
         if engine == "deepspeed":

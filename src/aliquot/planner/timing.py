@@ -8,7 +8,7 @@ from typing import Self
 
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.host.host_memory import DiskUse
-from aliquot.engines.rank_memory import Held
+from aliquot.engines.rank_memory import RankMemory
 from aliquot.engines.state_placement import Unsharded
 from aliquot.optim.sizes import States
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Work
@@ -93,7 +93,7 @@ class Owned:
 def step_time(
     engine: str,
     each: MicroBatchTime,
-    held: Held,
+    held: RankMemory,
     moved: Traffic,
     layout: RankLayout,
     micro_batches: int,
@@ -160,7 +160,7 @@ def step_time(
 
 def _collected_s(
     engine: str,
-    held: Held,
+    held: RankMemory,
     moved: Traffic,
     layout: RankLayout,
     micro_batches: int,

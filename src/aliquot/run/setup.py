@@ -27,7 +27,7 @@ from aliquot.data.tokenizer import largest_token
 from aliquot.distributed.launcher import torchrun_advice
 from aliquot.distributed.leader_lease import goes_on
 from aliquot.distributed.ranks import group_lines
-from aliquot.engines.base import Engine
+from aliquot.engines.base import Engine, PhaseHooks
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
 from aliquot.engines.state_placement import SHARDED
@@ -156,7 +156,7 @@ def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Mo
         clock.ended(name)
 
     spec = engine_spec(
-        run.config, topology, engine_name, built, end_phase, lambda name: ledger.mark(name, {}),
+        run.config, topology, engine_name, built, PhaseHooks(end_phase, lambda name: ledger.mark(name, {})),
         on_disk=None if plan is None else plan.on_disk, unsharded=SHARDED if plan is None else plan.unsharded,
     )  # fmt: skip
     if engine_name != "deepspeed":  # a process can start DeepSpeed only once
@@ -233,7 +233,7 @@ def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
     check_continuity(state, inputs.determinants(config), checkpoint)
     if (difference := check_model(state, computed(inputs.source.config), checkpoint)) is not None:
         warn(difference)
-    model.engine.restored(state["step"])
+    model.engine.resume_at(state["step"])
     evaluations = _resume_evaluations(run, inputs, checkpoint, state)
     run.display.line(f"resuming from {checkpoint}")
     if (former_engine := state.get("engine")) not in (None, model.engine_name):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from aliquot.engines.activation_meter import SavedBytes
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.nn.attention.base import Documents, Scoring
 from aliquot.nn.attention.cuda_attention import CudaAttention, compiled_flex
 from aliquot.nn.attention.plain_attention import ReferenceAttention
@@ -126,7 +126,7 @@ def test_flex_attention_is_compiled_as_one_graph_with_its_gradient(monkeypatch: 
             query = torch.randn(1, 4, sum(lengths), HEAD_DIM, dtype=torch.float64, requires_grad=True)
             key, value = torch.randn(2, 1, 2, sum(lengths), HEAD_DIM, dtype=torch.float64, requires_grad=True)
             scoring = Scoring(scaling, window, softcap, None)
-            with SavedBytes("selective", "cuda").measure():
+            with ActivationMeter("selective", "cuda").measure():
                 found = attention.attend(query, key, value, documents, scoring)
             expected = ReferenceAttention().attend(query, key, value, documents, scoring)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from aliquot.core.errors import EngineError, SelfTestError
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import SavedBytes
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.deepspeed.deepspeed_setup import adamw, building_phases, prepare_ops, prepare_states, set_steps
-from aliquot.engines.model_kernels import compile_layers, meet_kernels
+from aliquot.engines.model_kernels import compile_layers, warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import model_calls, recompute
@@ -65,7 +65,7 @@ class DeepspeedEngine:
             for name, weight in cast("Any", model.model.named_parameters())
         }
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
-        self._activations = SavedBytes(spec.gradient_checkpointing, topology.device)
+        self._activations = ActivationMeter(spec.gradient_checkpointing, topology.device)
         self._wire_bytes = 0
 
     @classmethod
@@ -94,9 +94,9 @@ class DeepspeedEngine:
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings)
-        with building_phases(spec.building):
+        with building_phases(spec.hooks.build):
             engine, *_ = deepspeed.initialize(model=training, optimizer=optimizer, config=settings)
-        spec.building("after ZeRO init")
+        spec.hooks.build("after ZeRO init")
         prepare_states(engine.optimizer)
         return cls(training, engine, spec, topology)
 
@@ -136,7 +136,7 @@ class DeepspeedEngine:
         if len(set(sums)) > 1:
             raise SelfTestError(f"{first.name} gathered by DeepSpeed differs among the ranks: {sums}")
 
-    def restored(self, steps: int) -> None:
+    def resume_at(self, steps: int) -> None:
         set_steps(self._engine.optimizer, steps)
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
@@ -147,11 +147,11 @@ class DeepspeedEngine:
         with self._activations.measure():
             # DeepSpeed averages over the ranks; `scale` already divides by what the whole batch holds.
             summed, scaled = self._loss(batch, scale * self._world_size)
-        self._spec.phase("forward")
+        self._spec.hooks.step("forward")
         self._engine.backward(scaled, scale_wrt_gas=False)
         if batch is not None:
-            meet_kernels(self._attention, self._spec, batch.edges)
-        self._spec.phase("backward")
+            warm_up_kernels(self._attention, self._spec, batch.edges)
+        self._spec.hooks.step("backward")
         self._count_wire(gathers=2, reduces=1)
         return summed
 

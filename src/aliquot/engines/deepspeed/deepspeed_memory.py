@@ -24,7 +24,7 @@ from typing import Any
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
-from aliquot.engines.rank_memory import Held
+from aliquot.engines.rank_memory import RankMemory
 from aliquot.models.model_shape import ModelShape, Shape, numel
 
 _HEAP_BYTES = 16 << 20  # partitions below come from the allocator's heap and stay there when they are freed
@@ -41,7 +41,7 @@ def persistent_numel(config: RunConfig, shape: ModelShape, layout: RankLayout) -
     return sum(numel(weight) for weight in shape.weights if numel(weight) <= threshold)
 
 
-def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> Held:
+def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> RankMemory:
     """What a rank holds while it trains."""
     zero = _settings(config, shape, layout)
     compute = 2 if config.train.precision == "bf16" else 4
@@ -58,7 +58,7 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
     # reduce-scatter (reduce_scatter_coalesced), and on CPU once more: gloo's is an all-reduce of a clone of it.
     bucket = min(max(int(zero.get("reduce_bucket_size", 5 * 10**8)), largest), shape.numel)
     copies = 3 if layout.device == "cpu" else 2
-    return Held(
+    return RankMemory(
         weights=(compute + 4) * own if compute == 2 or offloaded else 4 * own,
         gradients=(compute + (4 if offloaded else 0)) * own,
         gradients_from_start=True,

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.core.errors import EngineError
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import SavedBytes
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fsdp_collectives import Stage, check_collectives
 from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, share_memory
 from aliquot.engines.global_norm import global_norm
-from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
+from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import model_calls, recompute
 from aliquot.models.materialise import materialise
@@ -74,7 +74,7 @@ class FsdpEngine:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
         )
-        self._activations = SavedBytes(spec.gradient_checkpointing, topology.device)
+        self._activations = ActivationMeter(spec.gradient_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._fused = spec.fused_loss
         self._wire_bytes = 0
@@ -177,7 +177,7 @@ class FsdpEngine:
                 dist.all_reduce(whole)
                 shard.parameter.data.copy_(whole.view(shard.parameter.shape))
 
-    def restored(self, steps: int) -> None:
+    def resume_at(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
@@ -187,11 +187,11 @@ class FsdpEngine:
         self._keep_until(last)
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale)
-        self._spec.phase("forward")
+        self._spec.hooks.step("forward")
         scaled.backward()  # type: ignore[no-untyped-call]
         if batch is not None:
-            meet_kernels(self._attention, self._spec, batch.edges)
-        self._spec.phase("backward")
+            warm_up_kernels(self._attention, self._spec, batch.edges)
+        self._spec.hooks.step("backward")
         calls = self._calls_of(batch)
         self._count_wire(
             gathers=(0 if self._gathered else 1) if self._kept.weights else 2 * calls,

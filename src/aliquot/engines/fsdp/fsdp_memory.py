@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.rank_memory import Held
+from aliquot.engines.rank_memory import RankMemory
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape
 
@@ -18,7 +18,7 @@ def fsdp_memory(
     backward_bytes: int,
     layer_bytes: int,
     kept: Unsharded = SHARDED,
-) -> Held:
+) -> RankMemory:
     """`backward_bytes`: of activations at most in a backward pass; `layer_bytes`: of those of one layer. `kept`: over
     several micro-batches."""
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
@@ -34,7 +34,7 @@ def fsdp_memory(
     if kept.weights:
         forward = compute * (root + sum(others)) + flat * largest
     backward = _backward(root, others, learned, compute, flat, ranks, backward_bytes, layer_bytes, kept)
-    return Held(
+    return RankMemory(
         weights=4 * own + compute * frozen,
         gradients=4 * (sum(learned) if kept.gradients else own),
         gradients_from_start=False,

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import SavedBytes
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_builder import build_parts, parameter_index
 from aliquot.engines.host.host_gradients import StagedExperts
 from aliquot.engines.host.streamed_layers import Layers
-from aliquot.engines.model_kernels import compile_or_copy, meet_kernels
+from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import model_calls, recompute
@@ -85,7 +85,7 @@ class HostEngine:
         self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
         self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed("cpu", spec.compute_dtype))
         self._steps = self._updates = 0
-        self._activations = SavedBytes(spec.gradient_checkpointing)
+        self._activations = ActivationMeter(spec.gradient_checkpointing)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -145,7 +145,7 @@ class HostEngine:
         self._gradients.check()
         self._shared.check_published(self._rank, frozenset() if self._streamed is None else self._streamed.weights)
 
-    def restored(self, steps: int) -> None:
+    def resume_at(self, steps: int) -> None:
         self._optimizer.steps = self._steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
@@ -164,12 +164,12 @@ class HostEngine:
             rows.requires_grad_()
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale, rows)
-        self._spec.phase("forward")
+        self._spec.hooks.step("forward")
         # Skipped layers have not waited for their weights, and between hosts gradients follow after all weights.
         self._wait_all_usable()
         if scaled.requires_grad:  # otherwise only the head is trainable, and its gradient is staged already
             scaled.backward()  # type: ignore[no-untyped-call]
-        meet_kernels(self._attention, self._spec, batch.edges)
+        warm_up_kernels(self._attention, self._spec, batch.edges)
         self._gradients.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
@@ -177,7 +177,7 @@ class HostEngine:
             # Here, with all ranks: a rank that waits for space may wait for others to receive.
             self._gradients.finish()
             self._gradients.exchange()
-        self._spec.phase("backward")
+        self._spec.hooks.step("backward")
         return summed
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:

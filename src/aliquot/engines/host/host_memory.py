@@ -10,7 +10,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.batch_size import batch_size, micro_batch_tokens
 from aliquot.distributed.collectives.buffer_sizes import aligned
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.rank_memory import Held
+from aliquot.engines.rank_memory import RankMemory
 from aliquot.engines.state_placement import OnDisk, streamed_layers
 from aliquot.models.model_shape import LayerKind, ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
@@ -29,7 +29,7 @@ _BITS_OF_RATE = ((1e-5, 2.2, 2.4), (2e-5, 2.4, 2.8), (1e-4, 3.7, 5.9), (5e-4, 6.
 TAG_BYTES = 64  # before each piece: whose it is
 
 
-def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk) -> Held:
+def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk) -> RankMemory:
     states, splits = config.train.optimizer_states, config.train.precision == "bf16"
     compute, kept = 2 if splits else 4, _kept(states)
     shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
@@ -56,7 +56,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
     copied = own if passes else 0
     if shape.embedding_is_added_to and not passes:
         copied = min(shares[shape.embedding], tokens * micro_batches * layout.ranks_per_node * shape.width)
-    return Held(
+    return RankMemory(
         weights=low,
         gradients=gradients + others * waiting * sent_itemsize(config) + summing,
         gradients_from_start=True,
