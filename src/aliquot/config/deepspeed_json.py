@@ -19,9 +19,9 @@ from aliquot.core.paths import with_home
 AUTO = "auto"
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SIZES = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-_HERE = ("shard", "deepspeed_config")
+_CONFIG_KEY = ("shard", "deepspeed_config")
 _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-# Every part of a path that has keys below it.
+# Every dotted path that has keys below it.
 _SECTIONS = {path[:dot] for path in RULES for dot in range(len(path)) if path[dot] == "."}
 
 Locations = dict[tuple[str, ...], str]
@@ -31,13 +31,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-# Values that this module or the planner computes with: (what is expected, whether a value is that). What fills the run
-# config is checked by its schema, and the rest by DeepSpeed.
-_Kind = tuple[str, Callable[[Any], bool]]
-_SECTION: _Kind = ("an object of settings, or leave it out", lambda value: isinstance(value, dict))
-_NUMBER: _Kind = ("a number", _is_number)
-_TEXT: _Kind = ("a name", lambda value: isinstance(value, str))
-_KINDS: dict[str, _Kind] = {
+# Types of the values that this module or the planner computes with: (what is expected, a check of a value). The schema
+# checks the values that fill the run config, and DeepSpeed checks all others.
+_Type = tuple[str, Callable[[Any], bool]]
+_SECTION: _Type = ("an object of settings, or leave it out", lambda value: isinstance(value, dict))
+_NUMBER: _Type = ("a number", _is_number)
+_TEXT: _Type = ("a name", lambda value: isinstance(value, str))
+_TYPES: dict[str, _Type] = {
     "bf16.enabled": ("true or false", lambda value: isinstance(value, bool)),
     "optimizer.type": _TEXT,
     "optimizer.params.betas": (
@@ -64,64 +64,69 @@ _KINDS: dict[str, _Kind] = {
 
 
 def fill_from_deepspeed(values: dict[str, Any], locations: Locations) -> None:
-    """Replace the path in `shard.deepspeed_config` by its JSON, and copy its values to the keys that mean the same.
+    """Replace the path in `shard.deepspeed_config` by its JSON, and copy its values to the equivalent keys.
 
-    `locations` tells of each key where it was written, and is told of the new ones. Raises UserError for a file that
-    cannot be read, unknown and rejected keys, and values that contradict the run config, naming both places.
+    Args:
+        values: the nested values of a run config, which are changed.
+        locations: where each key was written; the locations of the filled keys are added.
+
+    Raises:
+        UserError: the file cannot be read, a key is unknown or rejected, or a value contradicts the run config; the
+            message names both places.
     """
     shard = values.get("shard")
-    given = shard.get("deepspeed_config") if isinstance(shard, dict) else None
-    if given is None:
+    setting = shard.get("deepspeed_config") if isinstance(shard, dict) else None
+    if setting is None:
         return
-    if isinstance(given, str):
-        found = _read(with_home(given), locations)
-        values["shard"]["deepspeed_config"] = found
-    elif isinstance(given, dict):
-        found = given
+    if isinstance(setting, str):
+        deepspeed = _read(with_home(setting), locations)
+        values["shard"]["deepspeed_config"] = deepspeed
+    elif isinstance(setting, dict):
+        deepspeed = setting
     else:
-        raise DeepspeedConfigError("shard.deepspeed_config is the path of a DeepSpeed JSON", locations.get(_HERE))
+        raise DeepspeedConfigError("shard.deepspeed_config is the path of a DeepSpeed JSON", locations.get(_CONFIG_KEY))
     train = values.get("train")
     if train is None:
         train = values["train"] = {}
-    if not isinstance(train, dict):  # for the schema to report
+    if not isinstance(train, dict):  # the schema reports it
         return
-    _check(found, train, locations)
+    _check(deepspeed, train, locations)
     filled = {}
-    for path, value in _meant(found):
-        section, _, key = path[1].partition(".")
-        where = _place(path[0], locations)
-        # A null counts as not set: the complete config that a run saves has one for every such key.
+    for path, filled_key, value in _equivalents(deepspeed):
+        section, _, key = filled_key.partition(".")
+        place = _place(path, locations)
+        # A null counts as not set: the complete config that a run saves has a null for every such key.
         earlier = None if train.get(key) is None else locations.get((section, key), "the run config")
         if earlier is not None and train[key] != value:
             raise DeepspeedConfigError(
-                f"{where}: {path[0]} is {value!r}, but {section}.{key} is {train[key]!r} at {earlier}: leave one out"
+                f"{place}: {path} is {value!r}, but {section}.{key} is {train[key]!r} at {earlier}: leave one out"
             )
         if earlier is None:
             train[key] = value
-            locations[section, key] = where
-            filled[key] = path[0]
-    _two_of_three(train, filled, found, locations)
+            locations[section, key] = place
+            filled[key] = path
+    _check_batch_sizes(train, filled, deepspeed, locations)
 
 
 def _read(path: Path, locations: Locations) -> dict[str, Any]:
-    where = locations.get(_HERE, "shard.deepspeed_config")
+    place = locations.get(_CONFIG_KEY, "shard.deepspeed_config")
     try:
         text = path.read_text(encoding="utf-8")
-        found = decode_json(text)
+        settings = decode_json(text)
     except json.JSONDecodeError as error:
         raise DeepspeedConfigError(f"not valid JSON: {error.msg}", f"{path}:{error.lineno}") from None
     except TooDeepError as error:
         raise DeepspeedConfigError(str(error), str(path)) from None
-    except (OSError, ValueError) as error:  # ValueError: no text, NUL in its name, a number of thousands of digits
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, NUL in the name, a number of thousands of digits
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise DeepspeedConfigError(f"{where}: cannot read {path}: {reason}") from None
-    if not isinstance(found, dict):
+        raise DeepspeedConfigError(f"{place}: cannot read {path}: {reason}") from None
+    if not isinstance(settings, dict):
         raise DeepspeedConfigError("a DeepSpeed config is an object of settings", str(path))
     try:
-        _locate(yaml.compose(text, Loader=BoundedLoader), _HERE, str(path), locations)
-    except yaml.YAMLError:  # tabs: errors then name the file without a line
-        locations[_HERE] = str(path)
-    return found
+        _locate(yaml.compose(text, Loader=BoundedLoader), _CONFIG_KEY, str(path), locations)
+    except yaml.YAMLError:  # tabs, which YAML does not allow: errors name the file without a line
+        locations[_CONFIG_KEY] = str(path)
+    return settings
 
 
 def _locate(node: Any, keys: tuple[str, ...], name: str, locations: Locations) -> None:
@@ -133,119 +138,123 @@ def _locate(node: Any, keys: tuple[str, ...], name: str, locations: Locations) -
 
 
 def _place(path: str, locations: Locations) -> str:
-    return locations.get((*_HERE, *path.split(".")), locations.get(_HERE, "shard.deepspeed_config"))
+    return locations.get((*_CONFIG_KEY, *path.split(".")), locations.get(_CONFIG_KEY, "shard.deepspeed_config"))
 
 
-def _wrong(path: str, trouble: str, locations: Locations) -> DeepspeedConfigError:
+def _error(path: str, trouble: str, locations: Locations) -> DeepspeedConfigError:
     return DeepspeedConfigError(f"{_place(path, locations)}: {path} {trouble}")
 
 
-def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of every value that is not a section with keys."""
     for key, value in values.items():
-        path = f"{above}{key}"
+        path = f"{prefix}{key}"
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{path}.")
         else:
             yield path, value
 
 
-def _check_kinds(values: Mapping[str, Any], locations: Locations, above: str = "") -> None:
-    """Raises UserError for a section, or a value that is computed with, that is something else."""
+def _check_types(values: Mapping[str, Any], locations: Locations, prefix: str = "") -> None:
+    """Raise UserError for a section that is no object, and for a value of the wrong type."""
     for key, value in values.items():
-        path = f"{above}{key}"
+        path = f"{prefix}{key}"
         rule = RULES.get(path)
-        kind = _SECTION if path in _SECTIONS else _KINDS.get(path)
-        if kind is None and rule is not None and rule.fills is not None and isinstance(value, dict | str):
-            kind = _NUMBER
-        if kind is not None and not kind[1](value) and (value != AUTO or path in _SECTIONS):
+        expected = _SECTION if path in _SECTIONS else _TYPES.get(path)
+        if expected is None and rule is not None and rule.fills is not None and isinstance(value, dict | str):
+            expected = _NUMBER
+        if expected is not None and not expected[1](value) and (value != AUTO or path in _SECTIONS):
             shown = json.dumps(value, default=str)
-            raise _wrong(path, f"is {shown}: expected {kind[0]}", locations)
+            raise _error(path, f"is {shown}: expected {expected[0]}", locations)
         if isinstance(value, dict):
-            _check_kinds(value, locations, f"{path}.")
+            _check_types(value, locations, f"{path}.")
 
 
-def _check(found: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
-    _check_kinds(found, locations)
-    for path, value in leaves(found):
+def _check(deepspeed: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
+    _check_types(deepspeed, locations)
+    for path, value in leaves(deepspeed):
         rule = rule_for(path)
         section = path.rpartition(".")[0]
         if rule is None and not any(key.startswith(f"{path}.") for key in RULES):
             near = difflib.get_close_matches(path, sorted(RULES), 1, 0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise _wrong(path, f"is no key of DeepSpeed that aliquot knows{hint}", locations)
-        if rule is not None and rule.kind == "rejected" and not _harmless(rule, path, value, found):
-            raise _wrong(path, f"is {value!r}: {rule.note}", locations)
+            raise _error(path, f"is no key of DeepSpeed that aliquot knows{hint}", locations)
+        if rule is not None and rule.kind == "rejected" and not _is_harmless(rule, path, value, deepspeed):
+            raise _error(path, f"is {value!r}: {rule.note}", locations)
         if section.endswith(("offload_optimizer", "offload_param")) and path.endswith(".device") and value == "nvme":
-            _reject_nvme(found, section, _place(path, locations))
-    kind = found.get("optimizer", {}).get("type", "AdamW")
-    if kind.lower() not in ("adam", "adamw", AUTO):
-        raise _wrong("optimizer.type", f"is {kind!r}: only Adam and AdamW", locations)
-    _check_scheduler(found.get("scheduler", {}), train, locations)
+            _reject_nvme(deepspeed, section, _place(path, locations))
+    optimizer = deepspeed.get("optimizer", {}).get("type", "AdamW")
+    if optimizer.lower() not in ("adam", "adamw", AUTO):
+        raise _error("optimizer.type", f"is {optimizer!r}: only Adam and AdamW", locations)
+    _check_scheduler(deepspeed.get("scheduler", {}), train, locations)
 
 
-def _harmless(rule: KeyRule, path: str, value: object, found: Mapping[str, Any]) -> bool:
+def _is_harmless(rule: KeyRule, path: str, value: object, deepspeed: Mapping[str, Any]) -> bool:
     if value == AUTO:
         return True
     if path.count(".") == 1 and rule_for(path.partition(".")[0]) is rule:
-        section = found[path.partition(".")[0]]
+        section = deepspeed[path.partition(".")[0]]
         return section.get("enabled") is False or section.get("enabled") == AUTO
     return any(
         value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in rule.harmless
     )
 
 
-def _reject_nvme(found: Mapping[str, Any], section: str, where: str) -> None:
-    path = found["zero_optimization"][section.rpartition(".")[2]].get("nvme_path")
+def _reject_nvme(deepspeed: Mapping[str, Any], section: str, place: str) -> None:
+    path = deepspeed["zero_optimization"][section.rpartition(".")[2]].get("nvme_path")
     if path is None or not Path(path).is_dir():
-        raise DeepspeedConfigError(f"{where}: {section} is to NVMe, but its nvme_path {path!r} is no directory")
+        raise DeepspeedConfigError(f"{place}: {section} is to NVMe, but its nvme_path {path!r} is no directory")
     raise DeepspeedConfigError(
-        f"{where}: {section} to NVMe is not supported, since checkpoints read parts in memory: use cpu"
+        f"{place}: {section} to NVMe is not supported, since checkpoints read parts in memory: use cpu"
     )
 
 
 def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
-    """`train`: of the run config, as it was written."""
+    """Refuse a scheduler that aliquot's schedules do not reproduce. `train`: the run config's section as written."""
     if not scheduler or scheduler.get("type") == AUTO:
         return
     kind, options = scheduler.get("type"), scheduler.get("params", {})
     if kind not in _SCHEDULERS:
-        raise _wrong("scheduler.type", f"is {kind!r}: one of {', '.join(_SCHEDULERS)}", locations)
+        raise _error("scheduler.type", f"is {kind!r}: one of {', '.join(_SCHEDULERS)}", locations)
     steps = options.get("warmup_num_steps", 1)
     if steps == AUTO:
         steps = train.get("warmup_steps")
         steps = (train.get("warmup_ratio") or 0) if steps is None else steps
     if steps != 0 and "warmup_type" not in options:
         trouble = 'warms up along a logarithm by default: set "warmup_type": "linear"'
-        raise _wrong("scheduler", trouble, locations)
+        raise _error("scheduler", trouble, locations)
     if kind == "WarmupCosineLR" and "cos_min_ratio" not in options:
-        raise _wrong("scheduler", 'ends above 0 by default: set "cos_min_ratio": 0', locations)
+        raise _error("scheduler", 'ends above 0 by default: set "cos_min_ratio": 0', locations)
 
 
-def _meant(found: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
-    """((key of the JSON, key of the run config), value) for everything that fills the run config; not "auto"."""
-    for path, value in leaves(found):
+def _equivalents(deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (key of the JSON, key of the run config, value) for every value to copy; "auto" sets nothing."""
+    for path, value in leaves(deepspeed):
         rule = rule_for(path)
         if value == AUTO or rule is None:
             continue
         if path == "optimizer.params.betas":
             for index, key in enumerate(("train.adam_beta1", "train.adam_beta2")):
                 if value[index] != AUTO:
-                    yield (path, key), value[index]
+                    yield path, key, value[index]
         elif path == "bf16.enabled":
-            yield (path, "train.precision"), "bf16" if value else "fp32"
+            yield path, "train.precision", "bf16" if value else "fp32"
         elif path == "scheduler.type":
-            yield (path, "train.lr_scheduler_type"), _SCHEDULERS[value]
+            yield path, "train.lr_scheduler_type", _SCHEDULERS[value]
         elif rule.fills is not None:
-            yield (path, rule.fills), value
+            yield path, rule.fills, value
 
 
-def _two_of_three(
-    train: dict[str, Any], filled: Mapping[str, str], found: Mapping[str, Any], locations: Locations
+def _check_batch_sizes(
+    train: dict[str, Any], filled: Mapping[str, str], deepspeed: Mapping[str, Any], locations: Locations
 ) -> None:
-    """Two batch numbers fix the third. Where the JSON has all three its total is checked when the ranks are known."""
+    """Refuse three batch numbers, of which two fix the third, unless the JSON alone sets all three.
+
+    In that case the total is checked later, when the number of ranks is known.
+    """
     if not all(train.get(key) is not None for key in _SIZES):
         return
-    if "global_batch_size" in filled and "train_batch_size" in found:
+    if "global_batch_size" in filled and "train_batch_size" in deepspeed:
         del train["global_batch_size"]
         del locations["train", "global_batch_size"]
         return

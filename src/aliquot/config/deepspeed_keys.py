@@ -1,4 +1,4 @@
-"""What becomes of every key of a DeepSpeed JSON: honoured, overridden with a reason, or rejected. Nothing is ignored.
+"""The rule for every key of a DeepSpeed JSON: honoured, overridden with a reason, or rejected. No key is ignored.
 
 docs/deepspeed.md holds this table; a test keeps the two equal.
 """
@@ -11,7 +11,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class KeyRule:
-    """`fills`: the key of the run config that takes the value. `harmless`: values that even a rejected key may have."""
+    """What happens to a key of the JSON.
+
+    `fills` is the key of the run config that takes the value. `harmless` are values that a rejected key may have.
+    """
 
     kind: Literal["honoured", "overridden", "rejected"]
     note: str
@@ -186,7 +189,7 @@ RULES: dict[str, KeyRule] = {
 
 
 def rule_for(path: str) -> KeyRule | None:
-    """The rule of a dotted key, or of the nearest section above it that has one."""
+    """Return the rule of a dotted key, else of the nearest section around the key."""
     while path:
         if path in RULES:
             return RULES[path]

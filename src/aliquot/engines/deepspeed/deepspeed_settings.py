@@ -1,4 +1,4 @@
-"""The settings that DeepSpeed gets: those of the JSON in the run config, completed."""
+"""The settings for DeepSpeed: the JSON in the run config, completed from the rest of the run config."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from aliquot.core.errors import DeepspeedConfigError
 
 
 def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
-    """The complete settings for DeepSpeed, and lines that say what became of the user's keys.
+    """Return the complete settings for DeepSpeed, and log lines about honoured and overridden keys of the JSON.
 
-    Raises UserError where the batch of the JSON does not multiply out at `world_size`.
+    Raises:
+        UserError: train_batch_size of the JSON is not micro-batch x accumulation x `world_size`.
     """
     written = config.shard.deepspeed_config or {}
     _check_batch(written, config, world_size)
-    given = _without_auto(written)
-    zero = {**given.get("zero_optimization", {}), "stage": 3}
+    explicit = _without_auto(written)
+    zero = {**explicit.get("zero_optimization", {}), "stage": 3}
     automatic = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
@@ -29,7 +30,7 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
     for key, value in automatic.items():
         if written.get("zero_optimization", {}).get(key) == AUTO:
             zero[key] = value
-    result = {key: value for key, value in given.items() if _kind(key) == "honoured"}
+    result = {key: value for key, value in explicit.items() if _fate(key) == "honoured"}
     for key in ("optimizer", "scheduler"):
         result.pop(key, None)
     for section in ("offload_optimizer", "offload_param"):
@@ -38,28 +39,28 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
     if config.shard.offload == "cpu":
         zero.setdefault("offload_optimizer", {"device": "cpu"})
         zero.setdefault("offload_param", {"device": "cpu"})
-    result["zero_optimization"] = {k: v for k, v in zero.items() if _kind(f"zero_optimization.{k}") != "overridden"}
+    result["zero_optimization"] = {k: v for k, v in zero.items() if _fate(f"zero_optimization.{k}") != "overridden"}
     # One micro-batch of DeepSpeed is one of aliquot, whatever its size; the engine says which is the last of a step.
     result |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size}
     result["gradient_clipping"] = config.train.max_grad_norm
-    bf16 = {key: value for key, value in given.get("bf16", {}).items() if key != "immediate_grad_update"}
+    bf16 = {key: value for key, value in explicit.get("bf16", {}).items() if key != "immediate_grad_update"}
     result["bf16"] = {**bf16, "enabled": config.train.precision == "bf16"}
     result["steps_per_print"] = None
-    return result, _lines(written)
+    return result, _log_lines(written)
 
 
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the values "auto", which set nothing, and without sections that then are empty."""
-    found = {
+    """Return a copy without the values "auto", which set nothing, and without sections that are empty afterwards."""
+    explicit = {
         key: _without_auto(value) if isinstance(value, dict) and value else deepcopy(value)
         for key, value in values.items()
         if value != AUTO
     }
-    return {key: value for key, value in found.items() if value != {} or values[key] == {}}
+    return {key: value for key, value in explicit.items() if value != {} or values[key] == {}}
 
 
-def _lines(given: Mapping[str, Any]) -> list[str]:
-    paths = [path for path, _ in leaves(given)]
+def _log_lines(deepspeed: Mapping[str, Any]) -> list[str]:
+    paths = [path for path, _ in leaves(deepspeed)]
     overridden = [(path, rule) for path in paths if (rule := rule_for(path)) is not None and rule.kind == "overridden"]
     if not paths:
         return []
@@ -67,17 +68,18 @@ def _lines(given: Mapping[str, Any]) -> list[str]:
     return lines + [f"DeepSpeed: {path} is overridden: {rule.note}" for path, rule in overridden]
 
 
-def _kind(path: str) -> str:
+def _fate(path: str) -> str:
+    """Return whether a key or section is honoured or overridden; a section is honoured if one of its keys is."""
     rule = rule_for(path)
     below = [RULES[key].kind for key in RULES if key.startswith(f"{path}.")]
     return rule.kind if rule is not None else ("honoured" if "honoured" in below else "overridden")
 
 
-def _check_batch(given: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
-    """DeepSpeed's own rule: train_batch_size = micro-batch x accumulation x ranks."""
-    total = given.get("train_batch_size", AUTO)
+def _check_batch(deepspeed: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
+    """Check DeepSpeed's rule: train_batch_size = micro-batch x accumulation x ranks."""
+    total = deepspeed.get("train_batch_size", AUTO)
     micro, steps = config.train.per_device_train_batch_size, config.train.gradient_accumulation_steps
-    if config.train.global_batch_size is not None:  # two of the three were given
+    if config.train.global_batch_size is not None:  # two of the three numbers are set
         return
     if total == AUTO or steps is None or total == micro * steps * world_size:
         return
