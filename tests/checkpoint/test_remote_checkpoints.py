@@ -27,7 +27,7 @@ from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.stores.open_store import open_store
+from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import KINDS, Part
 from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server

@@ -13,7 +13,7 @@ from aliquot.cli.main import app
 from aliquot.core.errors import UsageError, UserError, printable
 from aliquot.distributed.rank_errors import RankError
 from aliquot.observe.console import Display
-from aliquot.stores.open_store import open_store
+from aliquot.stores.store import open_store
 from tests import runs
 
 WILD = "\x1b]0;title\x07\x9b31m\u202e"

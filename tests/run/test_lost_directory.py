@@ -18,7 +18,7 @@ from aliquot.checkpoint.save import Draft
 from aliquot.core.errors import RunDirectoryError
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import HEADER, RunDirectory
-from aliquot.stores.open_store import open_store
+from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
 from tests import warm
 from tests.runs import curve, write_config

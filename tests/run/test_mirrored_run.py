@@ -17,7 +17,7 @@ import pytest
 import aliquot
 from aliquot.checkpoint.remote_files import complete_steps
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
-from aliquot.stores.open_store import open_store
+from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
 from tests import runs, warm
 from tests.stores.s3_server import BUCKET, S3Server, s3_server

@@ -12,11 +12,9 @@ import boto3
 import pytest
 
 from aliquot.core.errors import DamagedCheckpoint, StorageError, UserError
-from aliquot.stores.base import Store
-from aliquot.stores.fsspec_store import FsspecStore
-from aliquot.stores.local_store import LocalStore
-from aliquot.stores.open_store import open_store
+from aliquot.stores.file_system_stores import FsspecStore, LocalStore
 from aliquot.stores.s3_store import S3Store
+from aliquot.stores.store import Store, open_store
 from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
 
 MIB = 1 << 20
@@ -149,6 +147,8 @@ def test_an_address_that_its_file_system_cannot_do_with_is_one_line() -> None:
 
 
 def test_without_boto3_the_extra_is_named() -> None:
-    script = "import sys; sys.modules['boto3'] = None\nfrom aliquot.stores.open_store import open_store\nopen_store('s3://x')"
+    script = (
+        "import sys; sys.modules['boto3'] = None\nfrom aliquot.stores.store import open_store\nopen_store('s3://x')"
+    )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr
     assert "s3://x needs boto3: pip install 'aliquot[s3]'" in told

@@ -21,8 +21,7 @@ from aliquot.checkpoint.remote_files import (
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, writing
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
-from aliquot.stores.base import Store
-from aliquot.stores.open_store import is_url, open_store
+from aliquot.stores.store import Store, is_url, open_store
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import MANIFEST, Manifest, parse_manifest
 from aliquot.tensor_io.publish import (

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from aliquot.checkpoint.directories import is_name
 from aliquot.core.errors import DamagedCheckpoint, UsageError
-from aliquot.stores.base import Store
+from aliquot.stores.store import Store
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import MANIFEST, Manifest
 

@@ -36,8 +36,7 @@ from aliquot.checkpoint.remote_files import (
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, TrainingError, UserError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
-from aliquot.stores.base import Store
-from aliquot.stores.open_store import open_store
+from aliquot.stores.store import Store, open_store
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import MANIFEST, Manifest, read_manifest
 
@@ -90,7 +89,7 @@ class Upload:
             name = f"{self._directory.name}/{item.name}"
             blocks = self._blocks(manifest, item)
             receipt = self._store.put_part(name, tokens[item.name], item.index, item.start, blocks)
-            if not self._store.compares:
+            if not self._store.verifies_checksums:
                 for start in range(item.start, item.stop, BLOCK_BYTES):
                     data = self._store.read(name, start, min(start + BLOCK_BYTES, item.stop))
                     verified_block(data, manifest, item, start)

@@ -14,7 +14,7 @@ from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
-from aliquot.stores.open_store import is_url
+from aliquot.stores.store import is_url
 from aliquot.tensor_io.parts import PartStore
 
 _MAX_SHOWN = 3

@@ -32,7 +32,7 @@ def command(
         from aliquot.checkpoint.remote_download import fetched_weights
         from aliquot.models.export import export_checkpoint
         from aliquot.models.older_transformers import older_transformers
-        from aliquot.stores.open_store import is_url
+        from aliquot.stores.store import is_url
         from aliquot.tensor_io.jsonfile import read_json
         from aliquot.tensor_io.manifest import verify as verify_all
 

@@ -35,7 +35,7 @@ from aliquot.run.run_context import (
 )
 from aliquot.run.shutdown import Shutdown
 from aliquot.run.training_loop import TrainingLoop
-from aliquot.stores.open_store import open_store
+from aliquot.stores.store import open_store
 from aliquot.tensor_io.publish import restore_former
 
 
