@@ -19,7 +19,7 @@ from aliquot.config.schema import ObserveSection, RunConfig
 from aliquot.core.errors import UserError
 from aliquot.observe.dashboards import check_installed
 from aliquot.observe.events import Events
-from aliquot.observe.metrics import Curve
+from aliquot.observe.metrics import MetricsTargets, MetricsWriter
 from tests import runs
 
 SERVER = """
@@ -75,7 +75,8 @@ def attempt(run: Path, service: str, steps: range, how: str | None = "end", last
     observe = ObserveSection.model_validate({"report_to": [service]})
     events = Events(run / "events.jsonl", True)
     events.write("start" if steps.start == 1 else "resume", steps.start - 1)
-    curve = Curve(run / "metrics.jsonl", run / "tensorboard", observe, steps.start - 1, True, warn=warned.append)
+    targets = MetricsTargets(run / "metrics.jsonl", run / "tensorboard", observe.report_to)
+    curve = MetricsWriter(targets, steps.start - 1, True, warn=warned.append)
     for step in steps:
         curve.write({"step": step, "loss": 10.0 - step, "engine": "host", "memory_bytes": [1, 2]})
         (run / "ledger.json").write_text(last_ledger)

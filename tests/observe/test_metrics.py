@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from aliquot.config.schema import ObserveSection
 from aliquot.core.errors import StorageError
-from aliquot.observe.metrics import Curve, MetricsFile, TensorBoard
+from aliquot.observe.metrics import MetricsFile, MetricsTargets, MetricsWriter, TensorBoard
 from aliquot.observe.prometheus import Exporter
 
 
@@ -120,7 +120,8 @@ def test_what_needs_no_disk_is_written_all_the_same(tmp_path: Path) -> None:
     observe = ObserveSection(report_to=[], prometheus=port)
     exporter = Exporter(observe, "full")
     exporter.listen()
-    curve = Curve(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe, 0, True, exporter)
+    targets = MetricsTargets(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe.report_to, exporter)
+    curve = MetricsWriter(targets, 0, True)
     with full_disk(), pytest.raises(StorageError, match=r"metrics\.jsonl"):
         curve.write({"step": 1, "loss": 2.0})
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
@@ -134,7 +135,8 @@ def test_what_needs_no_disk_is_written_all_the_same(tmp_path: Path) -> None:
 )
 def test_curve_writes_what_is_asked_for(tmp_path: Path, enabled: bool, tensorboard: bool, expected: set[str]) -> None:
     observe = ObserveSection(report_to=["tensorboard"] if tensorboard else [])
-    curve = Curve(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe, 0, enabled)
+    targets = MetricsTargets(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe.report_to)
+    curve = MetricsWriter(targets, 0, enabled)
     curve.write({"step": 1, "loss": 2.0})
     curve.close()
     assert {file.name for file in tmp_path.iterdir()} == expected

@@ -120,7 +120,7 @@ def test_kernels_count_where_they_run_and_only_one_moment_of_a_step_is_waited_fo
         assert machine.now > launched + 4
         there = machine.now
         clock.enter("wait")
-        now = clock.waited()
+        now = clock.synchronized_seconds()
         assert machine.now == there, "the step has waited already"
         assert now["forward"] - before["forward"] == 2 + (0.25 if step == 0 else 0)
         assert now["backward"] - before["backward"] == 4
@@ -131,8 +131,8 @@ def test_kernels_count_where_they_run_and_only_one_moment_of_a_step_is_waited_fo
         assert clock.seconds()["wait"] == step + 1  # and of the update nothing is known yet
         assert clock.seconds()["optimizer"] == 3 * step
         assert machine.now == there + 1
-    assert clock.waited()["optimizer"] == 6
-    assert sum(clock.waited().values()) == machine.now
+    assert clock.synchronized_seconds()["optimizer"] == 6
+    assert sum(clock.synchronized_seconds().values()) == machine.now
 
 
 def test_phases_outside_of_a_step_are_not_counted() -> None:
@@ -163,23 +163,23 @@ def test_each_part_is_a_range_of_a_profile() -> None:
 def test_the_slow_rank_is_named_when_the_window_is_full() -> None:
     slow = SlowRanks(window_steps=20)
     for step in range(20):
-        assert slow.found() == {}
+        assert slow.slowdowns() == {}
         slow.add([(1.0, 100), (1.0, 100), (1.0, 100), (1.5 if step % 2 else 1.3, 100)])
-    assert slow.found() == {3: pytest.approx(1.4)}
+    assert slow.slowdowns() == {3: pytest.approx(1.4)}
     for _ in range(20):
         slow.add([(1.0, 100)] * 4)
-    assert slow.found() == {}
+    assert slow.slowdowns() == {}
 
 
 def test_of_two_ranks_the_faster_is_the_measure() -> None:
     slow = SlowRanks(window_steps=1)
     slow.add([(1.0, 10), (1.25, 10)])
-    assert list(slow.found()) == [1]
+    assert list(slow.slowdowns()) == [1]
     slow.add([(1.0, 10), (1.15, 10)])
-    assert slow.found() == {}
+    assert slow.slowdowns() == {}
 
 
 def test_a_rank_with_more_to_do_is_not_slow() -> None:
     slow = SlowRanks(window_steps=1)
     slow.add([(3.0, 300), (2.0, 200), (0.1, 0)])
-    assert slow.found() == {}
+    assert slow.slowdowns() == {}

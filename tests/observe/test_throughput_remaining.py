@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from aliquot.config.schema import RunConfig
-from aliquot.observe.throughput import Remaining
+from aliquot.observe.throughput import RemainingWork
 
 
-def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> Remaining:
+def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> RemainingWork:
     config = RunConfig.model_validate(
         {
             "model": {"config": {"model_type": "llama"}},
@@ -17,7 +17,7 @@ def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> 
             "checkpoint": {"every": every, **checkpoint},
         }
     )
-    return Remaining(config, total, {"evaluation_s": 10.0, "save_s": 3.0, "export_s": 1.0})
+    return RemainingWork(config, total, {"evaluation_s": 10.0, "save_s": 3.0, "export_s": 1.0})
 
 
 def test_what_is_left_of_evaluations_and_saves() -> None:
@@ -45,7 +45,7 @@ def test_a_run_that_ends_with_its_export_alone_does_not_wait_for_a_save() -> Non
 
 def test_without_a_plan_there_is_nothing_to_go_by_yet() -> None:
     config = RunConfig.model_validate({"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}})
-    assert Remaining(config, 10, {}).seconds(0) == 0
+    assert RemainingWork(config, 10, {}).seconds(0) == 0
 
 
 def test_where_the_best_is_kept_every_evaluation_may_be_saved() -> None:

@@ -292,7 +292,7 @@ def test_the_ceiling_of_a_machine_that_was_busy_is_measured_again(
     found = [{**RATES, "products": high, "spread": 0.0}, {**RATES, "spread": 0.5}]
     monkeypatch.setattr(calibrate, "measure_rates", lambda *_: found[-1])
     monkeypatch.setattr(compute_ceiling, "measure_rates", lambda *_: found.pop())
-    monkeypatch.setattr(recorder, "_LATER_S", 0.0)
+    monkeypatch.setattr(recorder, "_REMEASURE_AFTER_S", 0.0)
     aliquot.train(aliquot.read_config(write_config(tmp_path, train={"max_steps": 3})))
     assert not found
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

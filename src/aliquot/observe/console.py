@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live view on a terminal, plain lines elsewhere, from rank 0 only."""
+"""Show a run to a person: a live view on a terminal, plain lines elsewhere, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from aliquot.core.errors import printable
 from aliquot.observe.live_view import LiveView
 from aliquot.observe.number_format import duration, gib, rate
 
-_WORTH_BYTES = 10_000_000  # less traffic is not shown
-_EVALUATING_EVERY_S = 20.0
-_PACE_FROM_S = 1.0  # of work: before, it says nothing
-_FILE_COLUMNS = 200  # of a table; without them rich takes the 80 of a terminal and cuts words
+_MIN_SHOWN_BYTES = 10_000_000  # smaller traffic is not shown
+_EVALUATING_INTERVAL_S = 20.0
+_MIN_RATE_S = 1.0  # shorter work gives no useful rate
+_FILE_COLUMNS = 200  # width of tables in files; rich would use the 80 columns of a terminal and truncate words
 
 
 class Display:
-    """`kind` auto is live on a terminal and plain elsewhere; quiet shows warnings only. Ranks > 0 are not `enabled`.
+    """Writes to the console. Call `finish` before other code writes to it, because the live view hides the cursor.
 
-    Call `finish` before anything else writes to the console: it gives the cursor back.
+    Args:
+        kind: auto is live on a terminal and plain elsewhere; quiet shows warnings only.
+        enabled: False on ranks other than 0.
     """
 
     def __init__(
@@ -51,41 +53,46 @@ class Display:
         self._view = LiveView()
         self._live: Live | None = None
         self._shown: dict[str, int] = {}
-        self._began_s: dict[str, float] = {}
+        self._start_s: dict[str, float] = {}
 
     def line(self, text: str) -> None:
         if not self._quiet:
             self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """A table."""
+        """Print a table."""
         if not self._quiet:
             self._console.print(renderable)
 
     def warning(self, text: str) -> None:
-        # A line beside a live view on the same terminal would tear it: it goes through the view's own console.
+        # On the terminal of a live view the line goes through the view's console, because it would tear the view.
         where = self._console if self._live is not None and self._errors.is_terminal else self._errors
         where.print(f"warning: {printable(text)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    def training(self, limit_bytes: int | None, gpu_bytes: int | None = None) -> None:
-        """Steps begin; a rank may have so much of the machine's memory, where that is known, and has such a GPU."""
+    def start_training(self, limit_bytes: int | None, gpu_bytes: int | None = None) -> None:
+        """Set the memory limits of a rank: of host memory, if known, and of its GPU."""
         self._view.limit_bytes, self._view.gpu_bytes = limit_bytes, gpu_bytes
 
     def tick(self, done: int, total: int, eta_s: float | None, saving: int | None, slow: Sequence[int]) -> None:
-        """A step is done: `saving` the checkpoint of which step is under way, `slow` the ranks that hold others up."""
+        """Show the end of a step.
+
+        Args:
+            saving: the step whose checkpoint is being saved.
+            slow: the ranks that delay the others.
+        """
         if self._is_live:
             self._view.saving, self._view.slow = saving, slow
             self._bar("training", done, total, eta_s)
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
-        """A checkpoint is complete."""
+        """Show that a checkpoint is complete."""
         text = f"step {step} saved in {seconds:.1f} s, training stood still for {stall_s:.2f} s"
         self._view.saved, self._view.saving = text, None
         if not self._is_live:
             self.line(f"checkpoint: {text}")
 
     def step(self, metrics: Mapping[str, Any], total_steps: int) -> None:
-        """A logged step: `metrics` as written to metrics.jsonl; those that are missing are not shown."""
+        """Show a logged step: those of the `metrics` in metrics.jsonl that exist."""
         if not self._is_live:
             self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics)]))
             return
@@ -93,10 +100,10 @@ class Display:
         self._bar("training", metrics["step"], total_steps, metrics.get("eta_s"))
 
     def progress(self, description: str, done: int, total: int) -> None:
-        """Work other than training, in bytes, and how fast it goes; plain output prints a line at each quarter."""
-        began_s = self._began_s.setdefault(description, time.perf_counter())
-        seconds = time.perf_counter() - began_s
-        pace = f", {rate(done / seconds, 'B/s')}" if seconds > _PACE_FROM_S else ""
+        """Show the progress and rate of work in bytes; plain output prints a line at each quarter."""
+        start_s = self._start_s.setdefault(description, time.perf_counter())
+        seconds = time.perf_counter() - start_s
+        pace = f", {rate(done / seconds, 'B/s')}" if seconds > _MIN_RATE_S else ""
         if self._is_live:
             left_s = seconds / done * (total - done) if done and pace else None
             self._bar(description, done, total, left_s, pace)
@@ -109,16 +116,16 @@ class Display:
             self.line(f"{description}: {25 * quarter} %{pace}")
 
     def evaluating(self, done: int, total: int, seconds: float) -> None:
-        """So many micro-batches of an evaluation, for so long; plain output says so of long ones, once in a while."""
+        """Show the progress of an evaluation; plain output prints a line at intervals of a long evaluation."""
         left_s = seconds / done * (total - done) if done else None
         if self._is_live:
             if "training" in self._tasks:
-                self._bars.update(self._tasks["training"], eta="")  # it would stand still
+                self._bars.update(self._tasks["training"], eta="")  # the ETA would stand still
             self._bar("evaluating", done, total, left_s)
             if done >= total:
                 self._bars.remove_task(self._tasks.pop("evaluating"))
             return
-        turn = int(seconds // _EVALUATING_EVERY_S)
+        turn = int(seconds // _EVALUATING_INTERVAL_S)
         if turn > self._shown.get("evaluating", 0) and left_s is not None:
             self.line(f"evaluating: {done} of {total} micro-batches, ETA {duration(left_s)}")
         self._shown["evaluating"] = turn
@@ -139,7 +146,7 @@ class Display:
 
 
 def _readings(metrics: Mapping[str, Any]) -> list[str]:
-    """`loss 3.2100`, `MFU 45 %`, ...: those of the known metrics that are there."""
+    """Format the known metrics among `metrics`: `loss 3.2100`, `MFU 45 %`, ..."""
     formats: dict[str, Callable[[Any], str | None]] = {
         "loss": lambda value: f"loss {value:.4f}",
         "learning_rate": lambda value: f"lr {value:.2e}",
@@ -149,7 +156,7 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
         "mfu": lambda value: f"MFU {100 * value:.0f} %",
         "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)} a rank",
         "gpu_memory_bytes": lambda value: f"GPU memory {' | '.join(gib(size) for size in value)} a rank",
-        "staged_bytes": lambda value: f"passed on {value / 1e9:.2f} GB" if value >= _WORTH_BYTES else None,
+        "staged_bytes": lambda value: f"passed on {value / 1e9:.2f} GB" if value >= _MIN_SHOWN_BYTES else None,
         "interface_bytes": _interfaces,
         "eta_s": lambda value: f"ETA {duration(value)}",
     }
@@ -158,6 +165,8 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
-    """`eth0 sent 1.20 GB`: since the start, by the two interfaces that sent most."""
+    """Format the bytes sent since the start by the two busiest interfaces: `eth0 sent 1.20 GB`."""
     sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)
-    return "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _WORTH_BYTES) or None
+    return (
+        "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _MIN_SHOWN_BYTES) or None
+    )

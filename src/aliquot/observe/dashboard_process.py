@@ -1,7 +1,7 @@
-"""The process beside rank 0 that follows a run directory and sends what it finds to W&B or MLflow.
+"""The process on the node of rank 0 that follows a run directory and sends its metrics to W&B or MLflow.
 
-Its standard input closes when the run is over, however it ended. What it writes to its standard output is for the
-person. What has been sent, and to which run of the service, is kept in <service>.json: a resumed run goes on there.
+Its standard input closes at the end of the run. Its standard output is shown to the person. <service>.json records the
+run of the service and the bytes sent, so that a resumed run continues that run.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from aliquot.core.small_files import publish_text
 from aliquot.observe.dashboard_services import MlflowRun, Service, WandbRun
 from aliquot.observe.events import ENDS
 
-LAST_WORDS_S = 20.0  # from the end of a run on
-_ASKED_S = 1.0
+LAST_WORDS_S = 20.0  # time to send the rest after the end of a run
+_INTERVAL_S = 1.0
 _RETRY_S = 10.0
-_LINES = 40  # sent at once
+_MAX_LINES = 40  # per call
 
 
 class Follower:
-    """Sends what is new in `directory` each time it is asked."""
+    """Sends the new lines and files of `directory`."""
 
     def __init__(self, service: str, directory: Path, size_bytes: int) -> None:
-        """`size_bytes`: of metrics.jsonl when this attempt began; of what was sent before, no more counts as sent."""
+        """Args: size_bytes: size of metrics.jsonl when this attempt began; the recorded position cannot exceed it."""
         self._name = service
         self._directory = directory
-        self._kept = directory / f"{service}.json"
-        kept: dict[str, Any] = json.loads(self._kept.read_text()) if self._kept.exists() else {}
-        self._run_id: str | None = kept.get("run_id")
-        self._sent_bytes = min(int(kept.get("sent_bytes", 0)), size_bytes)
+        self._record = directory / f"{service}.json"
+        record: dict[str, Any] = json.loads(self._record.read_text()) if self._record.exists() else {}
+        self._run_id: str | None = record.get("run_id")
+        self._sent_bytes = min(int(record.get("sent_bytes", 0)), size_bytes)
         self._attached: dict[str, int] = {}
         self._service: Service | None = None
 
     def send(self) -> None:
-        """All that there is. Raises whatever the client raises; what was sent until then is not sent again."""
+        """Send all new lines. Raises the client's errors; lines sent before an error are not sent again."""
         if self._service is None:
             config = yaml.load((self._directory / "config.yaml").read_text(encoding="utf-8"), Loader=BoundedLoader)
-            self._service = begin(self._name, self._directory, config, self._run_id)
-            self._keep()
+            self._service = open_run(self._name, self._directory, config, self._run_id)
+            self._save_record()
         with (self._directory / "metrics.jsonl").open("rb") as file:
             file.seek(self._sent_bytes)
-            whole = [line for line in file if line.endswith(b"\n")]
-        for first in range(0, len(whole), _LINES):
-            some = whole[first : first + _LINES]
-            self._service.send([json.loads(line) for line in some])
-            self._sent_bytes += sum(map(len, some))
-            self._keep()
+            complete = [line for line in file if line.endswith(b"\n")]
+        for first in range(0, len(complete), _MAX_LINES):
+            lines = complete[first : first + _MAX_LINES]
+            self._service.send([json.loads(line) for line in lines])
+            self._sent_bytes += sum(map(len, lines))
+            self._save_record()
         for name in ("config.yaml", "ledger.json"):
             path = self._directory / name
             if path.exists() and self._attached.get(name) != (changed := path.stat().st_mtime_ns):
@@ -63,50 +63,50 @@ class Follower:
     def end(self) -> None:
         self.send()
         assert self._service is not None
-        self._service.end(_how_it_ended(self._directory / "events.jsonl"))
+        self._service.end(_final_event(self._directory / "events.jsonl"))
 
-    def _keep(self) -> None:
+    def _save_record(self) -> None:
         assert self._service is not None
-        kept = {"run_id": self._service.run_id, "sent_bytes": self._sent_bytes}
-        publish_text(self._kept, json.dumps(kept) + "\n")
+        record = {"run_id": self._service.run_id, "sent_bytes": self._sent_bytes}
+        publish_text(self._record, json.dumps(record) + "\n")
 
 
-def begin(name: str, directory: Path, config: dict[str, Any], run_id: str | None) -> Service:
-    """A run of the service, or the one with that id."""
+def open_run(name: str, directory: Path, config: dict[str, Any], run_id: str | None) -> Service:
+    """Begin a run of the service, or continue the one with `run_id`."""
     if name == "wandb":
-        return WandbRun(directory, config, run_id, tell)
+        return WandbRun(directory, config, run_id, complain)
     return MlflowRun(config, run_id)
 
 
 def follow(follower: Follower, over: threading.Event) -> int:
-    """Until the run is over; the exit code."""
-    pause_s, said = _ASKED_S, ""
+    """Send metrics until the run is over; return the exit code."""
+    pause_s, last_complaint = _INTERVAL_S, ""
     while not over.wait(pause_s):
         try:
             follower.send()
-            pause_s = _ASKED_S
-        # Servers fail in more ways than can be named, and none of them is the run's concern.
+            pause_s = _INTERVAL_S
+        # Clients raise many kinds of errors, and none of them must end this process.
         except Exception as error:
             pause_s = _RETRY_S
-            if said != (said := _in_a_line(error)):
-                tell(said)
+            if last_complaint != (last_complaint := _one_line(error)):
+                complain(last_complaint)
     try:
         follower.end()
     except Exception as error:
-        tell(_in_a_line(error))
+        complain(_one_line(error))
         return 1
     return 0
 
 
-def tell(text: str) -> None:
+def complain(text: str) -> None:
     print(text, file=_person, flush=True)
 
 
-def _in_a_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def _how_it_ended(events: Path) -> str | None:
+def _final_event(events: Path) -> str | None:
     last = json.loads(events.read_text(encoding="utf-8").splitlines()[-1])
     return last["event"] if last["event"] in ENDS else None
 
@@ -117,7 +117,7 @@ def main(service: str, directory: str, size_bytes: str) -> int:
     def wait_for_the_end() -> None:
         sys.stdin.buffer.read()
         over.set()
-        # A client may wait for its server for minutes, in a call that nothing ends.
+        # A client may wait for its server for minutes, in a call that cannot be interrupted.
         timer = threading.Timer(LAST_WORDS_S, os._exit, [1])
         timer.daemon = True
         timer.start()
@@ -131,7 +131,7 @@ _person: TextIO = sys.stdout
 
 if __name__ == "__main__":
     _person = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what clients print
+    os.dup2(2, 1)  # output of clients
     status = main(*sys.argv[1:])
     _person.close()
-    os._exit(status)  # whatever a client still wants to do: its run has been ended
+    os._exit(status)  # ends threads of the client, whose run has ended

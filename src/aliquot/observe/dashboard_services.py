@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _STATUS = {"end": "FINISHED", "failed": "FAILED"}
-_MOST_PARAMETERS, _MOST_METRICS, _LONGEST = 100, 1000, 500  # that a call takes; characters of a value
+_MAX_PARAMETERS, _MAX_METRICS, _MAX_VALUE = 100, 1000, 500  # per call; characters of a value
 
 
 class Service(Protocol):
@@ -19,21 +19,21 @@ class Service(Protocol):
     run_id: str
 
     def send(self, lines: list[dict[str, Any]]) -> None:
-        """`lines` of metrics.jsonl, in order."""
+        """Send `lines` of metrics.jsonl, in order."""
         ...
 
     def attach(self, file: Path) -> None:
-        """Keep a file beside the curves, in place of an older one of its name."""
+        """Attach a file to the run; it replaces an older file of its name."""
         ...
 
     def end(self, how: str | None) -> None:
-        """end, stopped or failed; None: the run was killed."""
+        """End the run of the service with the final event: end, stopped or failed; None: the run was killed."""
         ...
 
 
 class WandbRun:
     def __init__(
-        self, directory: Path, config: dict[str, Any], run_id: str | None, tell: Callable[[str], None]
+        self, directory: Path, config: dict[str, Any], run_id: str | None, complain: Callable[[str], None]
     ) -> None:
         import wandb
 
@@ -50,9 +50,9 @@ class WandbRun:
         try:
             self._run = wandb.init(**options)
         except wandb.Error as error:  # no key, no server
-            tell(f"{' '.join(str(error).split())[:200]}; written to {directory}/wandb, for `wandb sync`")
+            complain(f"{' '.join(str(error).split())[:200]}; written to {directory}/wandb, for `wandb sync`")
             self._run = wandb.init(**options, mode="offline")
-        # A run that is resumed from an older checkpoint goes back, which W&B's own counter of steps cannot.
+        # A run that resumes from an older checkpoint repeats steps, which W&B's own step counter does not allow.
         self._run.define_metric("*", step_metric="step")
 
     def send(self, lines: list[dict[str, Any]]) -> None:
@@ -60,7 +60,7 @@ class WandbRun:
             self._run.log({name: value for name, value in line.items() if isinstance(value, int | float)})
 
     def attach(self, file: Path) -> None:
-        copied = Path(self._run.dir) / file.name  # a link would be followed when the run is gone
+        copied = Path(self._run.dir) / file.name  # W&B would link to the original, which may be removed
         copied.write_bytes(file.read_bytes())
         self._run.save(str(copied), base_path=self._run.dir, policy="now")
 
@@ -83,16 +83,16 @@ class MlflowRun:
             self._client.update_run(run_id, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "aliquot")
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
         self.run_id = self._client.create_run(experiment, run_name=config["run"]["name"]).info.run_id
         parameters = [
-            Param(f"{section}.{key}", str(value)[:_LONGEST])
+            Param(f"{section}.{key}", str(value)[:_MAX_VALUE])
             for section, values in config.items()
             for key, value in (values or {}).items()
         ]
-        for first in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self.run_id, params=parameters[first : first + _MOST_PARAMETERS])
+        for first in range(0, len(parameters), _MAX_PARAMETERS):
+            self._client.log_batch(self.run_id, params=parameters[first : first + _MAX_PARAMETERS])
 
     def send(self, lines: list[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
@@ -104,8 +104,8 @@ class MlflowRun:
             for name, value in line.items()
             if name != "step" and isinstance(value, int | float)
         ]
-        for first in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self.run_id, metrics[first : first + _MOST_METRICS])
+        for first in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics[first : first + _MAX_METRICS])
 
     def attach(self, file: Path) -> None:
         self._client.log_artifact(self.run_id, str(file))

@@ -1,4 +1,4 @@
-"""W&B and MLflow: a process of its own a service follows the run directory, so that no server can hold a run up."""
+"""Start a process for W&B or MLflow that follows the run directory, so that no server can delay a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aliquot.observe.dashboard_process import LAST_WORDS_S
 
 
 def check_installed(services: Sequence[str]) -> None:
-    """Raises UserError for a client that is missing."""
+    """Raise UserError for a client that is not installed."""
     for service in services:
         if service != "tensorboard" and importlib.util.find_spec(service) is None:
             raise MissingToolError(
@@ -26,9 +26,10 @@ def check_installed(services: Sequence[str]) -> None:
 
 
 class Dashboard:
-    """What the run directory holds from now on goes to `service`, and what an earlier attempt could not send.
+    """Sends the metrics of the run directory to `service`, including those that an earlier attempt could not send.
 
-    `warn` is told what that process complains of; all else that it and its client say is in logs/<service>.txt.
+    Args:
+        warn: receives the complaints of the process; other output of the process is in logs/<service>.txt.
     """
 
     def __init__(self, service: str, metrics: Path, warn: Callable[[str], None]) -> None:
@@ -39,25 +40,25 @@ class Dashboard:
         self._log = directory / "logs" / f"{service}.txt"
         follow = ["-m", "aliquot.observe.dashboard_process", service, str(directory), str(metrics.stat().st_size)]
         with open_unlinked(self._log, "ab") as log:
-            # A session of its own: Ctrl-C in a terminal is for the run, whose last words are still to be sent.
+            # In a new session Ctrl-C in the terminal stops only the run, and this process can send its last metrics.
             self._process = subprocess.Popen(
                 python_command(*follow), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
         assert self._process.stdout is not None
-        self._told = self._process.stdout.fileno()
-        os.set_blocking(self._told, False)
+        self._complaints = self._process.stdout.fileno()
+        os.set_blocking(self._complaints, False)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """The process reads them in metrics.jsonl; here it is only listened to."""
+        """Read complaints of the process; the process itself reads metrics.jsonl."""
         with suppress(BlockingIOError):
-            for line in os.read(self._told, 1 << 16).decode(errors="replace").splitlines():
+            for line in os.read(self._complaints, 1 << 16).decode(errors="replace").splitlines():
                 self._warn(f"{self._service}: {line}; training goes on ({self._log})")
 
     def close(self) -> None:
-        """Wait for it to send the rest, for some seconds at most."""
+        """Wait a limited time until the process has sent the rest."""
         assert self._process.stdin is not None
-        self._process.stdin.close()  # how it is told that the run is over
+        self._process.stdin.close()  # signals the end of the run
         try:
             complete = self._process.wait(LAST_WORDS_S + 5.0) == 0
         except subprocess.TimeoutExpired:

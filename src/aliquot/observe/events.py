@@ -1,9 +1,12 @@
-"""What happened to a run besides its curve: one JSON object an event in events.jsonl, never removed.
+"""The events of a run: one JSON object per line of events.jsonl. Lines are never removed.
 
-start, resume: what the run is made of, at each attempt · checkpoint: `seconds` until complete, `stall_s` that training
-stood still for it · warning · slow_ranks · stopped_early · round: which nodes go on from
-where, by their leader · and how it ended: end, stopped (by a signal), failed, with
-the speed over all steps of the attempt but its first. A run that was killed has no last word.
+- start, resume: model, data and machine of each attempt
+- checkpoint: `seconds` until it was complete, `stall_s` during which training stood still
+- warning, slow_ranks, stopped_early
+- round: the nodes that continue and their step, written by the leader
+- end, stopped (by a signal), failed: with the speed over all steps of the attempt except the first
+
+A run that was killed has no final event.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ ENDS = ("end", "stopped", "failed")
 
 
 class Events:
-    """Appends to events.jsonl on the rank that writes; elsewhere nothing. The file begins with the first event.
+    """Appends to events.jsonl on the rank that writes. The first event creates the file.
 
-    The file stays open until `close`: the last event belongs to this run, whatever its path leads to by then.
+    The file stays open until `close`, so that the last event reaches this run even if its directory was replaced.
     """
 
     def __init__(self, path: Path, enabled: bool) -> None:
@@ -34,14 +37,14 @@ class Events:
         self._file: IO[Any] | None = None
 
     def write(self, event: str, step: int, **fields: Any) -> None:
-        """Raises UserError where the disk is full."""
+        """Append an event. Raises UserError if the disk is full."""
         if not self._enabled:
             return
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
         with writing(self._path):
             if self._file is None:
                 self._file = open_unlinked(self._path, "ab+", buffering=0)
-            # A killed attempt or a full disk may have left half a line: the next event starts on a line of its own.
+            # A killed attempt or a full disk may have left half a line: the event then begins on a new line.
             descriptor = self._file.fileno()
             size = os.fstat(descriptor).st_size
             is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -55,7 +58,7 @@ class Events:
 
 
 def command_line(argv: list[str] | None = None) -> str:
-    """How this process was started, to be typed again: ranks are told the arguments that their launcher had."""
+    """Return the shell command that started this run; ranks have the arguments of their launcher."""
     program, *arguments = sys.argv if argv is None else argv
     if Path(program).name in ("aliquot", "__main__.py"):
         return shlex.join(["aliquot", *arguments])

@@ -1,7 +1,7 @@
-"""Progress of a run in the status of its TrainJob, by the protocol of transformers' KubeflowCallback.
+"""Report the progress of a run to the status of its TrainJob, by the protocol of transformers' KubeflowCallback.
 
-Where Trainer's feature gate TrainJobRuntimeStatus is on, the controller gives a pod three variables: a URL, a file
-with its CA certificate and a file with a token. Posts go out beside training; one that fails is forgotten.
+With Trainer's feature gate TrainJobRuntimeStatus the controller sets three variables of a pod: a URL, a file with its
+CA certificate and a file with a token. A thread sends the posts; failed posts are dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIMEOUT_S = 5.0
 
 
 class KubeflowStatus:
-    """Tells at most every five seconds how far the run is, what is left, and the newest number of each metric."""
+    """Posts progress, remaining time and the newest number of each metric, at most every five seconds."""
 
     def __init__(
         self, environ: Mapping[str, str], total_steps: int, clock: Callable[[], float] = time.monotonic
@@ -37,7 +37,7 @@ class KubeflowStatus:
         self._url, self._ca_cert, self._token = environ[URL], environ.get(CA_CERT), environ.get(TOKEN)
         self._total_steps = total_steps
         self._clock = clock
-        self._told_at = -_INTERVAL_S
+        self._posted_at = -_INTERVAL_S
         self._metrics: dict[str, float] = {}
         self._step = 0
         self._next: dict[str, Any] | None = None
@@ -45,27 +45,27 @@ class KubeflowStatus:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._post_all, name="kubeflow-status", daemon=True)
         self._thread.start()
-        self._tell({"progressPercentage": 0, "metrics": [{"name": "total_steps", "value": str(total_steps)}]})
+        self._post_later({"progressPercentage": 0, "metrics": [{"name": "total_steps", "value": str(total_steps)}]})
 
     def ends_at(self, step: int) -> None:
-        """It ends earlier than was said."""
+        """Set an earlier last step."""
         self._total_steps = step
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """`metrics` holds "step" and, on a training step, "eta_s"."""
+        """Post `metrics`, which hold "step" and, for a training step, "eta_s"."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         self._metrics |= {name: value for name, value in numbers.items() if name not in ("step", "eta_s")}
         self._step = metrics["step"]
-        if self._clock() - self._told_at >= _INTERVAL_S:
-            self._told_at = self._clock()
+        if self._clock() - self._posted_at >= _INTERVAL_S:
+            self._posted_at = self._clock()
             # 100 is for a run that has ended.
             percentage = min(99, self._step * 100 // max(1, self._total_steps))
-            self._tell(self._status(percentage, numbers.get("eta_s")))
+            self._post_later(self._status(percentage, numbers.get("eta_s")))
 
     def close(self) -> None:
-        """Tell the end of a complete run; returns when all is posted or has failed."""
+        """Post the end of a complete run; return when all posts have been sent or have failed."""
         if self._step >= self._total_steps:
-            self._tell(self._status(100, 0.0))
+            self._post_later(self._status(100, 0.0))
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -81,8 +81,8 @@ class KubeflowStatus:
             status["estimatedRemainingSeconds"] = max(0, int(eta_s))
         return status
 
-    def _tell(self, status: dict[str, Any]) -> None:
-        """What is not posted yet is replaced: only the newest matters."""
+    def _post_later(self, status: dict[str, Any]) -> None:
+        """Replace the status that the thread will post next: only the newest matters."""
         with self._changed:
             self._next = {"lastUpdatedTime": datetime.now(UTC).isoformat(), **status}
             self._changed.notify()
@@ -98,7 +98,7 @@ class KubeflowStatus:
 
     def _post(self, status: dict[str, Any]) -> None:
         try:
-            # Read each time: the kubelet renews it.
+            # The kubelet renews the token, so every post reads it again.
             token = Path(self._token or "").read_text(encoding="utf-8").strip()
             context = ssl.create_default_context(cafile=self._ca_cert) if self._ca_cert else None
             request = urllib.request.Request(
@@ -109,12 +109,12 @@ class KubeflowStatus:
             )
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context):
                 pass
-        # No endpoint, no token, refused, no HTTP: a run does not end because nobody listens.
+        # A missing endpoint or token, or a refused connection, must not end a run.
         except (OSError, ValueError, http.client.HTTPException):
             pass
 
 
 def kubeflow_status(total_steps: int, environ: Mapping[str, str] = os.environ) -> KubeflowStatus | None:
-    """The reporter of this process, or None where the controller did not ask for reports."""
+    """Return the reporter of this process, or None if the controller did not ask for reports."""
     disabled = environ.get(_DISABLED, "").lower() in ("true", "1", "yes")
     return KubeflowStatus(environ, total_steps) if environ.get(URL) and not disabled else None

@@ -1,4 +1,4 @@
-"""The live view of a training run on a terminal: what changes while a person watches."""
+"""The live view of a training run on a terminal, which rich redraws a few times per second."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40
 _BAR = 10
 _SHOWN_RANKS = 8
-_LABEL = len("GPU memory") + 2  # of the first column at most, and what parts it from the next
+_LABEL = len("GPU memory") + 2  # width of the first column and its separator
 
 
 class LiveView:
-    """Rows that appear as soon as there is something to show in them. Redrawn by rich; set and forget."""
+    """Rows of the newest metrics; a row without a value is not shown."""
 
     def __init__(self) -> None:
         self.metrics: Mapping[str, Any] = {}
         self.losses: list[float] = []
-        self.limit_bytes: int | None = None  # what one rank may have of the machine's memory
+        self.limit_bytes: int | None = None  # host memory available to one rank
         self.gpu_bytes: int | None = None
         self.saving: int | None = None
         self.saved: str | None = None
         self.slow: Sequence[int] = ()
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """A logged step."""
+        """Set the metrics of a logged step."""
         self.metrics = metrics
         if metrics.get("loss") is not None:
             self.losses.append(metrics["loss"])
@@ -47,26 +47,26 @@ class LiveView:
         yield grid
 
     def _rows(self, plain: bool, width: int) -> list[tuple[str, Text]]:
-        told, rows = self.metrics, []
+        metrics, rows = self.metrics, []
         if self.losses:
             line = Text(f"{self.losses[-1]:.4f}", style="bold")
             if len(self.losses) > 1 and not plain:
                 line.append("  ").append(sparkline(self.losses, _SPARKS), style="cyan")
                 line.append(f"  from {self.losses[0]:.4f}", style="dim")
             rows.append(("loss", line))
-        if told.get("tokens_per_s") is not None:
-            speed = [f"{told['tokens_per_s']:,.0f} real tokens/s", rate(told.get("flops_per_s") or 0.0, "FLOP/s")]
-            if told.get("mfu") is not None:
-                speed.append(f"MFU {100 * told['mfu']:.0f} %")
+        if metrics.get("tokens_per_s") is not None:
+            speed = [f"{metrics['tokens_per_s']:,.0f} real tokens/s", rate(metrics.get("flops_per_s") or 0.0, "FLOP/s")]
+            if metrics.get("mfu") is not None:
+                speed.append(f"MFU {100 * metrics['mfu']:.0f} %")
             rows.append(("speed", Text("  ".join(speed))))
-        if told.get("forward_s") is not None:
-            rows.append(("time", Text(_shares(told))))
-        if told.get("learning_rate") is not None and told.get("grad_norm") is not None:
-            rows.append(("step", Text(f"lr {told['learning_rate']:.2e}  grad norm {told['grad_norm']:.3f}")))
-        if told.get("memory_bytes"):
-            rows.append(("memory", _memory(told["memory_bytes"], self.limit_bytes, plain, width)))
-        if told.get("gpu_memory_bytes"):
-            rows.append(("GPU memory", _memory(told["gpu_memory_bytes"], self.gpu_bytes, plain, width)))
+        if metrics.get("forward_s") is not None:
+            rows.append(("time", Text(_shares(metrics))))
+        if metrics.get("learning_rate") is not None and metrics.get("grad_norm") is not None:
+            rows.append(("step", Text(f"lr {metrics['learning_rate']:.2e}  grad norm {metrics['grad_norm']:.3f}")))
+        if metrics.get("memory_bytes"):
+            rows.append(("memory", _memory(metrics["memory_bytes"], self.limit_bytes, plain, width)))
+        if metrics.get("gpu_memory_bytes"):
+            rows.append(("GPU memory", _memory(metrics["gpu_memory_bytes"], self.gpu_bytes, plain, width)))
         if self.saving is not None:
             rows.append(("checkpoint", Text(f"saving step {self.saving} ...", style="cyan")))
         elif self.saved is not None:
@@ -78,7 +78,7 @@ class LiveView:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """One character for each of at most `width` equal stretches of `values`, by the mean of each."""
+    """Draw one character for the mean of each of at most `width` equal stretches of `values`."""
     width = min(width, len(values))
     edges = [len(values) * i // width for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -88,7 +88,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: int) -> Text:
-    """A bar a rank against what it may have; lines break between ranks."""
+    """Draw a bar per rank relative to its limit; lines break between ranks."""
     pieces = []
     for rank, size in enumerate(sizes[:_SHOWN_RANKS]):
         piece = Text().append(f"{rank}: ", style="dim")
@@ -113,7 +113,7 @@ def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: i
 
 
 def _shares(metrics: Mapping[str, Any]) -> str:
-    """`forward 31 %  backward 52 %  ...`: the parts of a step that take 1 % of it or more, the largest first."""
+    """Format the parts that take at least 1 % of a step, largest first: `backward 52 %  forward 31 %  ...`"""
     spent = {part: metrics.get(f"{part}_s") or 0.0 for part in PARTS}
     total = sum(spent.values())
     shares = sorted(((100 * seconds / total, part) for part, seconds in spent.items()), reverse=True) if total else []

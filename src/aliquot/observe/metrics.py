@@ -1,4 +1,4 @@
-"""The curve of a run: one JSON object a logged step in metrics.jsonl, and the same numbers for dashboards."""
+"""The metrics of a run: one JSON object per logged step in metrics.jsonl, and the same numbers for dashboards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.schema import ObserveSection
 from aliquot.core.errors import StorageError, writing
 from aliquot.core.small_files import open_unlinked, publish_text
 from aliquot.observe.dashboards import Dashboard
@@ -23,12 +23,12 @@ from aliquot.observe.prometheus import Exporter
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl, a line at a time, so that it can be followed while the run goes on."""
+    """Appends to metrics.jsonl line by line, so that other programs can follow the file during the run."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Lines beyond `resumed_step`, and a last one that was cut short, are dropped first: one clean curve.
+        """Remove lines after `resumed_step` and a truncated last line first, so that the file is one curve.
 
-        From step 0 a run begins anew, with its evaluation before the first step.
+        A run that starts at step 0 removes all lines, because it repeats the evaluation before the first step.
         """
         self._path = path
         with writing(path):
@@ -38,7 +38,7 @@ class MetricsFile:
             self._file = open_unlinked(path, "a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """`metrics` holds "step". Numbers that are not finite become null: JSON has none."""
+        """Append `metrics`, which hold "step". Infinite numbers and NaN become null, because JSON has neither."""
         with writing(self._path):
             self._file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
             self._file.flush()
@@ -50,25 +50,28 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """The numbers among the metrics, in a file of their own an attempt."""
+    """Writes the numbers among the metrics as TensorBoard scalars, in one file per attempt.
+
+    tensorboard's own writer uses a thread that ends with a traceback on a full disk.
+    """
 
     def __init__(self, directory: Path, resumed_step: int = 0) -> None:
-        """What earlier attempts have written beyond `resumed_step` is not shown."""
+        """Hide the steps after `resumed_step` of earlier attempts."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._directory, self._end = directory, 0
-        begun = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         if resumed_step:
             start = SessionLog(status=SessionLog.START)
-            begun.append(Event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
+            events.append(Event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
             self._file = open_unlinked(directory / name, "ab", buffering=0)
-        self._append(begun)
+        self._append(events)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError where the disk takes no more; what comes later is written where it does again."""
+        """Append a step. Raises UserError if the disk is full; later calls may succeed."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -96,38 +99,41 @@ class TensorBoard:
                 while len(rest):
                     rest = rest[self._file.write(rest) :]
             except OSError:
-                self._file.truncate(self._end)  # a reader stops for good at half a record
+                self._file.truncate(self._end)  # readers stop for good at a truncated record
                 raise
         self._end += size
 
 
-class Curve:
-    """All writers that the configuration asks for, on the rank that writes; elsewhere nothing."""
+@dataclass(frozen=True)
+class MetricsTargets:
+    """The files and services that receive metrics."""
+
+    metrics: Path
+    tensorboard: Path
+    report_to: Sequence[str] = ()  # observe.report_to
+    exporter: Exporter | None = None
+    status: KubeflowStatus | None = None
+
+
+class MetricsWriter:
+    """Writes metrics to all targets of the configuration, on the rank that writes."""
 
     def __init__(
-        self,
-        metrics: Path,
-        tensorboard: Path,
-        observe: ObserveSection,
-        resumed_step: int,
-        enabled: bool,
-        exporter: Exporter | None = None,
-        status: KubeflowStatus | None = None,
-        warn: Callable[[str], None] = lambda _: None,
+        self, targets: MetricsTargets, resumed_step: int, enabled: bool, warn: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`warn`: of a dashboard that does not take what it is sent."""
+        """Args: warn: receives the complaints of dashboards."""
         self._writers: list[MetricsFile | TensorBoard | Dashboard | Exporter | KubeflowStatus] = []
         if enabled:
-            self._writers.append(MetricsFile(metrics, resumed_step))
-            self._writers += [writer for writer in (exporter, status) if writer is not None]
-            for service in dict.fromkeys(observe.report_to):
+            self._writers.append(MetricsFile(targets.metrics, resumed_step))
+            self._writers += [writer for writer in (targets.exporter, targets.status) if writer is not None]
+            for service in dict.fromkeys(targets.report_to):
                 if service == "tensorboard":
-                    self._writers.append(TensorBoard(tensorboard, resumed_step))
+                    self._writers.append(TensorBoard(targets.tensorboard, resumed_step))
                 else:
-                    self._writers.append(Dashboard(service, metrics, warn))
+                    self._writers.append(Dashboard(service, targets.metrics, warn))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError where a disk is full, once all writers have been given them: not all write to a disk."""
+        """Raises UserError if a disk is full, after all writers have received the metrics."""
         _all([partial(writer.write, metrics) for writer in self._writers])
 
     def close(self) -> None:
@@ -147,25 +153,25 @@ def _all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def last_step(path: Path) -> int:
-    """Of a metrics.jsonl, which may be growing; 0: of none."""
+    """Return the last step in a metrics.jsonl that may be growing; 0 if there is none."""
     with suppress(OSError):
         for line in reversed(path.read_text(encoding="utf-8").splitlines()):
-            with suppress(ValueError):  # cut short
+            with suppress(ValueError):  # truncated
                 return int(json.loads(line)["step"])
     return 0
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    kept = []
+    lines = []
     with path.open(encoding="utf-8") as file:
         for line in file:
             try:
                 metrics = json.loads(line)
-            except json.JSONDecodeError:  # cut short when the run was killed
+            except json.JSONDecodeError:  # truncated, because the run was killed
                 continue
             if line.endswith("\n") and metrics["step"] <= step:
-                kept.append(line)
-    return kept
+                lines.append(line)
+    return lines
 
 
 def _finite(value: Any) -> Any:

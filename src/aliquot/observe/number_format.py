@@ -4,25 +4,25 @@ from __future__ import annotations
 
 
 def gib(size_bytes: float) -> str:
-    """`1.25 GiB`."""
+    """Format as `1.25 GiB`."""
     return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def rate(per_second: float, unit: str) -> str:
-    """`1.23 TFLOP/s` from FLOP/s and `FLOP/s`: three digits and a decimal prefix."""
+    """Format with three digits and a decimal prefix: `1.23 TFLOP/s`."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(per_second) >= 0.9995 * size:  # what is rounded to it
+        if abs(per_second) >= 0.9995 * size:  # numbers that round up to the prefix
             return f"{short(per_second / size)} {prefix}{unit}"
     return f"{per_second:.3g} {unit}"
 
 
 def short(number: float) -> str:
-    """Three digits, or all before the point."""
+    """Format with three digits, or all digits before the point."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 07 s`, `2 h 05 min`."""
+    """Format as `42 s`, `3 min 07 s` or `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def compact(value: float) -> str:
-    """`950`, `4.1k`, `12M`."""
+    """Format as `950`, `4.1k` or `12M`."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if suffix == 'k' else size):.3g}{suffix}"
@@ -40,7 +40,7 @@ def compact(value: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Three digits, thousands separated."""
+    """Format with three digits or thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -49,11 +49,11 @@ def percent(share: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """`1.24 s`, `35 ms`."""
+    """Format as `1.24 s` or `35 ms`."""
     if value >= 1 or value == 0:
         return f"{value:.3g} s"
     return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
 
 
-def in_bytes(size: float) -> str:
+def byte_size(size: float) -> str:
     return rate(size, "B")

@@ -1,7 +1,7 @@
-"""A profile on request: `observe.profile: STEPS` traces that many steps of every rank after the first two.
+"""Trace steps with torch.profiler: `observe.profile: STEPS` traces that many steps of every rank after the first two.
 
-RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing; rank-N.txt is a table of the parts
-of a step and one of the operators.
+RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing; rank-N.txt holds a table of the
+parts of a step and one of the operators.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ if TYPE_CHECKING:
     import torch.profiler
 
 _SKIPPED_STEPS = 2  # they compile and fault pages in
-_OPERATORS = 40
+_MAX_OPERATORS = 40
 
 
 class Profile:
-    """Call `step` before each step and `finish` after the last one. `steps` 0: nothing is traced."""
+    """Traces `steps` steps. Call `step` before each step and `finish` after the last one. 0 steps: traces nothing."""
 
     def __init__(self, directory: Path, rank: int, steps: int, clock: StepClock) -> None:
         self._directory = directory
         self._rank = rank
         self._clock = clock
-        self._wanted = steps
-        self._begun = 0
+        self._steps = steps
+        self._started_steps = 0
         self._profiler: torch.profiler.profile | None = None
-        self._before: dict[str, float] = {}
+        self._seconds_before: dict[str, float] = {}
 
     def step(self) -> None:
-        """A step begins."""
-        if not self._wanted:
+        """Start or end the trace if the next step requires it."""
+        if not self._steps:
             return
-        if self._begun == _SKIPPED_STEPS:
+        if self._started_steps == _SKIPPED_STEPS:
             self._start()
-        elif self._begun == _SKIPPED_STEPS + self._wanted:
+        elif self._started_steps == _SKIPPED_STEPS + self._steps:
             self.finish()
-        self._begun += 1
+        self._started_steps += 1
 
     @property
     def missed(self) -> bool:
-        """Steps were to be traced and have not begun."""
-        return self._wanted > 0 and self._begun <= _SKIPPED_STEPS
+        """Whether the run ended before the steps to trace began."""
+        return self._steps > 0 and self._started_steps <= _SKIPPED_STEPS
 
     def finish(self) -> None:
-        """Write what has been traced. Raises StorageError, and leaves nothing half written."""
+        """Write the trace. Raises StorageError, and then leaves no partial file."""
         if self._profiler is None:
             return
-        profiler, self._profiler, self._wanted = self._profiler, None, 0
+        profiler, self._profiler, self._steps = self._profiler, None, 0
         self._clock.annotate = None
         profiler.stop()
-        operators = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_OPERATORS)
+        operators = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_MAX_OPERATORS)
         trace, table = (self._directory / f"rank-{self._rank}{suffix}" for suffix in (".json.gz", ".txt"))
         with writing(self._directory):
             self._directory.mkdir(exist_ok=True)
         try:
             with writing(trace):
-                trace.unlink(missing_ok=True)  # else a link would be followed
+                trace.unlink(missing_ok=True)  # a link would be followed
                 profiler.export_chrome_trace(str(trace))
             with writing(table):
                 publish_text(table, f"{self._parts_table()}\n\noperators\n{operators}")
@@ -76,15 +76,15 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._before = self._clock.seconds()
+        self._seconds_before = self._clock.seconds()
         self._profiler = profile(activities=activities)
         self._profiler.start()
         self._clock.annotate = lambda part: record_function(f"aliquot: {part}")
 
     def _parts_table(self) -> str:
-        steps = self._begun - _SKIPPED_STEPS
+        steps = self._started_steps - _SKIPPED_STEPS
         after = self._clock.seconds()
-        spent = {part: (after[part] - self._before[part]) / steps for part in PARTS}
+        spent = {part: (after[part] - self._seconds_before[part]) / steps for part in PARTS}
         total = sum(spent.values()) or 1.0
         lines = [f"parts of a step, rank {self._rank}, mean of {steps} profiled steps (tracing slows them down)"]
         lines += [

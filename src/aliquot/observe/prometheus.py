@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl for a Prometheus server to collect: `observe.prometheus: PORT`, on rank 0."""
+"""Export the numbers of metrics.jsonl to a Prometheus server: `observe.prometheus: PORT`, on rank 0."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Exporter:
-    """http://HOST:PORT/metrics with a gauge `aliquot_<name>` for each number, labelled with the run's name.
+    """Serves http://HOST:PORT/metrics with a gauge `aliquot_<name>` for each number, labelled with the run's name.
 
-    A list with a number a rank (`memory_bytes`) has the label `rank`, too. Nothing listens before `listen`.
+    A list with a number per rank (`memory_bytes`) also has the label `rank`. The port opens with `listen`.
     """
 
     def __init__(self, observe: ObserveSection, run: str) -> None:
@@ -32,7 +32,7 @@ class Exporter:
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def listen(self) -> None:
-        """Does nothing without a port. Raises UserError where it cannot be had."""
+        """Open the port, if there is one. Raises UserError if another process uses it."""
         if self._port is None:
             return
         from prometheus_client import CollectorRegistry, start_http_server
@@ -70,8 +70,8 @@ class Exporter:
         if name not in self._gauges:
             text = f"`{name}` of the last line of metrics.jsonl that has it"
             plain = re.sub(r"\W", "_", f"aliquot_{name}", flags=re.ASCII)  # a source may be called tiny-stories
-            another = (f"{plain}_{number}" for number in count(2))  # and the next one tiny_stories
-            metric = next(each for each in chain([plain], another) if each not in self._names)
+            numbered = (f"{plain}_{number}" for number in count(2))  # and the next one tiny_stories
+            metric = next(candidate for candidate in chain([plain], numbered) if candidate not in self._names)
             self._names.add(metric)
             self._gauges[name] = Gauge(metric, text, labels, registry=self._registry)
         return self._gauges[name]

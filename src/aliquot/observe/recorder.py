@@ -1,11 +1,11 @@
-"""What is recorded of the training loop: its pace, its parts, its curve, what happened, and the report at the end."""
+"""Record the training loop: throughput, parts of a step, metrics, events, and the report at the end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from types import TracebackType
@@ -20,49 +20,60 @@ from aliquot.machine.memory import PssSampler
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, command_line
 from aliquot.observe.kubeflow import kubeflow_status
-from aliquot.observe.metrics import Curve
+from aliquot.observe.metrics import MetricsTargets, MetricsWriter
 from aliquot.observe.profile import Profile
 from aliquot.observe.prometheus import Exporter
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.run_record import RunRecord
 from aliquot.observe.step_clock import OWN_WORK, PARTS, SlowRanks, StepClock
-from aliquot.observe.throughput import Meter, Remaining
+from aliquot.observe.throughput import Meter, RemainingWork
 
-_LATER_S = 30.0  # after which a machine that had other work may have none
-_MOST_MEASUREMENTS = 3  # of the matmul ceiling during an attempt, each of about a second
+_REMEASURE_AFTER_S = 30.0  # other work on the machine may have ended by then
+_MAX_MEASUREMENTS = 3  # of the matmul ceiling per attempt; a measurement takes about a second
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The attempt at a run that a recorder records."""
+
+    config: RunConfig
+    directory: RunDirectory
+    ranks: Ranks
+    display: Display
+    exporter: Exporter
+    record: RunRecord
+    gpu: Gpu | None
 
 
 class Recorder:
-    """A context around the steps of a run; every rank has one, and what is written is written by rank 0.
+    """A context around the steps of a run, on every rank; only rank 0 writes to the run directory.
 
-    In each step, in this order: `begin`, `enter` of parts as they come with one `gather` among them, `end`; then, where
-    `due`, `log`. `gather` and `log` are collective.
+    In each step call `begin`, `enter` for each part with one `gather` among them, and `end`; then `log` if the step
+    `is_due`. `gather` and `log` are collective.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        directory: RunDirectory,
-        ranks: Ranks,
-        display: Display,
+        run: RecordedRun,
         clock: StepClock,
-        exporter: Exporter,
-        record: RunRecord,
         measure_ceiling: Callable[[], float],
-        gpu: Gpu | None,
         steps_before: int,
         total_steps: int,
     ) -> None:
-        """`measure_ceiling`: collective; `steps_before`: those of the runs
-        that this one continues."""
+        """Record steps `steps_before` + 1 to `total_steps`.
+
+        Args:
+            measure_ceiling: measures the FLOP/s of a matmul on all ranks; collective.
+        """
+        record, config, directory, ranks = run.record, run.config, run.directory, run.ranks
         self.meter = Meter(record.ceiling_flops_per_s)
         self._config = config
         self._directory = directory
         self._ranks = ranks
-        self._display = display
+        self._display = run.display
         self._clock = clock
-        self._exporter = exporter
+        self._exporter = run.exporter
         self._record = record
         self._before, self._done, self._total = steps_before, steps_before, total_steps
         self._events = Events(directory.events, ranks.rank == 0)
@@ -70,30 +81,29 @@ class Recorder:
         self._pss = PssSampler()
         self._slow = SlowRanks()
         self._slow_ranks: Mapping[int, float] = {}
-        self._logged = (steps_before, clock.seconds())  # the last step that was logged, and the seconds until then
-        self._step_began = clock.seconds()
-        self._said_full = False
+        self._logged = (steps_before, clock.seconds())  # the last logged step, and the seconds of parts until then
+        self._seconds_at_begin = clock.seconds()
+        self._has_warned_of_disk = False
         self._measure_ceiling = measure_ceiling
         self._ceiling_is_sure = record.ceiling_is_sure
-        self._began_at = time.monotonic()
-        self._gpu = gpu
-        self._measurements_left = _MOST_MEASUREMENTS
-        self._remaining = Remaining(config, total_steps, record.plan)
-        self._evaluation_began = 0.0
+        self._started_at = time.monotonic()
+        self._gpu = run.gpu
+        self._measurements_left = _MAX_MEASUREMENTS
+        self._remaining = RemainingWork(config, total_steps, record.plan)
+        self._evaluation_start = 0.0
 
     def __enter__(self) -> Self:
         directory, first = self._directory, self._ranks.rank == 0
         self._status = status = kubeflow_status(self._total) if first else None
-        self._curve = Curve(
-            directory.metrics, directory.tensorboard, self._config.observe, self._before, first, self._exporter, status,
-            self._display.warning,
-        )  # fmt: skip
+        report_to = self._config.observe.report_to
+        targets = MetricsTargets(directory.metrics, directory.tensorboard, report_to, self._exporter, status)
+        self._metrics = MetricsWriter(targets, self._before, first, self._display.warning)
         machine = self._record.machine
-        # By the plan it is less where launcher and dashboards, or shard.memory, leave less.
+        # The plan's limit excludes the memory of launcher and dashboards and respects shard.memory.
         limit = machine["memory_limit_bytes"] // self._ranks.topology.local_world_size
         if self._gpu is None:
             limit = self._record.plan.get("limit_bytes", limit)
-        self._display.training(limit, None if self._gpu is None else machine["gpu_memory_bytes"])
+        self._display.start_training(limit, None if self._gpu is None else machine["gpu_memory_bytes"])
         kind = "start" if self._record.resumed_from is None else "resume"
         facts = {**self._record.as_json(), "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
         started = {"aliquot": version("aliquot"), "command": command_line(), "total_steps": self._total}
@@ -103,20 +113,22 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        troubles = []  # on a full disk: all is tried, and nothing hides what ended the run
-        for last in (partial(self._ended, error), self._curve.close):  # dashboards look up how it ended
+        # On a full disk both steps are tried, and their errors do not hide the error that ended the run. The event
+        # comes first, because dashboards read it.
+        storage_errors = []
+        for step in (partial(self._write_end, error), self._metrics.close):
             try:
-                last()
-            except StorageError as trouble:
-                troubles.append(trouble)
+                step()
+            except StorageError as storage_error:
+                storage_errors.append(storage_error)
         self._events.close()
         if self._ranks.rank == 0 and self._directory.why_lost() is None:
             self._write_report()
-        if troubles and error is None:
-            self._storage_failed(troubles[0])
+        if storage_errors and error is None:
+            self._handle_storage_error(storage_errors[0])
 
-    def _ended(self, error: BaseException | None) -> None:
-        """The last event."""
+    def _write_end(self, error: BaseException | None) -> None:
+        """Write the last event."""
         speed = asdict(self.meter.overall()) if self._done > self._before else {}
         if error is None:
             self._events.write("end", self._done, **speed)
@@ -127,10 +139,10 @@ class Recorder:
             self._events.write("failed", self._done, text=text, **speed)
 
     def begin(self) -> None:
-        with self._profile_unless_full():
+        with self._handles_profile_errors():
             self._profile.step()
         self.meter.begin()
-        self._step_began = self._clock.seconds()
+        self._seconds_at_begin = self._clock.seconds()
         self._clock.enter("data")
 
     def enter(self, part: str) -> None:
@@ -143,49 +155,59 @@ class Recorder:
         self._clock.leave()
 
     def gather(self, report: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-        """The reports of all ranks, and how long each has worked for its `tokens` (padding too) in this step."""
+        """Gather the reports of all ranks, and the time that each rank worked for its `tokens`, including padding."""
         self._clock.enter("wait")
-        now = self._clock.waited()
-        worked_s = sum(now[part] - self._step_began[part] for part in OWN_WORK)
+        now = self._clock.synchronized_seconds()
+        worked_s = sum(now[part] - self._seconds_at_begin[part] for part in OWN_WORK)
         reports = self._ranks.gather({**report, "worked": [worked_s, tokens]})
-        if self._done > self._before:  # the first step compiles and faults pages in, on some ranks more than on others
-            self._slow.add([told["worked"] for told in reports])
+        if self._done > self._before:  # ranks differ in the first step, which compiles and faults pages in
+            self._slow.add([report["worked"] for report in reports])
         return reports
 
     def end(self, tokens: int, flops: int, saving: int | None) -> None:
-        """A step is done, over `tokens` real tokens; `saving`: the step whose checkpoint is under way."""
+        """Record the end of a step.
+
+        Args:
+            tokens: real tokens of all ranks.
+            saving: the step whose checkpoint is being saved.
+        """
         self._clock.leave()
-        saving_s = self._clock.seconds()["checkpoint"] - self._step_began["checkpoint"]
+        saving_s = self._clock.seconds()["checkpoint"] - self._seconds_at_begin["checkpoint"]
         self.meter.end(tokens, flops, saving_s)
         self._done += 1
-        found = self._slow.found()
-        if found.keys() - self._slow_ranks.keys():
-            names = ", ".join(f"rank {rank} ({ratio:.1f} x the median)" for rank, ratio in found.items())
+        slow = self._slow.slowdowns()
+        if slow.keys() - self._slow_ranks.keys():
+            names = ", ".join(f"rank {rank} ({ratio:.1f} x the median)" for rank, ratio in slow.items())
             self.warn(f"slow for {self._slow.window_steps} steps, the others wait: {names}", "slow_ranks")
-        self._slow_ranks = found
-        self._display.tick(self._done, self._total, self._eta_s(), saving, list(found))
+        self._slow_ranks = slow
+        self._display.tick(self._done, self._total, self._eta_s(), saving, list(slow))
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return step % self._config.train.logging_steps == 0 or step in (self._before + 1, self._total)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """`metrics` of the step that ended, to which pace, parts and memory are added. Collective."""
+        """Log `metrics` of the last step together with speed, parts and memory. Collective."""
         step, before = self._logged
         now = self._clock.seconds()
         self._logged = (self._done, now)
         steps = self._done - step
-        own = {part: (now[part] - before[part]) / steps for part in PARTS}
-        # The machine had other work when it was measured, and perhaps has none any more.
-        in_doubt = not self._ceiling_is_sure and time.monotonic() - self._began_at > _LATER_S
-        beaten = self.meter.beats_ceiling or in_doubt
-        of_gpu = None if self._gpu is None else self._gpu.memory().used_bytes
-        told = self._ranks.gather({"parts": own, "memory": self._pss.bytes(), "gpu_memory": of_gpu, "beaten": beaten})
-        if told[0]["beaten"] and self._measurements_left:
+        seconds = {part: (now[part] - before[part]) / steps for part in PARTS}
+        # Other work on the machine disturbed the first measurement of the ceiling, and may have ended.
+        is_doubtful = not self._ceiling_is_sure and time.monotonic() - self._started_at > _REMEASURE_AFTER_S
+        reports = self._ranks.gather(
+            {
+                "parts": seconds,
+                "memory": self._pss.bytes(),
+                "gpu_memory": None if self._gpu is None else self._gpu.memory().used_bytes,
+                "measure": self.meter.beats_ceiling or is_doubtful,
+            }
+        )
+        if reports[0]["measure"] and self._measurements_left:
             self._measurements_left -= 1
             self._ceiling_is_sure = True
             self.meter.raise_ceiling(self._measure_ceiling())
         parts: dict[str, float | None] = {
-            f"{part}_s": sum(rank["parts"][part] for rank in told) / len(told) for part in PARTS
+            f"{part}_s": sum(rank["parts"][part] for rank in reports) / len(reports) for part in PARTS
         }
         if not self._clock.reduce_known:
             parts["reduce_s"] = None
@@ -196,13 +218,13 @@ class Recorder:
             **self.meter.readings(),
             "eta_s": self._eta_s(),
             **parts,
-            "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in told],
-            "memory_bytes": [rank["memory"] for rank in told],
+            "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in reports],
+            "memory_bytes": [rank["memory"] for rank in reports],
         }
         if self._gpu is not None:
-            line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in told]
-        with self._unless_full():
-            self._curve.write(line)
+            line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
+        with self._handles_full_disk():
+            self._metrics.write(line)
         self._display.step(line, self._total)
 
     def _eta_s(self) -> float | None:
@@ -210,74 +232,76 @@ class Recorder:
         steps_s = self.meter.steps_s(left)
         if steps_s is None:
             return None
+        # The first step compiles and maps its memory, so its duration is no estimate of the others.
         if self._done == self._before + 1 and (planned := self._record.plan.get("step_s")):
-            steps_s = min(steps_s, left * planned)  # the first one compiles, and has its memory mapped
+            steps_s = min(steps_s, left * planned)
         return steps_s + self._remaining.seconds(self._done)
 
-    def evaluating(self, done: int, of: int) -> None:
-        """So many micro-batches of an evaluation are done."""
+    def evaluating(self, done: int, total: int) -> None:
+        """Record that `done` of `total` micro-batches of an evaluation are done."""
         if done == 0:
-            self._evaluation_began = time.perf_counter()
-        self._display.evaluating(done, of, time.perf_counter() - self._evaluation_began)
+            self._evaluation_start = time.perf_counter()
+        self._display.evaluating(done, total, time.perf_counter() - self._evaluation_start)
 
-    def evaluated(self, found: Mapping[str, tuple[float, float, float | None]]) -> float:
-        """Record an evaluation after the steps done so far: loss, perplexity and bits per byte of each set by its name.
+    def evaluated(self, results: Mapping[str, tuple[float, float, float | None]]) -> float:
+        """Record an evaluation after the last step: loss, perplexity and bits per byte by the name of the set.
 
-        Returns the perplexity of the set that has no name, else of the first.
+        Returns:
+            The perplexity of the set without a name, or else of the first set.
         """
-        self._remaining.evaluation_s = time.perf_counter() - self._evaluation_began
+        self._remaining.evaluation_s = time.perf_counter() - self._evaluation_start
         line: dict[str, Any] = {"step": self._done}
-        for name, (loss, perplexity, bits_per_byte) in found.items():
-            own = {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+        for name, (loss, perplexity, bits_per_byte) in results.items():
+            values = {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
             prefix = f"eval_{name}_" if name else "eval_"
-            line.update({f"{prefix}{key}": value for key, value in own.items() if value is not None})
-        with self._unless_full():
-            self._curve.write(line)
-        for name, (loss, perplexity, bits_per_byte) in found.items():
-            told = f"evaluation {f'{name}: ' if name else ''}loss {loss:.4f}, perplexity {perplexity:.2f}"
-            told += f", {bits_per_byte:.3f} bits per byte" if bits_per_byte is not None else ""
-            self._display.line(f"step {self._done}: {told}")
-        return found.get("", next(iter(found.values())))[1]
+            line.update({f"{prefix}{key}": value for key, value in values.items() if value is not None})
+        with self._handles_full_disk():
+            self._metrics.write(line)
+        for name, (loss, perplexity, bits_per_byte) in results.items():
+            text = f"evaluation {f'{name}: ' if name else ''}loss {loss:.4f}, perplexity {perplexity:.2f}"
+            text += f", {bits_per_byte:.3f} bits per byte" if bits_per_byte is not None else ""
+            self._display.line(f"step {self._done}: {text}")
+        return results.get("", next(iter(results.values())))[1]
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
-        """A checkpoint is complete, after so many seconds, of which training stood still for `stall_s`."""
-        with self._unless_full():
+        """Record a save of `seconds`, during which training stood still for `stall_s`."""
+        with self._handles_full_disk():
             self._events.write("checkpoint", step, seconds=seconds, stall_s=stall_s)
         self._remaining.saved(seconds, stall_s)
         self._display.saved(step, seconds, stall_s)
 
     def stopped_early(self, text: str) -> None:
-        """The step that was done is the last one."""
+        """Record that the last step ends the run early."""
         self._total = self._done
         if self._status is not None:
             self._status.ends_at(self._done)
         self._display.line(f"stopped early after step {self._done}: {text}")
-        with self._unless_full():
+        with self._handles_full_disk():
             self._events.write("stopped_early", self._done, text=text)
 
     def warn(self, text: str, event: str = "warning") -> None:
         self._display.warning(text)
-        with self._unless_full():
+        with self._handles_full_disk():
             self._events.write(event, self._done, text=text)
 
     def finish(self) -> None:
-        """All steps are done."""
-        with self._profile_unless_full():
+        """Write the profile after the last step."""
+        with self._handles_profile_errors():
             self._profile.finish()
         if self._profile.missed:
             self.warn("observe.profile: the run ended before the steps to trace began; tracing begins with the third")
 
     @contextmanager
-    def _unless_full(self) -> Iterator[None]:
-        """On a full disk, leave out what is written within or end the run, as checkpoint.on_error says."""
+    def _handles_full_disk(self) -> Iterator[None]:
+        """On a full disk, skip the write or end the run, by checkpoint.on_error."""
         try:
             yield
         except StorageError as error:
-            self._storage_failed(error)
+            self._handle_storage_error(error)
 
     @contextmanager
-    def _profile_unless_full(self) -> Iterator[None]:
-        """As `_unless_full`, on each rank: every one writes its own trace."""
+    def _handles_profile_errors(self) -> Iterator[None]:
+        """Like `_handles_full_disk`, on every rank, because every rank writes a trace."""
         try:
             yield
         except StorageError as error:
@@ -285,16 +309,16 @@ class Recorder:
                 raise
             self._display.warning(f"observe.profile: {error}")
 
-    def _storage_failed(self, error: StorageError) -> None:
+    def _handle_storage_error(self, error: StorageError) -> None:
         if self._config.checkpoint.on_error == "stop":
             raise error
-        if not self._said_full:
-            self._said_full = True
+        if not self._has_warned_of_disk:
+            self._has_warned_of_disk = True
             self._display.warning(f"metrics and events are not recorded as long as this lasts: {error}")
 
     def _write_report(self) -> None:
         try:
             write_report([self._directory.path], self._directory.report)
-        # Whatever is wrong with a page must not be what ends a run that is done, nor hide what ended one.
+        # An error in the report must neither end a complete run nor hide the error that ended the run.
         except Exception as error:
             self._display.warning(f"no report: {type(error).__name__}: {error}; `aliquot report --debug` tells more")

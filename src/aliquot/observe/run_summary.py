@@ -1,4 +1,4 @@
-"""The first and the last words of a run: what is foreseen of it; what it took, and where everything lies."""
+"""Print the summary of a run: model, data and plan at its start; speed, memory and files at its end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from aliquot.observe.throughput import Speed
 
 
 def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -> None:
-    """What is trained, with what, and where; then `lines`, and the plan."""
+    """Print model, engine and machine, then `lines`, then the plan."""
     machine, precision = record.machine, config.train.precision
-    told = (
+    texts = (
         f"{record.model}, {_parameters(record)}, {precision}, engine {record.engine}",
         f"{record.placement}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
         *(foreseen(record.plan) if record.plan else ()),
     )
-    for text in told:
+    for text in texts:
         display.line(text)
 
 
@@ -35,22 +35,22 @@ def _parameters(record: RunRecord) -> str:
 
 
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
-    """The plan, as `aliquot plan --json` prints it: memory, time, what is passed on and written, what lies on disk."""
-    on_them = "between the GPUs of each" if plan["device"] == "cuda" else "through sockets on them"
+    """Format the plan of `aliquot plan --json`: memory, time, traffic, checkpoint and disk."""
+    path = "between the GPUs of each" if plan["device"] == "cuda" else "through sockets on them"
     cost = f", {dollars(plan['cost_usd'])} USD" if plan["cost_usd"] is not None else ""
     return (
         f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
-        + _of_host(plan),
+        + _host_memory(plan),
         f"plan: {short(plan['step_s'])} s a step, {plan['speed']}, {plan['bottleneck']};"
         f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
         f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
-        f" {rate(plan['local_bytes_per_step'], 'B')} {on_them};"
+        f" {rate(plan['local_bytes_per_step'], 'B')} {path};"
         f" {rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
         *([f"plan: on disk {plan['disk_words']}"] if plan["disk_words"] else []),
     )
 
 
-def _of_host(plan: Mapping[str, Any]) -> str:
+def _host_memory(plan: Mapping[str, Any]) -> str:
     if not plan.get("host_phases"):
         return ""
     host = f"{gib(plan['host_peak_bytes_per_rank'])} of {gib(plan['host_limit_bytes'])}"
@@ -66,7 +66,7 @@ def finish(
     exported: Path | None,
     plan: Mapping[str, Any],
 ) -> None:
-    """Show the summary, with the ledger's rows of all ranks, if there are any. Rank 0 alone calls it."""
+    """Print the summary with the ledger's rows of all ranks. Only rank 0 calls it."""
     display.finish()
     for table in ledger.tables(rows) if rows else ():
         display.show(table)
@@ -79,9 +79,9 @@ def finish(
             f" {100 * speed.mfu:.0f} % of the {ceiling} that a plain matmul reached here"
         )
     if plan and speed.tokens_per_s > 0:
-        wrong = round(100 * (plan["tokens_per_s"] / speed.tokens_per_s - 1))
-        off = f"{abs(wrong)} % too {'many' if wrong > 0 else 'few'}" if wrong else "as many as came"
-        display.line(f"planned were {plan['speed']}: {off} ({plan['rates']})")
+        error = round(100 * (plan["tokens_per_s"] / speed.tokens_per_s - 1))
+        text = f"{abs(error)} % too {'many' if error > 0 else 'few'}" if error else "as many as came"
+        display.line(f"planned were {plan['speed']}: {text} ({plan['rates']})")
     display.line(f"run directory  {directory.path}")
     display.line(f"metrics        {directory.metrics}")
     display.line(f"report         {directory.report}")

@@ -1,4 +1,7 @@
-"""Where the seconds of a step go on this rank: each moment belongs to exactly one part."""
+"""Divide the seconds of a step among its parts, and find ranks that delay the others.
+
+Each moment belongs to exactly one part. Parts end on the host's clock or, for kernels, in the stream of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint", "wait")
-OWN_WORK = ("data", "forward", "backward", "reduce", "optimizer")  # what makes a rank slow; no other rank is waited for
+OWN_WORK = ("data", "forward", "backward", "reduce", "optimizer")  # parts in which a rank waits for no other rank
 
 
 class Timeline(Protocol):
     def mark(self) -> Any:
-        """Now, behind all that was launched before."""
+        """Mark the current time, after all kernels that were launched before."""
         ...
 
     def passed(self, mark: Any) -> bool:
-        """Whether it is known when that was. Waits for nothing."""
+        """Return whether the time of the mark is known. Does not block."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """Return when it is."""
+        """Wait until the time of the mark is known."""
         ...
 
     def seconds(self, first: Any, second: Any) -> float:
-        """From one mark to another, both passed."""
+        """Return the seconds between two marks with known times."""
         ...
 
 
@@ -50,8 +53,10 @@ class WallClock:
 
 
 class CudaEvents:
-    """A host that launches kernels runs ahead of them: what they take is measured where they run. While a GPU has
-    nothing to do it passes a mark at once, so that what the host alone does counts too."""
+    """Marks in the stream of kernels, because the host runs ahead of the kernels that it launches.
+
+    An idle GPU passes a mark at once, so the time of work on the host counts too.
+    """
 
     def mark(self) -> Any:
         import torch
@@ -71,22 +76,28 @@ class CudaEvents:
 
 
 def timeline_of(device: str) -> Timeline:
-    """Of a rank that computes on `device`."""
+    """Return the timeline of a rank that computes on `device`."""
     return CudaEvents() if device == "cuda" else WallClock()
 
 
 class StepClock:
-    """`enter` a part, and what follows belongs to it, but for the time that the engine says went into reducing.
+    """Measures the parts of each step: time after `enter` belongs to that part, except the engine's collectives.
 
-    A part ends where `timeline` marks it: behind the kernels that it has launched, where a GPU runs them.
-    `inside` returns the seconds that the engine has spent so far in sums and collectives (None: not told apart) and in
-    waiting for other ranks inside them. `annotate` opens a named range in a profile around each part.
+    Args:
+        engine_times: returns the seconds that the engine has spent in reductions (None: it does not measure them) and
+            in waiting for other ranks within them.
+        timeline: marks the ends of parts; on a GPU a part ends after the kernels that it launched.
+
+    Attributes:
+        annotate: opens a named range in a profile around each part.
     """
 
-    def __init__(self, inside: Callable[[], tuple[float | None, float]], timeline: Timeline | None = None) -> None:
-        self._inside = inside
+    def __init__(
+        self, engine_times: Callable[[], tuple[float | None, float]], timeline: Timeline | None = None
+    ) -> None:
+        self._engine_times = engine_times
         self._timeline = timeline or WallClock()
-        # Parts whose end was not passed yet: their two marks, and what of them is not theirs.
+        # Parts with an end that is not known yet: their two marks, and the seconds that belong to other parts.
         self._open: deque[tuple[str, Any, Any, float]] = deque()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.reduce_known = True
@@ -104,7 +115,7 @@ class StepClock:
             self._range.__enter__()
 
     def leave(self) -> None:
-        """What follows belongs to no part until the next `enter`."""
+        """End the part; time until the next `enter` belongs to no part."""
         self._close(self._now())
 
     def _close(self, now: tuple[Any, float, float]) -> None:
@@ -113,40 +124,39 @@ class StepClock:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-        (mark, *inside), (since, *inside_before) = now, self._since
-        reduced, waited = (at - before for at, before in zip(inside, inside_before, strict=True))
+        (mark, *times), (since, *times_before) = now, self._since
+        reduced, waited = (after - before for after, before in zip(times, times_before, strict=True))
         self._seconds["reduce"] += reduced
         self._seconds["wait"] += waited
         self._open.append((self._part, since, mark, reduced + waited))
         self._part = None
 
     def ended(self, phase: str) -> None:
-        """The engine ended "forward" or "backward" of a micro-batch; between steps (a self-test) nothing is counted."""
+        """Change the part after "forward" or "backward" of a micro-batch; between steps (a self-test) do nothing."""
         if self._part is not None:
             self.enter("backward" if phase == "forward" else "forward")
 
     def seconds(self) -> dict[str, float]:
-        """By part, since the clock was made, up to the last `enter` or `leave` that a GPU has passed, if there is one.
-        Waits for nothing."""
+        """Return the seconds of each part up to the last mark with a known time. Does not block."""
         while self._open and self._timeline.passed(self._open[0][2]):
-            part, first, last, of_others = self._open.popleft()
-            self._seconds[part] += self._timeline.seconds(first, last) - of_others
+            part, first, last, excluded_s = self._open.popleft()
+            self._seconds[part] += self._timeline.seconds(first, last) - excluded_s
         return dict(self._seconds)
 
-    def waited(self) -> dict[str, float]:
-        """`seconds` up to the last `enter` or `leave`: for the moment in a step at which a GPU has been waited for."""
+    def synchronized_seconds(self) -> dict[str, float]:
+        """Wait for the last mark and return `seconds`: for the moment of a step that waits for the GPU anyway."""
         if self._open:
             self._timeline.wait(self._open[-1][2])
         return self.seconds()
 
     def _now(self) -> tuple[Any, float, float]:
-        reduced, waited = self._inside()
+        reduced, waited = self._engine_times()
         self.reduce_known = reduced is not None
         return self._timeline.mark(), reduced or 0.0, waited
 
 
 class SlowRanks:
-    """Compares ranks over the last `window_steps` steps; of an even number, with the faster one in the middle."""
+    """Finds ranks whose own work per token takes longer than the median rank's, over the last `window_steps` steps."""
 
     def __init__(self, window_steps: int = 20, ratio: float = 1.2) -> None:
         self._ratio = ratio
@@ -154,13 +164,13 @@ class SlowRanks:
         self._window: deque[list[tuple[float, int]]] = deque(maxlen=window_steps)
 
     def add(self, own_work: Sequence[tuple[float, int]]) -> None:
-        """A step is done; [rank]: the seconds of its own work, and the tokens that it computed."""
+        """Add a step: for each rank the seconds of its own work, and the number of its tokens."""
         self._window.append(list(own_work))
 
-    def found(self) -> dict[int, float]:
-        """rank -> how many times slower than the median it is; empty before the window is full.
+    def slowdowns(self) -> dict[int, float]:
+        """Return the slow ranks with their time per token relative to the median; empty until the window is full.
 
-        A rank without tokens in the window only joins the collectives and is left out.
+        Ranks without tokens in the window only join the collectives and do not count.
         """
         if len(self._window) < self.window_steps:
             return {}
@@ -170,4 +180,4 @@ class SlowRanks:
             if tokens:
                 pace[rank] = sum(step[rank][0] for step in self._window) / tokens
         median = statistics.median_low(pace.values()) if pace else 0.0
-        return {rank: own / median for rank, own in pace.items() if median > 0 and own > self._ratio * median}
+        return {rank: time / median for rank, time in pace.items() if median > 0 and time > self._ratio * median}

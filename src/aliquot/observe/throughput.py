@@ -1,4 +1,4 @@
-"""How fast training is: real tokens per second, model FLOP/s, MFU and the time that the steps left take."""
+"""Throughput and remaining time: real tokens per second, model FLOP/s, MFU, bytes through network interfaces, ETA."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy.typing as npt
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due, times_due, times_either_due
 
-Step = tuple[float, int, int, float]  # its seconds, tokens and FLOP; of the seconds, those of waiting for a save
+Step = tuple[float, int, int, float]  # seconds, tokens, FLOP, and the seconds spent waiting for a save
 _NONE: Step = (0.0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Over all ranks. `mfu` is a fraction of the ceiling, or None where the ceiling is not known."""
+    """Rates over all ranks. `mfu` is a fraction of the ceiling, or None if the ceiling is unknown."""
 
     tokens_per_s: float
     flops_per_s: float
@@ -29,10 +29,11 @@ class Speed:
 
 
 class Meter:
-    """Call `begin` and `end` around each optimizer step; what happens in between steps (evaluation) is not counted.
+    """Measures optimizer steps between `begin` and `end`; work between steps (evaluation) does not count.
 
-    `ceiling_flops_per_s` is the matmul rate of all ranks together. The first `warmup_steps` compile and fault pages in
-    and are left out wherever a later step exists.
+    Args:
+        ceiling_flops_per_s: the matmul rate of all ranks together.
+        warmup_steps: first steps, which compile and fault pages in; they count only until a later step exists.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class Meter:
         self._steps = 0
 
     def begin(self) -> None:
-        self._begun = self._clock()
+        self._started_at = self._clock()
 
     def end(self, tokens: int, flops: int, saving_s: float = 0.0) -> None:
-        """A step over `tokens` real tokens of all ranks, which needed `flops` operations, is done; of its seconds it
-        waited for a save for `saving_s`."""
+        """Count a step over `tokens` real tokens of all ranks with `flops` operations and `saving_s` seconds of waiting
+        for a save."""
         self._steps += 1
         if self._steps == self._warmup_steps + 1:
             self._window.clear()
             self._total = _NONE
-        step = (self._clock() - self._begun, tokens, flops, saving_s)
+        step = (self._clock() - self._started_at, tokens, flops, saving_s)
         self._window.append(step)
         self._total = _sum([self._total, step])
 
@@ -71,25 +72,25 @@ class Meter:
         return mfu is not None and mfu > 1
 
     def raise_ceiling(self, flops_per_s: float) -> None:
-        """It was measured again: the higher one is the ceiling, of what is read from now on."""
+        """Use the higher of the old and a new measurement as the ceiling from now on."""
         self._ceiling = max(flops_per_s, self._ceiling or 0)
 
     def recent(self) -> Speed:
-        """Over the last steps."""
+        """Return the speed over the last steps."""
         return self._speed(_sum(self._window))
 
     def overall(self) -> Speed:
-        """Over all steps after the warm-up."""
+        """Return the speed over all steps after the warm-up."""
         return self._speed(self._total)
 
     def steps_s(self, steps_left: int) -> float | None:
-        """Seconds that so many more steps take at the recent pace, but for their waiting for saves."""
+        """Estimate the seconds of `steps_left` steps at the recent pace, without waits for saves."""
         if not self._window:
             return None
         return steps_left * sum(seconds - saving_s for seconds, _, _, saving_s in self._window) / len(self._window)
 
     def readings(self) -> dict[str, Any]:
-        """The recent pace as metrics, and what has gone through this machine's network interfaces since the start."""
+        """Return the recent speed and the bytes through this machine's network interfaces as metrics."""
         return {**asdict(self.recent()), **self._traffic.readings()}
 
     def _speed(self, total: Step) -> Speed:
@@ -105,11 +106,11 @@ def _sum(steps: Iterable[Step]) -> Step:
     return sum(seconds), sum(tokens), sum(flops), sum(saving_s)
 
 
-class Remaining:
-    """Seconds of each as it took last; before that as the plan foresaw it."""
+class RemainingWork:
+    """Estimates the time of evaluations, saves and export by their last duration, at first by the plan."""
 
     def __init__(self, config: RunConfig, total_steps: int, plan: Mapping[str, Any]) -> None:
-        """`plan`: as `aliquot plan --json` prints it, or empty."""
+        """Args: plan: as `aliquot plan --json` prints it, or empty."""
         self._total = total_steps
         self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.every
         self._best_steps = config.train.eval_steps if config.checkpoint.best else 0
@@ -124,12 +125,12 @@ class Remaining:
             self.stall_s = float(plan.get("stall_s", 0.0)) / max(1, plan.get("saves_beside", 1))
 
     def saved(self, seconds: float, stall_s: float) -> None:
-        """A checkpoint took so long, of which training stood still for `stall_s`."""
+        """Record a save of `seconds`, during which training stood still for `stall_s`."""
         self._save_s, self.stall_s = seconds, stall_s
 
     def seconds(self, done: int) -> float:
-        """After `done` steps, before what is due then; as if each evaluation were the best so far, where that one is
-        kept."""
+        """Estimate the time after `done` steps, including the work due after that step. With `checkpoint.best` every
+        evaluation counts as an improvement that causes a save."""
         begun = max(0, done - 1)
         evaluations = times_due(self._eval_steps, self._total) - times_due(self._eval_steps, begun, last=False)
         between = self._saves(self._total - 1) - self._saves(min(begun, self._total - 1))
@@ -141,38 +142,40 @@ class Remaining:
 
 
 def attention_pairs(lengths: npt.ArrayLike, window: int | None = None) -> int:
-    """(query, key) pairs of causal attention inside documents of these lengths; a query sees `window` keys at most."""
-    of_document = np.asarray(lengths, np.int64)
-    unseen = np.maximum(0, of_document - window) if window is not None else np.zeros_like(of_document)
-    return int((of_document * (of_document + 1) - unseen * (unseen + 1)).sum()) // 2
+    """Count (query, key) pairs of causal attention within documents; a query sees at most `window` keys."""
+    tokens = np.asarray(lengths, np.int64)
+    hidden = np.maximum(0, tokens - window) if window is not None else np.zeros_like(tokens)
+    return int((tokens * (tokens + 1) - hidden * (hidden + 1)).sum()) // 2
 
 
 def model_flops(
     matmul_flops: int, tokens: int, lengths: npt.ArrayLike, attention_widths: Mapping[int | None, int]
 ) -> int:
-    """Forward and backward of `tokens` real tokens in documents of `lengths`. `matmul_flops`: of a token in all
-    products with weights (models/structure.py); `attention_widths` is layers x heads x head size, by the window of
-    those layers.
+    """Count the operations of forward and backward over real tokens, without recomputation: the numerator of MFU.
 
-    PaLM (Chowdhery et al. 2022, appendix B) counts 6 N + 12 L H Q T a token: 2 N forward and twice that backward for
-    N weights in matrix products, and for attention 4 L H Q forward (scores and values) for each of T keys, three times
-    that with backward. Here N leaves out the input embedding, which is a look-up, and the gradients of weights that
-    learn nothing; T is replaced by the keys that a causal query really has inside its own document and window.
-    Recomputation is not counted.
+    PaLM (Chowdhery et al. 2022, appendix B) counts 6 N + 12 L H Q T per token: 2 N forward and 4 N backward for N
+    weights in matrix products, and for attention 4 L H Q forward (scores and values) and 8 L H Q backward for each of T
+    keys. Here N excludes the input embedding, which is a look-up, and gradients of frozen weights. T is the number of
+    keys that a causal query sees within its document and window.
+
+    Args:
+        matmul_flops: operations per token in all products with weights (models/structure.py).
+        lengths: the lengths of the documents.
+        attention_widths: layers x heads x head size, by the window of those layers.
     """
     attention = sum(width * attention_pairs(lengths, window) for window, width in attention_widths.items())
     return matmul_flops * tokens + 12 * attention
 
 
 class InterfaceTraffic:
-    """Bytes through each network interface of this machine since this was made, whoever sent them."""
+    """Counts the bytes of all processes through each network interface of this machine."""
 
     def __init__(self, file: Path = Path("/proc/net/dev")) -> None:
         self._file = file
         self._start = read_interfaces(file)
 
     def readings(self) -> dict[str, dict[str, dict[str, int]]]:
-        """As a metric; interfaces that nothing went through are left out."""
+        """Return the bytes since the start as a metric, without unused interfaces."""
         moved = {}
         for name, (received, sent) in read_interfaces(self._file).items():
             before = self._start.get(name, (0, 0))
@@ -183,7 +186,7 @@ class InterfaceTraffic:
 
 
 def read_interfaces(file: Path = Path("/proc/net/dev")) -> dict[str, tuple[int, int]]:
-    """Bytes received and sent by each interface since it came up; empty where the kernel does not tell."""
+    """Read the bytes that each interface has received and sent since boot; empty if the kernel does not report them."""
     interfaces = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         name, colon, counts = line.partition(":")

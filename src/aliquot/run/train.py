@@ -14,7 +14,7 @@ from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.observe.dashboards import check_installed
 from aliquot.observe.prometheus import Exporter
-from aliquot.observe.recorder import Recorder
+from aliquot.observe.recorder import RecordedRun, Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.run_record import RunRecord
 from aliquot.planner.compute_ceiling import ceiling
@@ -130,8 +130,8 @@ def _train_steps(
     timeout_s = run.config.launch.step_timeout_s
     with (
         Recorder(
-            run.config, run.directory, ranks, run.display, model.clock, exporter, record,
-            lambda: ceiling(ranks, precision, again=True).flops_per_s, run.ledger.gpu,
+            RecordedRun(run.config, run.directory, ranks, run.display, exporter, record, run.ledger.gpu),
+            model.clock, lambda: ceiling(ranks, precision, again=True).flops_per_s,
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as recorder,
         Watchdog(timeout_s, stack_file, ranks.rank, ranks.world_size, run.activity.describe) as watchdog,

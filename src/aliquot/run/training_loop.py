@@ -140,7 +140,7 @@ class TrainingLoop:
     def _log(self, metrics: dict[str, Any]) -> None:
         if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._training.record.as_json())
-        if self._recorder.due(self._progress.step):
+        if self._recorder.is_due(self._progress.step):
             self._recorder.log({**metrics, **self._expert_metrics(), **self._engine.counters().traffic()})
 
     def _evaluate_after_step(self) -> int:

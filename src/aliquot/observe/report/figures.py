@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aliquot.observe.number_format import compact, in_bytes, percent, rate, seconds, significant
+from aliquot.observe.number_format import byte_size, compact, percent, rate, seconds, significant
 from aliquot.observe.report.figure import Figure, Key, Table, labelled_lines
 from aliquot.observe.report.read_run import Object, Points, Run, evaluation_sets, number
 from aliquot.observe.report.series import (
@@ -165,18 +165,18 @@ def traffic(run: Run) -> Figure:
         return Figure(name, title, "", missing="two logged steps of one attempt are needed, and there are fewer")
     lines = [Line("network, loopback included", wire, 1, "dashed"), Line("shared memory", staged, 2)]
     last = [points[-1][1] if points else 0.0 for points in (wire, staged)]
-    says = f"In a step {in_bytes(last[0])} went over the network and {in_bytes(last[1])} through shared memory."
+    says = f"In a step {byte_size(last[0])} went over the network and {byte_size(last[1])} through shared memory."
     drawn = [line for line in lines if line.points]
-    svg = line_chart(drawn, in_bytes, format_x=compact, from_zero=True, marks=resumes(run))
+    svg = line_chart(drawn, byte_size, format_x=compact, from_zero=True, marks=resumes(run))
     moved = dict(per_step(run, "moved_bytes"))
     at = dict(staged)
     passed_on = [(step, value, at.get(step, 0.0), moved.get(step, 0.0)) for step, value in wire]
-    rows = [[f"{step:,.0f}", *map(in_bytes, sizes)] for step, *sizes in passed_on]
+    rows = [[f"{step:,.0f}", *map(byte_size, sizes)] for step, *sizes in passed_on]
     return Figure(
         name, title, says, svg, unit="bytes a step",
         keys=[Key("network, loopback included", 1, "dashed"), Key("shared memory", 2)],
         table=Table(("step", "network", "shared memory", "moved in memory"), rows),
-        hints=hints_of(staged or wire, lambda step, value: f"step {step:,.0f}\n{in_bytes(value)}"),
+        hints=hints_of(staged or wire, lambda step, value: f"step {step:,.0f}\n{byte_size(value)}"),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from aliquot.observe.number_format import compact, duration, gib, in_bytes, percent, rate, seconds, significant
+from aliquot.observe.number_format import byte_size, compact, duration, gib, percent, rate, seconds, significant
 from aliquot.observe.report.figure import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import BEGINS, Object, Run, number
@@ -90,7 +90,7 @@ def foresight(run: Run) -> Table:
         *([("of the machine's memory", number(plan.get("host_peak_bytes_per_rank")), of_host, gib)] if of_host else []),
         ("real tokens/s", number(plan.get("tokens_per_s")), speed[0] if speed is not None else None, compact),
         ("a step", number(plan.get("step_s")), spent or None, seconds),
-        ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, in_bytes),
+        ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, byte_size),
     ]
     rows = []
     for name, planned, value, words in compared:
