@@ -23,9 +23,9 @@ import os, signal, sys, time
 from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.machine.cpu import read_cpu
-from aliquot.distributed.topology import place
+from aliquot.distributed.topology import place_rank
 from aliquot.distributed.ranks import Ranks
-topology, text = place(LaunchSection(), os.environ, read_cpu(), "cpu")
+topology, text = place_rank(LaunchSection(), os.environ, read_cpu(), "cpu")
 ranks = Ranks.join(topology, timeout_s=60)
 """
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
-from aliquot.distributed.numa_binding import bind_memory, core_sets, has_policy, prefer_node
-from aliquot.distributed.topology import check_gpus, place, threads_per_rank
+from aliquot.distributed.numa_binding import bind_memory, core_sets, has_memory_policy, set_preferred_node
+from aliquot.distributed.topology import check_gpus, place_rank, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
 
 
@@ -43,7 +43,7 @@ SETTING, VARIABLE = "launch.threads_per_rank", "OMP_NUM_THREADS"
 def test_a_rank_that_was_bound_uses_all_it_may() -> None:
     """As srun does with ranks of one host: each sees other cores."""
     four = CpuFacts("model", tuple((core, core + 8) for core in range(4, 8)), None, 1, ())
-    topology, told = place(LaunchSection(), rank(1, 2), four, "cpu", bound=True)
+    topology, told = place_rank(LaunchSection(), rank(1, 2), four, "cpu", has_own_cores=True)
     assert (topology.threads, topology.cores) == (4, (4, 5, 6, 7)) and "2 ranks x 4 threads, cores 4-7" in told
 
 
@@ -75,16 +75,16 @@ def test_a_rank_that_was_bound_uses_all_it_may() -> None:
 def test_threads_and_cores(
     setting: int | None, environ: dict[str, str], facts: CpuFacts, threads: int, cores: tuple[int, ...], source: str
 ) -> None:
-    topology, said = place(LaunchSection(threads_per_rank=setting), environ, facts, "cpu")
+    topology, said = place_rank(LaunchSection(threads_per_rank=setting), environ, facts, "cpu")
     assert (topology.threads, topology.cores) == (threads, cores)
     assert said.endswith(f", from {source}")
     assert ("not pinned" in said) == (cores == ())
 
 
 def test_what_is_said() -> None:
-    said = place(LaunchSection(), rank(1, 2), cpu(2), "cpu")[1]
+    said = place_rank(LaunchSection(), rank(1, 2), cpu(2), "cpu")[1]
     assert said == "2 ranks x 1 thread, cores 0 | 1, from physical cores / ranks"
-    said = place(LaunchSection(), {}, cpu(4), "cpu")[1]
+    said = place_rank(LaunchSection(), {}, cpu(4), "cpu")[1]
     assert said == "1 rank x 4 threads, not pinned, from physical cores / ranks"
 
 
@@ -92,7 +92,7 @@ def test_rank_of_several_nodes() -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     torchrun = environ | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
     for variables in (environ, torchrun):  # another launcher does not tell the node
-        topology, text = place(LaunchSection(), variables, cpu(2), "cpu")
+        topology, text = place_rank(LaunchSection(), variables, cpu(2), "cpu")
         assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (5, 6, 1, 2)
         assert (topology.node_rank, topology.nodes) == (2, 3)
         assert text.startswith("2 ranks x 1 thread on each of 3 nodes, cores 0 | 1")
@@ -110,7 +110,7 @@ def test_rank_of_several_nodes() -> None:
 )
 def test_senseless_environment_is_a_user_error(environ: dict[str, str]) -> None:
     with pytest.raises(UserError):
-        place(LaunchSection(), environ, cpu(2), "cpu")
+        place_rank(LaunchSection(), environ, cpu(2), "cpu")
 
 
 @given(
@@ -162,7 +162,7 @@ def test_without_cores_of_their_own_ranks_keep_to_a_node() -> None:
 
 
 def test_what_people_export_for_torchrun_is_not_taken_for_a_rank() -> None:
-    topology, _ = place(LaunchSection(), {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, cpu(2), "cpu")
+    topology, _ = place_rank(LaunchSection(), {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, cpu(2), "cpu")
     assert (topology.rank, topology.world_size, topology.local_world_size) == (0, 1, 1)
 
 
@@ -171,34 +171,34 @@ def test_memory_is_preferred_from_the_own_node(tmp_path: Path) -> None:
         folder = tmp_path / f"sys/devices/system/node/node{node}"
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(cpus)
-    if not prefer_node(None):
+    if not set_preferred_node(None):
         pytest.skip("this kernel does not permit set_mempolicy")
     try:
-        assert not bind_memory((3, 4), tmp_path) and not has_policy()  # on both nodes
-        assert bind_memory((1, 2), tmp_path) and has_policy()
+        assert not bind_memory((3, 4), tmp_path) and not has_memory_policy()  # on both nodes
+        assert bind_memory((1, 2), tmp_path) and has_memory_policy()
         assert "prefer:0" in Path("/proc/self/numa_maps").read_text().splitlines()[0]
         assert not bind_memory((1, 2), tmp_path)  # what is chosen already stands
     finally:
-        prefer_node(None)
-    assert "default" in Path("/proc/self/numa_maps").read_text().splitlines()[0] and not has_policy()
+        set_preferred_node(None)
+    assert "default" in Path("/proc/self/numa_maps").read_text().splitlines()[0] and not has_memory_policy()
     assert not bind_memory((0,), tmp_path / "one node")
 
 
 def test_pinning_reaches_threads_that_run_already() -> None:
     import threading
 
-    from aliquot.distributed.numa_binding import pin
+    from aliquot.distributed.numa_binding import pin_process
 
     allowed = os.sched_getaffinity(0)
     release = threading.Event()
     early = threading.Thread(target=release.wait)
     early.start()
     try:
-        pin((min(allowed),))
+        pin_process((min(allowed),))
         assert early.native_id is not None
         assert os.sched_getaffinity(early.native_id) == os.sched_getaffinity(0) == {min(allowed)}
     finally:
-        pin(tuple(allowed))
+        pin_process(tuple(allowed))
         release.set()
 
 

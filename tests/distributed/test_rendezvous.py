@@ -41,14 +41,14 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.machine.cpu import read_cpu
 from aliquot.distributed.rendezvous import infer_local_ranks
-from aliquot.distributed.topology import place
+from aliquot.distributed.topology import place_rank
 from aliquot.distributed.ranks import Ranks
 print("joins", flush=True)
 if len(sys.argv) > 2:
     os.sched_setaffinity(0, {int(sys.argv[2])})
 try:
     with infer_local_ranks(os.environ, float(sys.argv[1])) as bound:
-        topology = place(LaunchSection(), os.environ, read_cpu(), "cpu", bound)[0]
+        topology = place_rank(LaunchSection(), os.environ, read_cpu(), "cpu", bound)[0]
         ranks = Ranks.join(topology, 60, float(sys.argv[1]))
     own = [topology.local_rank, topology.local_world_size, topology.node_rank, topology.nodes]
     own += [bound, topology.cores] if len(sys.argv) > 2 else []

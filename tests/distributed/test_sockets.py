@@ -26,8 +26,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from aliquot.core.errors import LaunchError, StorageError
-from aliquot.distributed.run_secret import SECRET, SECRET_FILE, common_secret
-from aliquot.distributed.signed_store import SignedStore, signed
+from aliquot.distributed.run_secret import SECRET_FILE, SECRET_VARIABLE, common_secret
+from aliquot.distributed.signed_store import SignedStore, sign_store
 from tests import warm
 from tests.distributed.launcher import environment
 from tests.distributed.test_rendezvous import free_port, last_lines, node, started
@@ -143,15 +143,15 @@ def test_values_that_this_run_has_not_signed_are_absent() -> None:
     assert store.is_forged("theirs") and store.is_forged("earlier")
     bare.set("run/group/late", b"forged")
     threading.Timer(0.2, twin.set, ("late", "right")).start()
-    assert store.below("group").get("late") == b"right" == twin.multi_get(["late"])[0]
+    assert store.with_prefix("group").get("late") == b"right" == twin.multi_get(["late"])[0]
     assert [store.add("counter", 2), store.add("counter", 1)] == [2, 3]
 
 
 def test_a_store_without_a_secret_is_the_persons() -> None:
     bare: Store = HashStore()
-    signed(bare, {}, "ranks").set("key", "value")
+    sign_store(bare, {}, "ranks").set("key", "value")
     assert bare.get("ranks/key") == b"value"
-    signed(bare, {SECRET: "word", "TORCHELASTIC_RUN_ID": "run"}, "ranks").set("key", "value")
+    sign_store(bare, {SECRET_VARIABLE: "word", "TORCHELASTIC_RUN_ID": "run"}, "ranks").set("key", "value")
     assert bare.get("run/ranks/key").endswith(b"value") and bare.get("run/ranks/key") != b"value"
 
 
@@ -164,7 +164,7 @@ def test_nodes_share_a_secret_that_only_their_owner_reads(tmp_path: Path) -> Non
         each.join()
     assert len(set(secrets)) == 1 and len(secrets[0]) == 64
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
-    assert common_secret({SECRET: "word of the job"}, tmp_path) == "word of the job"
+    assert common_secret({SECRET_VARIABLE: "word of the job"}, tmp_path) == "word of the job"
     with pytest.raises(LaunchError, match=r"several nodes that share no run directory .* set .* ALIQUOT_SECRET"):
         common_secret({}, None)
     (tmp_path / "other").mkdir()

@@ -185,9 +185,9 @@ from types import SimpleNamespace
 from aliquot.config.schema import LaunchSection
 from aliquot.doctor import two_ranks
 from aliquot.machine.cpu import read_cpu
-from aliquot.distributed.topology import place
+from aliquot.distributed.topology import place_rank
 from aliquot.distributed.ranks import Ranks
-ranks = Ranks.join(place(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60)
+ranks = Ranks.join(place_rank(LaunchSection(), os.environ, read_cpu(), "cpu")[0], 60)
 print(two_ranks._average(ranks), two_ranks._average(SimpleNamespace(rank=0, world_size=2)))
 print(all(two_ranks.examine(ranks).values()))
 ranks.close()

@@ -17,20 +17,22 @@ LIMIT_BYTES = 100_000_000  # tokenizers have 35 MB; safetensors' own limit for a
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # of the hub's cache, where snapshots/REVISION/FILE is a link into blobs
 
 
-def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False) -> bytes:
+def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False, follow_links: bool = True) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
     Args:
         anywhere: allow a link that leads out of the file's directory, for a file that a person has named.
+        follow_links: if False, raise OSError for any link, wherever the link leads.
 
     Raises:
         ValueError: any other file, or a link that leads out of the directory.
         OSError: as `open` raises it.
     """
-    if not anywhere:
+    if follow_links and not anywhere:
         refuse_link(path, path.parent)
     # O_NONBLOCK: opening a fifo would wait for ever. The flag has no effect on a regular file.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags), "rb") as file:
         _refuse_unfit(os.fstat(file.fileno()), limit)
         data = file.read(limit + 1)
     if len(data) > limit:  # files of /proc have no size
@@ -58,12 +60,18 @@ def _refuse_unfit(status: os.stat_result, limit: int) -> None:
         raise ValueError(f"{status.st_size} bytes, which is more than {limit}")
 
 
-def open_unlinked(path: Path, mode: Literal["w", "a", "wb", "ab", "ab+"], **options: Any) -> IO[Any]:
+def open_unlinked(
+    path: Path, mode: Literal["w", "x", "a", "wb", "ab", "ab+"], permissions: int = 0o666, **options: Any
+) -> IO[Any]:
     """Open a file of a run for writing, as `open` does, but never through a link.
 
     An existing file to overwrite is replaced by a new file, so that other names of the old file keep its content.
 
+    Args:
+        permissions: mode bits of a new file, before the umask: 0o600 for a secret.
+
     Raises:
+        FileExistsError: `mode` is "x" and the file exists.
         OSError: `path` is a link, or cannot be written.
     """
     flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -71,9 +79,10 @@ def open_unlinked(path: Path, mode: Literal["w", "a", "wb", "ab", "ab+"], **opti
         flags |= os.O_APPEND
     else:
         flags |= os.O_EXCL
-        with suppress(FileNotFoundError):
-            path.unlink()
-    return os.fdopen(os.open(path, flags, 0o666), mode, **options)
+        if "w" in mode:
+            with suppress(FileNotFoundError):
+                path.unlink()
+    return os.fdopen(os.open(path, flags, permissions), mode, **options)
 
 
 LFS_POINTER = "a git-lfs pointer, not the file itself: fetch it first (git lfs pull)"

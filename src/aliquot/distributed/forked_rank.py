@@ -23,7 +23,7 @@ import psutil
 
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.rank_errors import report_error
-from aliquot.distributed.rank_process import end_with_parent, open_log, rank_environment
+from aliquot.distributed.rank_process import die_with_parent, rank_environment, redirect_output
 
 _HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IMPORTED = (
@@ -101,14 +101,14 @@ def forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Sequence[
 
     gc.freeze()  # else each collection would write to all that is shared
     os.setsid()
-    end_with_parent()  # the server
+    die_with_parent()  # the server
     if os.getppid() != fork_server.PID:  # it died before the line above
         os._exit(1)
     threading.Thread(target=_end_with_launcher, name="aliquot-launcher", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
     os.environ.update(environ)
     try:
-        open_log(log_directory, int(os.environ["RANK"]))
+        redirect_output(log_directory, int(os.environ["RANK"]))
         _, module, *arguments = argv
         sys.argv = [module, *arguments]
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aliquot.core.errors import CutOffError, storage_error
+from aliquot.core.small_files import open_unlinked
 
 ROUNDS = ".rounds"  # in the run directory
 ROUND = "ALIQUOT_ROUND"  # set by the launcher in its ranks: of which round they are
@@ -71,9 +72,8 @@ class Claims:
     def make(self, claim: Claim) -> bool:
         """False: another node was first."""
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            # It holds the nonce: nobody else may read it.
-            with os.fdopen(os.open(self._own, flags, 0o600), "w", encoding="utf-8") as file:
+            # Only its owner may read the nonce in the file.
+            with open_unlinked(self._own, "x", permissions=0o600, encoding="utf-8") as file:
                 file.write(json.dumps(asdict(claim)))
                 file.flush()
                 os.fsync(file.fileno())

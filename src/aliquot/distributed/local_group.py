@@ -1,4 +1,4 @@
-"""The ranks of one machine, run by torch's elastic launcher until they end, and how they ended."""
+"""Run the ranks of one node with torch's elastic agent until they end, and say how they ended."""
 
 from __future__ import annotations
 
@@ -28,37 +28,43 @@ from aliquot.distributed.forked_rank import end_forked_ranks, forked_rank, forki
 from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import ERROR_LOG, ErrorLog, explain_failure, explain_stop
 from aliquot.distributed.rendezvous import NodeGroup
-from aliquot.distributed.run_secret import SECRET
+from aliquot.distributed.run_secret import SECRET_VARIABLE
 from aliquot.distributed.signals import STOP_SIGNALS
 
-BACKEND = "aliquot"
+_BACKEND = "aliquot"
 _GROUP = "group"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """`code`: 0, 1, 2 for bad input, or 128 + signal where all was saved because a node was told to stop."""
+    """How the ranks of a node ended."""
 
-    code: int
+    code: int  # 0, 1, 2 for bad input, or 128 + signal if all ranks saved because a node was told to stop
     lines: tuple[str, ...] = ()  # for the person
-    kind: str = "done"  # or that of the rank error which caused the others; "killed": without a word
-    told: bool = False  # it was this launcher that was told to stop
+    kind: str = "done"  # or the kind of the first rank error; "killed" if that rank reported nothing
+    told: bool = False  # whether this launcher itself received the signal
 
 
 def run_local_ranks(
     ranks: int, group: NodeGroup, argv: list[str], log_directory: Path, grace_s: float, round: int | None = None
 ) -> Ended:
-    """Run `python ARGV` as the local `ranks` of a node of `group` and wait for them. Those of a `round` are forked
-    from the server that forked_rank.py has started.
+    """Run `python ARGV` as the local `ranks` of a node of `group` and wait for them.
 
-    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end. Raises
-    RendezvousError where the nodes do not come together, and TrainingError where that server has ended.
+    Rank 0 prints to this console, rank N to rank-N.log of `log_directory`. When a rank dies, all ranks end.
+
+    Args:
+        round: number of the elastic round, whose ranks are forked from the server of forked_rank.py; None: start
+            interpreters.
+
+    Raises:
+        RendezvousError: the nodes do not come together.
+        TrainingError: the fork server has ended.
     """
     for name in (
         "torch.distributed.elastic",
         "torch.distributed.launcher",
         "torch.multiprocessing",
-    ):  # we say ourselves what happened
+    ):  # aliquot itself says what happened
         logging.getLogger(name).addHandler(logging.NullHandler())
         logging.getLogger(name).propagate = False
 
@@ -66,27 +72,27 @@ def run_local_ranks(
         min_nodes=group.nodes,
         max_nodes=group.nodes,
         nproc_per_node=ranks,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_process redirects; the elastic launcher writes nothing
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_process redirects output; the agent writes nothing
         run_id=group.run_id,
-        rdzv_backend=BACKEND,
-        rdzv_configs=configuration(group),
+        rdzv_backend=_BACKEND,
+        rdzv_configs=_rendezvous_settings(group),
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        shutdown_timeout=math.ceil(grace_s) + 10,  # torch elastic then kills: a rank must have saved by then
-        # What is ignored (nohup, a shell's background) stays so, here and in the ranks: a handler would change that.
+        shutdown_timeout=math.ceil(grace_s) + 10,  # then the agent kills ranks, which must have saved by then
+        # A handler would undo that a shell (nohup, a job in the background) ignores a signal, here and in the ranks.
         signals_to_handle=",".join(
-            each.name
-            for each in (*STOP_SIGNALS, signal.SIGQUIT)
-            if signal.getsignal(each) is not signal.SIG_IGN or each == signal.SIGTERM
+            number.name
+            for number in (*STOP_SIGNALS, signal.SIGQUIT)
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM
         ),
     )
-    # The elastic launcher substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
+    # The agent substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
     program, *command = python_command(
         "-m", "aliquot.distributed.rank_process", str(os.getpid()), str(log_directory), *argv
     )
     errors = ErrorLog()
-    environ = {ERROR_LOG: errors.path, SECRET: group.secret}
+    environ = {ERROR_LOG: errors.path, SECRET_VARIABLE: group.secret}
     os.environ.update(environ)
     try:
         if round is None:
@@ -113,13 +119,16 @@ def run_local_ranks(
 
 
 class AgentRendezvous(RendezvousHandler):
-    """Hand the agent the store of its group; the ranks meet in the same store."""
+    """Give torch's elastic agent the store in which the launchers have met already; the ranks meet there as well.
+
+    The handlers of torch open a store that listens on every address, and `c10d` unpickles values of that store.
+    """
 
     def __init__(self, group: NodeGroup) -> None:
         self._group = group
 
     def get_backend(self) -> str:
-        return BACKEND
+        return _BACKEND
 
     @property
     def use_agent_store(self) -> bool:
@@ -128,7 +137,7 @@ class AgentRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         group = self._group
         bootstrap = RendezvousStoreInfo(group.address, group.port)
-        return RendezvousInfo(group.store.below("agents"), group.node, group.nodes, bootstrap)
+        return RendezvousInfo(group.store.with_prefix("agents"), group.node, group.nodes, bootstrap)
 
     def is_closed(self) -> bool:
         return False
@@ -146,9 +155,9 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
 
-def configuration(group: NodeGroup) -> dict[str, NodeGroup]:
-    """Register the handler with torch, and return what LaunchConfig passes to it as `rdzv_configs`."""
-    rendezvous_handler_registry.register(BACKEND, _create)
+def _rendezvous_settings(group: NodeGroup) -> dict[str, NodeGroup]:
+    """Register the handler with torch, and return the `rdzv_configs` that LaunchConfig passes to the handler."""
+    rendezvous_handler_registry.register(_BACKEND, _create)
     return {_GROUP: group}
 
 

@@ -1,8 +1,9 @@
-"""NUMA binding: which cores each rank of a machine gets, and keeping a rank and its memory on them.
+"""NUMA binding: divide the cores of a machine among its ranks, pin a rank to its cores, prefer memory of their node.
 
-A thread that stays on its cores gets pages of their node anyway, as long as the node has any. The policy is that of the
-calling thread and of those that it starts from then on, for private memory and for its pages of shared memory. It is a
-preference: when the node is full, pages of another one are slower, but a binding would have the process killed.
+A pinned thread gets pages of its own NUMA node as long as that node has free pages. The memory policy applies to the
+calling thread and to threads that it starts later, for private memory and for pages of shared memory that they touch
+first. It is a preference: if the node is full, a strict policy would get the process killed, but pages of another node
+are only slower.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from aliquot.machine.cpu import CpuFacts, numa_nodes
 
-# glibc has no functions for them; libnuma's are these calls.
+# Numbers of system calls, because glibc has no functions for them.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1
@@ -24,34 +25,35 @@ _MASK_BITS = 1024
 
 
 def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, ...]]:
-    """Sets of logical CPUs, one a local rank, as a rule disjoint and one CPU a physical core; all empty: do not pin.
+    """Return a set of logical CPUs for every local rank; all sets are empty if ranks are not to be pinned.
 
-    Ranks get no cores of their own where there is only one rank, where there are more ranks or threads than cores, and
-    under a quota: other containers use the same cores, and all of them would crowd onto the first ones. On several
-    NUMA nodes such ranks are still kept to all CPUs of one node each.
+    Usually the sets are disjoint and have one CPU per physical core. Ranks get no cores of their own if there is only
+    one rank, if there are more ranks or threads than cores, or under a CPU quota: other containers run on the same
+    cores, and all of them would pin their ranks to the first ones. On a machine with several NUMA nodes such a rank is
+    pinned to all CPUs of one node.
     """
     if local_ranks == 1:
         return [()]
-    shares = _ranks_of_nodes(cpu, local_ranks)
+    shares = _ranks_per_node(cpu, local_ranks)
     if not cpu.is_throttled and len(cpu.cores) >= local_ranks:
-        own = divided_cores(cpu, local_ranks)
-        if threads <= min(map(len, own)):
-            return own
+        sets = cores_per_rank(cpu, local_ranks)
+        if threads <= min(map(len, sets)):
+            return sets
     if len(shares) == 1:
         return [()] * local_ranks
-    whole = [tuple(sorted(number for core in cores for number in core)) for cores in cpu.cores_by_node]
-    return [cpus for cpus, share in zip(whole, shares, strict=True) for _ in range(share)]
+    node_cpus = [tuple(sorted(number for core in cores for number in core)) for cores in cpu.cores_by_node]
+    return [cpus for cpus, share in zip(node_cpus, shares, strict=True) for _ in range(share)]
 
 
-def first_cpus(cpu: CpuFacts, threads: int) -> tuple[int, ...]:
-    """One CPU of every physical core, for a rank that has cores of its own; empty: do not pin."""
-    (own,) = divided_cores(cpu, 1)
-    return own if threads <= len(own) and not cpu.is_throttled else ()
+def cores_of_single_rank(cpu: CpuFacts, threads: int) -> tuple[int, ...]:
+    """Return one CPU of every physical core, for a rank that is alone on its cores; empty: do not pin."""
+    (cores,) = cores_per_rank(cpu, 1)
+    return cores if threads <= len(cores) and not cpu.is_throttled else ()
 
 
-def divided_cores(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:
-    """The first CPU of every physical core, divided among at most as many ranks as there are cores."""
-    shares = _ranks_of_nodes(cpu, local_ranks)
+def cores_per_rank(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:
+    """Divide the first CPUs of all physical cores among the ranks, of which there are no more than cores."""
+    shares = _ranks_per_node(cpu, local_ranks)
     nodes = cpu.cores_by_node if len(shares) > 1 else [list(cpu.cores)]
     sets = []
     for cores, share in zip(nodes, shares, strict=True):
@@ -60,43 +62,38 @@ def divided_cores(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:
     return sets
 
 
-def _ranks_of_nodes(cpu: CpuFacts, local_ranks: int) -> list[int]:
-    """How many ranks each NUMA node has, by its cores and at least one; a single number: too few ranks to divide."""
+def _ranks_per_node(cpu: CpuFacts, local_ranks: int) -> list[int]:
+    """Return the ranks of every NUMA node, in proportion to its cores; a single number if nodes outnumber ranks."""
     sizes = [len(cores) for cores in cpu.cores_by_node]
     if local_ranks < len(sizes):
         return [local_ranks]
     shares = [1] * len(sizes)
-    for _ in range(local_ranks - len(sizes)):  # each further one to the node with the most cores for it
+    for _ in range(local_ranks - len(sizes)):  # every further rank goes to the node with the most cores per rank
         shares[max(range(len(sizes)), key=lambda node: sizes[node] / (shares[node] + 1))] += 1
     return shares
 
 
-def pin(cores: tuple[int, ...]) -> None:
-    """Confine this process, the threads that libraries have started already included, to these logical CPUs."""
-    for thread in _threads():
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.sched_setaffinity(thread, cores)
-
-
-def _threads() -> Iterator[int]:
+def pin_process(cores: tuple[int, ...]) -> None:
+    """Pin all threads of this process to the logical CPUs `cores`, including threads that libraries have started."""
     for task in Path("/proc/self/task").iterdir():
-        yield int(task.name)
+        with suppress(ProcessLookupError):  # the thread has ended meanwhile
+            os.sched_setaffinity(int(task.name), cores)
 
 
 def bind_memory(cpus: Collection[int], root: Path = Path("/")) -> bool:
-    """Prefer memory of the one NUMA node that all `cpus` are on. True: so it is from now on.
+    """Prefer memory of the NUMA node of `cpus`. Return whether that policy is now set.
 
-    A machine with one node needs no preference, a container may forbid it, and what a person has chosen by numactl
-    stands.
+    No policy is set if the machine has one node, if `cpus` lie on several nodes, if the container forbids it, or if a
+    person has chosen a policy with numactl.
     """
     node_of = numa_nodes(root)
-    own = {node_of.get(cpu) for cpu in cpus} - {None}
-    if len(set(node_of.values())) < 2 or len(own) != 1 or has_policy():
+    nodes = {node_of.get(cpu) for cpu in cpus} - {None}
+    if len(set(node_of.values())) < 2 or len(nodes) != 1 or has_memory_policy():
         return False
-    return prefer_node(own.pop())
+    return set_preferred_node(nodes.pop())
 
 
-def has_policy() -> bool:
+def has_memory_policy() -> bool:
     """Whether this thread has a memory policy other than the kernel's default."""
     number, mode = _GET_MEMPOLICY.get(platform.machine()), ctypes.c_int(_MPOL_DEFAULT)
     if number is not None:
@@ -104,8 +101,8 @@ def has_policy() -> bool:
     return mode.value != _MPOL_DEFAULT
 
 
-def prefer_node(node: int | None) -> bool:
-    """Set this thread's memory policy, None: to the default; False where the kernel refuses."""
+def set_preferred_node(node: int | None) -> bool:
+    """Set this thread's preferred NUMA node, or the default policy for None. Return False if the kernel refuses."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return False

@@ -1,7 +1,7 @@
-"""What the process of a rank has of its launcher: its life, its log, its environment.
+"""The process of a rank: it ends with its launcher, writes its own log and starts with an environment for training.
 
-`python -m aliquot.distributed.rank_process LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` becomes `python ARGUMENT...`:
-the death signal, the redirected streams and the process id stay.
+`python -m aliquot.distributed.rank_process LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` prepares its process and then
+replaces itself by `python ARGUMENT...`: the death signal, the redirected streams and the process id stay.
 """
 
 from __future__ import annotations
@@ -14,46 +14,47 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from aliquot.core.interpreter import become_python
+from aliquot.core.small_files import open_unlinked
 from aliquot.distributed.rank_errors import LOG_DIRECTORY, error_file, log_file
 from aliquot.machine.allocator import allocator_environment
 
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """From here on this process is killed when the one that started it ends; it must live yet."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent, which must still live, ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def open_log(directory: Path, rank: int) -> None:
-    """From here on what this process prints is in its log; rank 0 alone talks on the console."""
+def redirect_output(directory: Path, rank: int) -> None:
+    """Redirect the output of this process into its log; only rank 0 prints to the console."""
     error_file(directory, rank).unlink(missing_ok=True)
     if rank != 0:
-        log = os.open(log_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-        os.dup2(log, sys.stdout.fileno())
-        os.dup2(log, sys.stderr.fileno())
+        with open_unlinked(log_file(directory, rank), "ab", permissions=0o644) as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
 
 
 def rank_environment(environ: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """`environ` as an interpreter that is, or forks, a rank must find it when it starts.
+    """Return `environ` for the interpreter that becomes a rank or forks ranks.
 
-    Its logs are reached through a descriptor of this process: the path may lead to another run's by then.
+    Ranks reach their logs through a descriptor of this process, because the path may lead to another run later.
     """
-    found = allocator_environment(environ)
+    environment = allocator_environment(environ)
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     os.set_inheritable(descriptor, True)  # a rank replaces the process that calls this
-    found[LOG_DIRECTORY] = f"/proc/{os.getpid()}/fd/{descriptor}"
-    found.setdefault("PYTHONUNBUFFERED", "1")  # what a killed rank wrote is in its log
-    found.setdefault("PYTHONFAULTHANDLER", "1")
-    return found
+    environment[LOG_DIRECTORY] = f"/proc/{os.getpid()}/fd/{descriptor}"
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # the log has everything that a killed rank printed
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    return environment
 
 
 def main() -> None:
     launcher, directory, arguments = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    end_with_parent()
-    if os.getppid() != launcher:  # it died before the line above
+    die_with_parent()
+    if os.getppid() != launcher:  # the launcher died before the line above
         sys.exit(1)
-    open_log(directory, int(os.environ["RANK"]))
+    redirect_output(directory, int(os.environ["RANK"]))
     become_python(arguments, rank_environment(os.environ, directory))
 
 

@@ -1,8 +1,8 @@
-"""How nodes and ranks find each other, and who is named when one does not come.
+"""Rendezvous of nodes and ranks: all meet in a signed store, and an error names those that do not come.
 
-Everybody writes down in a store of the first one that it has come, and waits until all have. Whoever waits in vain for
-`launch.join_timeout_s` says in one line who is missing; so do all others that have come. The store listens on one
-address, and what nobody of this run has signed is not read (signed_store.py).
+Every node or rank writes an entry into a store that the first of them serves, and waits until all entries are there.
+After `launch.join_timeout_s`, everybody that has come ends with the same line, which names the missing ones. The store
+listens on one address only (store_server.py), and values that this run has not signed are ignored (signed_store.py).
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import LaunchError, NodesDifferError, RendezvousError
 from aliquot.distributed.collectives.peers import host_identity
 from aliquot.distributed.gloo_interface import address_of, gloo_interface
-from aliquot.distributed.run_secret import SECRET, SECRET_FILE, new_secret
-from aliquot.distributed.signed_store import SignedStore, signed
+from aliquot.distributed.run_secret import SECRET_FILE, SECRET_VARIABLE, new_secret
+from aliquot.distributed.signed_store import SignedStore, sign_store
 from aliquot.distributed.store_server import (
-    CONNECT_S,
+    CONNECT_TIMEOUT_S,
     STORE_TIMEOUT_S,
     Deadline,
     check_host_name,
-    connection_trouble,
+    connection_failure,
     open_store,
     serve_store,
     wrong_master_address,
 )
-from aliquot.distributed.topology import Topology, check_port, number
+from aliquot.distributed.topology import Topology, check_port, integer_variable
 
 _POLL_S = 0.1
-_PLACE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_GRACE_S = 2.0  # the first one stays so long, so that the others can read what it has found
+_GRACE_S = 2.0  # the server of the store lives so much longer, because the other members still read from the store
+_LOCAL_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+_Entry = dict[str, Any]  # what a member tells the others, JSON
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The nodes whose launchers have met, and what their ranks need to meet, too."""
+    """The nodes whose launchers have met, and what their ranks need for their own rendezvous."""
 
     store: SignedStore  # of the launchers; on node 0 its server, in which the ranks meet as well
     address: str
@@ -61,33 +63,36 @@ class NodeGroup:
 
 
 def single_node() -> NodeGroup:
-    """As the launcher of the only node: a store on loopback, with a secret that this launcher alone knows."""
+    """Return the group of a single node: a store on loopback, with a secret that only this launcher knows."""
     server, secret, run_id = serve_store("127.0.0.1", 0), new_secret(), new_secret()
     return NodeGroup(SignedStore(server, secret, run_id), "127.0.0.1", server.port, 0, 1, run_id, secret)
 
 
 def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[NodeGroup, int]:
-    """As the launcher of one of several nodes: wait for those of the others.
+    """Meet the launchers of the other nodes. Return the group, and the local ranks.
 
-    Returns the group, to be kept for as long as the ranks run, and the local ranks: where `automatic` the smallest
-    number that any node has chosen for itself. Raises UserError, which names who is missing.
+    Keep the group for as long as the ranks run. If `automatic`, every node starts the smallest number of ranks that any
+    node has chosen for itself.
+
+    Raises:
+        UserError: a node is missing, which the message names.
     """
     where = f"{launch.master_address}:{launch.master_port}"
     print(f"aliquot: node {launch.node_rank} of {launch.most_nodes} meets the others at {where}", file=sys.stderr)
     deadline = Deadline(launch.join_timeout_s)
     store = open_store(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
     if launch.node_rank == 0:
-        _check_own_address(launch)
-    own = SignedStore(store, secret, "", "aliquot/nodes/")
-    facts = {"ranks": launch.ranks, "run": new_secret()}
-    told = _arrive(own, "node", launch.node_rank, launch.most_nodes, facts, deadline)
-    _leave(own, launch.node_rank, launch.most_nodes)
-    group = _node_group(store, launch, launch.most_nodes, told[0]["run"], secret)
-    return group, min(entry["ranks"] for entry in told) if automatic else int(launch.ranks)
+        _check_master_address(launch)
+    nodes = SignedStore(store, secret, "", "aliquot/nodes/")
+    meeting = _Meeting(nodes, "node", launch.node_rank, launch.most_nodes)
+    entries = meeting.exchange({"ranks": launch.ranks, "run": new_secret()}, deadline)
+    meeting.leave()
+    group = _node_group(store, launch, launch.most_nodes, entries[0]["run"], secret)
+    return group, min(entry["ranks"] for entry in entries) if automatic else int(launch.ranks)
 
 
 def meet_round(launch: LaunchSection, nodes: int, run_id: str, secret: str, timeout_s: float) -> NodeGroup:
-    """As the launcher of one of the nodes of a round, which the leader has named to each other. Raises UserError."""
+    """Return the group of an elastic round, whose leader has already told every node its number. Raises UserError."""
     if nodes == 1:
         return single_node()
     store = open_store(
@@ -98,101 +103,102 @@ def meet_round(launch: LaunchSection, nodes: int, run_id: str, secret: str, time
 
 
 def _node_group(store: TCPStore, launch: LaunchSection, nodes: int, run_id: str, secret: str) -> NodeGroup:
-    # On node 0 its ranks use the address that it listens on, which they reach whatever a name leads to.
+    # The ranks of node 0 use the address that the store listens on, which they reach whatever the name resolves to.
     address = store.host if launch.node_rank == 0 else launch.master_address
-    own = SignedStore(store, secret, run_id)
-    return NodeGroup(own, address, launch.master_port, launch.node_rank, nodes, run_id, secret)
+    signed = SignedStore(store, secret, run_id)
+    return NodeGroup(signed, address, launch.master_port, launch.node_rank, nodes, run_id, secret)
 
 
-def _check_own_address(launch: LaunchSection) -> None:
-    """Check that node 0 reaches its own store by the name that the others use."""
-    if trouble := connection_trouble(launch.master_address, launch.master_port):
-        raise wrong_master_address(launch.master_address, trouble)
+def _check_master_address(launch: LaunchSection) -> None:
+    """Check that node 0 reaches its own store by the name that the other nodes use."""
+    if failure := connection_failure(launch.master_address, launch.master_port):
+        raise wrong_master_address(launch.master_address, failure)
 
 
 def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float) -> Store:
-    """As a rank, by torchrun's variables: wait for the others; the store for process groups.
+    """Meet the other ranks, as the variables of torchrun describe them. Return the store for process groups.
 
-    Raises UserError, which names who is missing, or which two hosts cannot reach each other.
+    Raises:
+        UserError: a rank is missing, or two hosts cannot reach each other; the message names them.
     """
     rank, world_size = topology.rank, topology.world_size
     address, port = _master(environ)
     deadline = Deadline(timeout_s)
-    # Under an elastic launcher the store is the launcher's; else rank 0 opens it.
-    opens = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = open_store(address, port, opens, deadline, "rank 0")
-    own = signed(store, environ, f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+    # An elastic launcher serves the store itself; otherwise rank 0 does.
+    is_server = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = open_store(address, port, is_server, deadline, "rank 0")
+    ranks = sign_store(store, environ, f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+    meeting = _Meeting(ranks, "rank", rank, world_size)
     listener = _listen() if topology.nodes > 1 and topology.local_rank == 0 else None
     with listener or nullcontext():
-        facts: dict[str, Any] = {} if listener is None else {"at": listener.getsockname()[:2]}
-        told = _arrive(own, "rank", rank, world_size, facts, deadline)
-        _check_paths(own, rank, told)
-    _leave(own, rank, world_size)
-    return own
-
-
-def meet_hosts(
-    rank: int, world_size: int, environ: Mapping[str, str], timeout_s: float
-) -> tuple[Store, list[dict[str, Any]]]:
-    """As a rank that was not told all of its host: the store, to be kept until `meet_ranks`, and each rank's host and
-    the CPUs that it may use.
-
-    Raises UserError, which names who is missing.
-    """
-    address, port = _master(environ)
-    if rank >= world_size:
-        raise LaunchError(f"the environment says rank {rank} of {world_size}: not possible")
-    deadline = Deadline(timeout_s)
-    store = open_store(address, port, rank == 0, deadline, "rank 0")
-    own = signed(store, environ, "aliquot/hosts")
-    facts = {"identity": host_identity(), "cpus": sorted(os.sched_getaffinity(0))}
-    told = _arrive(own, "rank", rank, world_size, facts, deadline)
-    _leave(own, rank, world_size)
-    return store, told
+        entry: _Entry = {} if listener is None else {"at": listener.getsockname()[:2]}
+        _check_paths(meeting, meeting.exchange(entry, deadline))
+    meeting.leave()
+    return ranks
 
 
 @contextmanager
 def infer_local_ranks(environ: MutableMapping[str, str], timeout_s: float) -> Iterator[bool]:
-    """Complete `environ` as torchrun would have. Ranks must join within the block, which keeps the store open.
+    """Complete `environ` with the variables that torchrun would have set, for ranks that srun or a loop has started.
 
-    Yields whether each rank of this host has been bound to cores of its own, as srun does. Collective where `environ`
-    names one rank of many and not its place on its host, or not which of the hosts that is. Raises UserError.
+    The ranks tell each other their hosts in the store in which they meet afterwards. They must join within the block,
+    which keeps that store open. Yields whether every rank of this host is bound to cores of its own, as srun does.
+    Collective if `environ` lacks the rank's place on its host, or the place of that host.
+
+    Raises:
+        UserError: a rank is missing, which the message names.
     """
-    if _is_told(environ):
+    if _has_local_ranks(environ):
         yield False
         return
-    rank = number(environ, "RANK", 0)
-    store, told = meet_hosts(rank, number(environ, "WORLD_SIZE", 1), environ, timeout_s)
-    hosts = [each["identity"] for each in told]
-    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    rank = integer_variable(environ, "RANK", 0)
+    store, entries = _exchange_hosts(rank, integer_variable(environ, "WORLD_SIZE", 1), environ, timeout_s)
+    hosts = [entry["identity"] for entry in entries]
+    local = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     order = list(dict.fromkeys(hosts))
     environ["LOCAL_RANK"] = str(local.index(rank))
     environ["LOCAL_WORLD_SIZE"] = str(len(local))
     environ["GROUP_RANK"] = str(order.index(hosts[rank]))
     environ["GROUP_WORLD_SIZE"] = str(len(order))
-    bound = [cpu for other in local for cpu in told[other]["cpus"]]
-    yield len(local) > 1 and len(set(bound)) == len(bound)
+    cpus = [cpu for peer in local for cpu in entries[peer]["cpus"]]
+    yield len(local) > 1 and len(set(cpus)) == len(cpus)
     del store
 
 
-def _is_told(environ: Mapping[str, str]) -> bool:
-    world_size = number(environ, "WORLD_SIZE", 1) if "RANK" in environ else 1
-    if world_size == 1 or all(name in environ for name in _PLACE):
+def _has_local_ranks(environ: Mapping[str, str]) -> bool:
+    world_size = integer_variable(environ, "WORLD_SIZE", 1) if "RANK" in environ else 1
+    if world_size == 1 or all(name in environ for name in _LOCAL_VARIABLES):
         return True
-    # Of one host there is no more to be told.
-    return all(name in environ for name in _PLACE[:2]) and number(environ, "LOCAL_WORLD_SIZE", 1) == world_size
+    # If all ranks share one host, the first two variables are enough.
+    is_single_host = all(name in environ for name in _LOCAL_VARIABLES[:2])
+    return is_single_host and integer_variable(environ, "LOCAL_WORLD_SIZE", 1) == world_size
+
+
+def _exchange_hosts(
+    rank: int, world_size: int, environ: Mapping[str, str], timeout_s: float
+) -> tuple[Store, list[_Entry]]:
+    """Return a store to keep until `meet_ranks`, and the host and the allowed CPUs of every rank."""
+    address, port = _master(environ)
+    if rank >= world_size:
+        raise LaunchError(f"the environment says rank {rank} of {world_size}: not possible")
+    deadline = Deadline(timeout_s)
+    store = open_store(address, port, rank == 0, deadline, "rank 0")
+    meeting = _Meeting(sign_store(store, environ, "aliquot/hosts"), "rank", rank, world_size)
+    entries = meeting.exchange({"identity": host_identity(), "cpus": sorted(os.sched_getaffinity(0))}, deadline)
+    meeting.leave()
+    return store, entries
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Raises UserError for what no host and no port is called, on rank 0 as well, which would wait for the others."""
-    address, port = environ["MASTER_ADDR"], number(environ, "MASTER_PORT", 29500)
+    """Return MASTER_ADDR and MASTER_PORT. Raises UserError on every rank, because the others would wait for rank 0."""
+    address, port = environ["MASTER_ADDR"], integer_variable(environ, "MASTER_PORT", 29500)
     check_host_name(address)
     check_port("MASTER_PORT", port)
     return address, port
 
 
 def _listen() -> socket.socket:
-    """A socket at gloo's address, for other hosts to try first: gloo would not say which of them cannot reach it."""
+    """Listen at gloo's address, for a test connection from other hosts: gloo would not name an unreachable host."""
     address = address_of(gloo_interface())
     try:
         return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -203,105 +209,109 @@ def _listen() -> socket.socket:
         ) from None
 
 
-def _check_paths(store: Store, rank: int, told: Sequence[Mapping[str, Any]]) -> None:
-    """One rank of each host connects to each other host. Raises UserError on every rank if one cannot."""
-    places = {other: entry["at"] for other, entry in enumerate(told) if "at" in entry}
-    if rank in places:
-        troubles = (
-            (told[other]["host"], address, connection_trouble(address, port))
-            for other, (address, port) in places.items()
-            if other != rank
+class _Meeting:
+    """Member `number` of `count` nodes or ranks, which exchange entries in a store."""
+
+    def __init__(self, store: Store, kind: Literal["node", "rank"], number: int, count: int) -> None:
+        self.store = store
+        self.number = number
+        self._kind, self._count = kind, count
+
+    def exchange(self, entry: _Entry, deadline: Deadline) -> list[_Entry]:
+        """Publish this member's entry and return the entries of all members by number.
+
+        Raises:
+            UserError: a member is missing, or two members have one number.
+        """
+        store, kind, key = self.store, self._kind, str(self.number)
+        try:
+            if store.add(f"{key}/times", 1) > 1:
+                twin = json.loads(store.get(key))["host"] if store.check([key]) else "another machine"
+                raise RendezvousError(
+                    f"{kind} {key} has come twice, from {twin} and {platform.node()}: every {kind} needs its own number"
+                )
+            store.set(key, json.dumps({"host": platform.node(), **entry}))
+            self._wait(deadline)
+            return [json.loads(store.get(str(member))) for member in range(self._count)]
+        except DistError:
+            raise RendezvousError(
+                f"{kind} 0 has ended before all {self._count} {kind}s had come; its own last line says why"
+            ) from None
+
+    def leave(self) -> None:
+        """End the exchange. Member 0, which may serve the store, first waits until the others have left, too."""
+        until = time.monotonic() + _GRACE_S
+        self.store.add("left", 1)
+        while self.number == 0 and self.store.add("left", 0) < self._count and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Wait for the entries of all members."""
+        missing = [member for member in range(self._count) if member != self.number]
+        while missing := [member for member in missing if not self.store.check([str(member)])]:
+            if self.store.check(["missing"]):
+                raise RendezvousError(self.store.get("missing").decode())
+            if deadline.has_passed:
+                self._give_up(missing, deadline.limit_s)
+            if self.number == 0:
+                forged = self._forged(missing)
+                deadline.report(self._members(missing), f"; {self._wrong_secret(forged)}" if forged else "")
+            time.sleep(_POLL_S)
+
+    def _give_up(self, missing: Sequence[int], limit_s: float) -> None:
+        if forged := self._forged(missing):
+            time.sleep(_GRACE_S)
+            raise self._wrong_secret(forged)
+        present = [member for member in range(self._count) if member not in missing]
+        hosts = ", ".join(f"{member} ({json.loads(self.store.get(str(member)))['host']})" for member in present)
+        text = (
+            f"{self._members(missing)} did not come within {limit_s:g} s (launch.join_timeout_s);"
+            f" {len(present)} of {self._count} {self._kind}s are here: {hosts}"
         )
-        found = [f"{told[rank]['host']} cannot reach {host} at {at}: {why}" for host, at, why in troubles if why]
-        store.set(f"paths/{rank}", found[0] if found else "")
-    keys = [f"paths/{other}" for other in places]
-    until = time.monotonic() + STORE_TIMEOUT_S + CONNECT_S * len(places)
+        self.store.set("missing", text)
+        if self.number == 0:
+            time.sleep(_GRACE_S)
+        raise RendezvousError(text)
+
+    def _forged(self, members: Sequence[int]) -> list[int]:
+        """Return the members whose entries are signed with another secret."""
+        store = self.store
+        return [member for member in members if isinstance(store, SignedStore) and store.is_forged(str(member))]
+
+    def _wrong_secret(self, members: Sequence[int]) -> NodesDifferError:
+        return NodesDifferError(
+            f"what has come from {self._members(members)} is not signed with the secret of this run"
+            f" ({SECRET_VARIABLE}, or {SECRET_FILE} in the run directory): set run.directory to a directory that all"
+            " nodes share"
+        )
+
+    def _members(self, numbers: Sequence[int]) -> str:
+        shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+        return f"{self._kind}{'' if len(numbers) == 1 else 's'} {shown}"
+
+
+def _check_paths(meeting: _Meeting, entries: Sequence[_Entry]) -> None:
+    """Connect one rank of every host to every other host. Raises UserError on all ranks if a connection fails."""
+    store, rank = meeting.store, meeting.number
+    addresses = {peer: entry["at"] for peer, entry in enumerate(entries) if "at" in entry}
+    if rank in addresses:
+        failures = (
+            (entries[peer]["host"], address, connection_failure(address, port))
+            for peer, (address, port) in addresses.items()
+            if peer != rank
+        )
+        lines = [f"{entries[rank]['host']} cannot reach {host} at {at}: {why}" for host, at, why in failures if why]
+        store.set(f"paths/{rank}", lines[0] if lines else "")
+    keys = [f"paths/{peer}" for peer in addresses]
+    until = time.monotonic() + STORE_TIMEOUT_S + CONNECT_TIMEOUT_S * len(addresses)
     try:
         while keys and not store.check(keys) and time.monotonic() < until:
             time.sleep(_POLL_S)
         texts = [store.get(key).decode() for key in keys]
-        if trouble := next(filter(None, texts), None):
-            _leave(store, rank, len(told))
+        if failure := next(filter(None, texts), None):
+            meeting.leave()
             raise RendezvousError(
-                f"{trouble}; nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
+                f"{failure}; nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
             )
     except DistError:
         raise RendezvousError("rank 0 has ended before all hosts had reached each other") from None
-
-
-def _arrive(
-    store: Store,
-    kind: Literal["node", "rank"],
-    own: int,
-    count: int,
-    facts: dict[str, Any],
-    deadline: Deadline,
-) -> list[dict[str, Any]]:
-    """Say that this one has come, wait for all; what each has said of itself, by number."""
-    entry = json.dumps({"host": platform.node(), **facts})
-    try:
-        if store.add(f"{own}/times", 1) > 1:
-            other = json.loads(store.get(str(own)))["host"] if store.check([str(own)]) else "another machine"
-            raise RendezvousError(f"{kind} {own} has come twice, from {other} and {platform.node()}: give each its own")
-        store.set(str(own), entry)
-        _wait(store, kind, own, count, deadline)
-        return [json.loads(store.get(str(other))) for other in range(count)]
-    except DistError:
-        raise RendezvousError(
-            f"{kind} 0 has ended before all {count} {kind}s had come; its own last line says why"
-        ) from None
-
-
-def _leave(store: Store, own: int, count: int) -> None:
-    """The first one, which may hold the store, waits a moment for the others to be done with it."""
-    until = time.monotonic() + _GRACE_S
-    store.add("left", 1)
-    while own == 0 and store.add("left", 0) < count and time.monotonic() < until:
-        time.sleep(_POLL_S)
-
-
-def _wait(store: Store, kind: str, own: int, count: int, deadline: Deadline) -> None:
-    missing = [other for other in range(count) if other != own]
-    while missing := [other for other in missing if not store.check([str(other)])]:
-        if store.check(["missing"]):
-            raise RendezvousError(store.get("missing").decode())
-        if deadline.passed:
-            here = [other for other in range(count) if other not in missing]
-            hosts = {other: json.loads(store.get(str(other)))["host"] for other in here}
-            if forged := _signed_otherwise(store, missing):
-                time.sleep(_GRACE_S)
-                raise _other_secret(kind, forged)
-            text = _in_vain(kind, missing, hosts, deadline.limit_s)
-            store.set("missing", text)
-            if own == 0:
-                time.sleep(_GRACE_S)
-            raise RendezvousError(text)
-        if own == 0:
-            forged = _signed_otherwise(store, missing)
-            deadline.say(_numbers(kind, missing), f"; {_other_secret(kind, forged)}" if forged else "")
-        time.sleep(_POLL_S)
-
-
-def _signed_otherwise(store: Store, numbers: Sequence[int]) -> list[int]:
-    """Those in whose name something has come that this run's secret did not sign."""
-    return [other for other in numbers if isinstance(store, SignedStore) and store.is_forged(str(other))]
-
-
-def _other_secret(kind: str, numbers: Sequence[int]) -> NodesDifferError:
-    return NodesDifferError(
-        f"what has come from {_numbers(kind, numbers)} is not signed with the secret of this run ({SECRET}, or"
-        f" {SECRET_FILE} in the run directory): set run.directory to a directory that all nodes share"
-    )
-
-
-def _in_vain(kind: str, missing: Sequence[int], hosts: Mapping[int, str], limit_s: float) -> str:
-    come = ", ".join(f"{number} ({host})" for number, host in hosts.items())
-    return (
-        f"{_numbers(kind, missing)} did not come within {limit_s:g} s (launch.join_timeout_s);"
-        f" {len(hosts)} of {len(hosts) + len(missing)} {kind}s are here: {come}"
-    )
-
-
-def _numbers(kind: str, numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-    return f"{kind}{'' if len(numbers) == 1 else 's'} {shown}"

@@ -1,8 +1,8 @@
-"""A store in which only processes of this run can write what is read: every value is signed.
+"""A store that ignores values of strangers: every value is signed with the secret of the run.
 
-torch's TCPStore takes values from anybody who reaches its port. Each value therefore carries an HMAC over the run id,
-the key and the value, and is verified before anything parses it: an unsigned value counts as absent. The secret never
-crosses a socket: run_secret.py says where ranks and nodes have it from.
+The TCPStore of torch takes values from anybody who reaches its port. Every value therefore carries an HMAC over the run
+id, the key and the value, and is verified before anything parses it: an unsigned value counts as absent. The secret
+never crosses a socket: run_secret.py distributes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from aliquot.distributed.run_secret import SECRET
+from aliquot.distributed.run_secret import SECRET_VARIABLE
 
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
@@ -26,17 +26,17 @@ _POLL_S = 0.05
 class SignedStore(Store):
     """A Store whose values are signed; counters (`add`) are not, because the server computes them.
 
-    torch's own stores and process groups hold the C++ half of a store only. Whoever passes this one to torch keeps the
-    Python object for as long as torch uses it.
+    Stores and process groups of torch hold only the C++ half of a store. A caller that passes this store to torch must
+    keep the Python object for as long as torch uses it.
     """
 
     def __init__(self, store: Store, secret: str, run_id: str, prefix: str = "") -> None:
         super().__init__()
-        self._store = cast(Any, store)  # type checkers are not told of all that it has
+        self._store = cast(Any, store)  # type stubs lack some of its methods
         self._secret, self._run_id, self._prefix = secret, run_id, prefix
         self.set_timeout(self._store.timeout)
 
-    def below(self, prefix: str) -> SignedStore:
+    def with_prefix(self, prefix: str) -> SignedStore:
         """Return the same store with `prefix` in front of every key."""
         return SignedStore(self._store, self._secret, self._run_id, f"{self._prefix}{prefix}/")
 
@@ -53,7 +53,7 @@ class SignedStore(Store):
         self._store.set(self._name(key), self._digest(key, data) + data)
 
     def get(self, key: str) -> bytes:
-        return self._wait(key, time.monotonic() + self._limit().total_seconds())
+        return self._wait(key, time.monotonic() + self._timeout().total_seconds())
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -63,7 +63,7 @@ class SignedStore(Store):
             self.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        until = time.monotonic() + (timeout or self._limit()).total_seconds()
+        until = time.monotonic() + (timeout or self._timeout()).total_seconds()
         for key in keys:
             self._wait(key, until)
 
@@ -72,7 +72,7 @@ class SignedStore(Store):
         return bool(self._store.check([self._name(key) for key in keys])) and None not in map(self._verified, keys)
 
     def is_forged(self, key: str) -> bool:
-        """Whether `key` has a value that nobody with this secret has written."""
+        """Whether `key` has a value that is not signed with this secret."""
         return bool(self._store.check([self._name(key)])) and self._verified(key) is None
 
     def add(self, key: str, value: int) -> int:
@@ -84,7 +84,7 @@ class SignedStore(Store):
     def has_extended_api(self) -> bool:
         return False
 
-    def _limit(self) -> timedelta:
+    def _timeout(self) -> timedelta:
         return cast(timedelta, cast(Any, self).timeout)
 
     def _name(self, key: str) -> str:
@@ -107,17 +107,17 @@ class SignedStore(Store):
             if (value := self._verified(key)) is not None:
                 return value
             if time.monotonic() > until:
-                raise DistStoreError(f"no process of this run has written {key}: its value is signed by nobody")
+                raise DistStoreError(f"no process of this run has written {key}: its value has no valid signature")
             time.sleep(_POLL_S)
 
 
-def signed(store: Store, environ: Mapping[str, str], prefix: str) -> Store:
-    """Return `store` as a rank uses it: with the secret of its launcher or its job, if there is one.
+def sign_store(store: Store, environ: Mapping[str, str], prefix: str) -> Store:
+    """Return the store that a rank uses: signed with the secret of its launcher or job, if `environ` has one.
 
-    Without a secret (torchrun, a loop, srun) nothing tells a rank from a stranger who reaches the store; the values are
-    JSON, and are never unpickled.
+    Without a secret (torchrun, srun, a loop) nothing distinguishes a rank from a stranger who reaches the store; the
+    values are JSON, and are never unpickled.
     """
-    secret = environ.get(SECRET)
+    secret = environ.get(SECRET_VARIABLE)
     if not secret:
         return PrefixStore(prefix, store)
     return SignedStore(store, secret, environ.get("TORCHELASTIC_RUN_ID", ""), f"{prefix}/")

@@ -1,8 +1,8 @@
-"""How the ranks of a run are spread over nodes, and which one this process is: its threads, its cores, its device.
+"""The topology of a run: nodes, ranks and threads, and the place of this process among them with cores and device.
 
-How many ranks a machine has is decided before they start: see auto_ranks.py. Once they run, the rules are the same
-alone, under our launcher, under torchrun and in a TrainJob. A rank computes on physical cores only, one thread each,
-and never on two NUMA nodes where there are at least as many ranks as nodes.
+auto_ranks.py chooses the number of ranks before they start. Running ranks follow the rules of this module alone, under
+aliquot's launcher, under torchrun and in a TrainJob. A rank computes on physical cores only, one thread per core, and
+stays on one NUMA node unless there are fewer ranks than nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import DeviceError, LaunchError
-from aliquot.distributed.numa_binding import core_sets, divided_cores, first_cpus
+from aliquot.distributed.numa_binding import core_sets, cores_of_single_rank, cores_per_rank
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.machine.cpu import CpuFacts, format_cpu_list
 
@@ -23,11 +23,13 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True)
 class RankLayout:
+    """The shape of a run, as the planner sees it: equal nodes, equal ranks."""
+
     nodes: int
     ranks_per_node: int
     threads_per_rank: int
     device: Literal["cpu", "cuda"]
-    numa_nodes: int = 1  # of a node
+    numa_nodes: int = 1  # per node
 
     @property
     def world_size(self) -> int:
@@ -36,6 +38,8 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class Topology:
+    """The place of this process in the run."""
+
     rank: int
     world_size: int
     local_rank: int
@@ -43,51 +47,56 @@ class Topology:
     node_rank: int
     nodes: int
     device: Literal["cpu", "cuda"]
-    threads: int  # of the intra-op pool
-    cores: tuple[int, ...]  # this rank is pinned to these; empty: not pinned
+    threads: int  # in torch's intra-op pool
+    cores: tuple[int, ...]  # logical CPUs that this rank is pinned to; empty: not pinned
 
     @property
     def is_first(self) -> bool:
-        """Rank 0: the one that talks and writes what exists once."""
+        """Whether this is rank 0, which prints, and writes files that exist once per run."""
         return self.rank == 0
 
 
-def place(
+def place_rank(
     launch: LaunchSection,
     environ: Mapping[str, str],
     cpu: CpuFacts,
     device: Literal["cpu", "cuda"],
-    bound: bool = False,
+    has_own_cores: bool = False,
 ) -> tuple[Topology, str]:
-    """The topology of this process, and one line that says what was chosen for all ranks of this machine.
+    """Return the topology of this process, and one line about the placement of all ranks of this machine.
 
-    `cpu` must be read before any pinning of ours; `bound`: its cores are this rank's alone. Without RANK in `environ`
-    the process is alone: rank 0 of 1.
+    Without RANK in `environ` the process is rank 0 of 1.
+
+    Args:
+        cpu: read before aliquot pins the process.
+        has_own_cores: whether another program, such as srun, has already bound every rank to cores of its own.
+
+    Raises:
+        LaunchError: the environment variables contradict each other.
     """
-    # WORLD_SIZE without RANK is what a person exports for torchrun: it says how many ranks to start (launcher.py).
+    # People export WORLD_SIZE without RANK for torchrun: it is a number of ranks to start (launcher.py).
     alone = "RANK" not in environ
-    rank, world_size = number(environ, "RANK", 0), 1 if alone else number(environ, "WORLD_SIZE", 1)
-    local_rank = 0 if alone else number(environ, "LOCAL_RANK", 0)
-    local_ranks = 1 if alone else number(environ, "LOCAL_WORLD_SIZE", world_size)
+    rank, world_size = integer_variable(environ, "RANK", 0), 1 if alone else integer_variable(environ, "WORLD_SIZE", 1)
+    local_rank = 0 if alone else integer_variable(environ, "LOCAL_RANK", 0)
+    local_ranks = 1 if alone else integer_variable(environ, "LOCAL_WORLD_SIZE", world_size)
     if rank >= world_size or local_rank >= local_ranks:
         raise LaunchError(
             f"the environment says rank {rank} of {world_size}, local rank {local_rank} of {local_ranks}: not possible"
         )
-    sharing = 1 if bound else local_ranks  # the cores that this process may use
-    threads, reason = threads_per_rank(launch, environ, cpu, sharing)
-    cores = [first_cpus(cpu, threads)] if bound else core_sets(cpu, local_ranks, threads)
+    threads, reason = threads_per_rank(launch, environ, cpu, 1 if has_own_cores else local_ranks)
+    cores = [cores_of_single_rank(cpu, threads)] if has_own_cores else core_sets(cpu, local_ranks, threads)
     topology = Topology(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_ranks,
-        node_rank=number(environ, "GROUP_RANK", rank // local_ranks),
-        nodes=number(environ, "GROUP_WORLD_SIZE", world_size // local_ranks),
+        node_rank=integer_variable(environ, "GROUP_RANK", rank // local_ranks),
+        nodes=integer_variable(environ, "GROUP_WORLD_SIZE", world_size // local_ranks),
         device=device,
         threads=threads,
-        cores=cores[0 if bound else local_rank],
+        cores=cores[0 if has_own_cores else local_rank],
     )
-    where = f", cores {' | '.join(format_cpu_list(own) for own in cores)}" if cores[0] else ", not pinned"
+    where = f", cores {' | '.join(format_cpu_list(cpus) for cpus in cores)}" if cores[0] else ", not pinned"
     machines = f" on each of {topology.nodes} nodes" if topology.nodes > 1 else ""
     return topology, f"{_count(local_ranks, 'rank')} x {_count(threads, 'thread')}{machines}{where}, from {reason}"
 
@@ -95,34 +104,34 @@ def place(
 def threads_per_rank(
     launch: LaunchSection, environ: Mapping[str, str], cpu: CpuFacts, local_ranks: int
 ) -> tuple[int, str]:
-    """Intra-op threads of each local rank, and where the number comes from."""
+    """Return the intra-op threads of every local rank, and the reason for the number, for people."""
     if launch.threads_per_rank is not None:
         return _at_most_cpus(cpu, launch.threads_per_rank, "launch.threads_per_rank")
-    # The same order as OpenMP and MKL have among themselves: MKL looks at OMP_NUM_THREADS where it has none of its own.
+    # In the order of MKL, which reads OMP_NUM_THREADS if MKL_NUM_THREADS is not set.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if name not in environ or (name == "OMP_NUM_THREADS" and _set_by_torchrun(environ, local_ranks)):
             continue
-        # OpenMP allows a list, one number a nesting level: the first is ours.
+        # OpenMP allows a list with one number per nesting level; torch uses the first level.
         text = environ[name].split(",")[0].strip()
         if not text.isdecimal() or int(text) == 0:
             raise LaunchError(f"the environment variable {name} is {text!r}, a positive number is needed")
         return _at_most_cpus(cpu, int(text), name)
     if len(cpu.cores) < local_ranks:
         return 1, f"{_CORES} / ranks"
-    threads = min(map(len, divided_cores(cpu, local_ranks)))  # on the smallest NUMA node, to which its ranks are kept
+    threads = min(map(len, cores_per_rank(cpu, local_ranks)))  # on the smallest NUMA node
     if cpu.is_throttled and cpu.usable_cores // local_ranks < threads:
         return max(1, cpu.usable_cores // local_ranks), "cgroup CPU quota / ranks"
     return threads, f"{_CORES} / ranks"
 
 
 def _at_most_cpus(cpu: CpuFacts, threads: int, name: str) -> tuple[int, str]:
-    """More threads than CPUs only wait for each other, and the kernel refuses to make very many."""
+    """Limit threads to the CPUs: more threads only wait for each other, and the kernel refuses very many."""
     cpus = sum(map(len, cpu.cores))
     return (threads, name) if threads <= cpus else (cpus, f"{name} ({threads}, more than the CPUs here)")
 
 
 def _set_by_torchrun(environ: Mapping[str, str], local_ranks: int) -> bool:
-    """Torchrun sets OMP_NUM_THREADS=1 for several ranks, which looks the same as a user's 1. Our launcher does not."""
+    """Whether OMP_NUM_THREADS=1 comes from torchrun, which sets it for several ranks; aliquot's launcher does not."""
     return (
         local_ranks > 1
         and "TORCHELASTIC_RUN_ID" in environ
@@ -131,8 +140,8 @@ def _set_by_torchrun(environ: Mapping[str, str], local_ranks: int) -> bool:
     )
 
 
-def number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """That of an environment variable. Raises UserError for anything else."""
+def integer_variable(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return the number in an environment variable. Raises LaunchError if the value is no number."""
     text = environ.get(name, str(default))
     if not text.isdecimal():
         raise LaunchError(f"the environment variable {name} is {text!r}, a number is needed")
@@ -140,7 +149,7 @@ def number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def check_port(name: str, port: int) -> None:
-    """Of an environment variable. Raises UserError for what no port is called."""
+    """Raise LaunchError unless `port`, from the environment variable `name`, is a port."""
     if not 0 < port <= _LARGEST_PORT:
         raise LaunchError(f"the environment variable {name} is {port}: ports are 1 to {_LARGEST_PORT}")
 
@@ -149,19 +158,23 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """The device of `launch.device`; auto takes a GPU where torch sees one. Raises UserError for a GPU that is not."""
+def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    """Return the device for `launch.device`; auto takes a GPU if torch sees one.
+
+    Raises:
+        DeviceError: cuda is set and torch sees no GPU.
+    """
     import torch
 
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if setting == "cuda" and not torch.cuda.is_available():
         raise DeviceError("launch.device is cuda, but torch sees no GPU here: set launch.device=cpu")
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if setting == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return "cuda"
 
 
 def check_gpus(local_ranks: int) -> None:
-    """Raises UserError where several ranks would have to share a GPU, which nccl refuses."""
+    """Raise LaunchError if several ranks would have to share a GPU, which NCCL refuses."""
     import torch
 
     gpus = torch.cuda.device_count()

@@ -9,7 +9,7 @@ import platform
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.auto_ranks import most_cpu_ranks
-from aliquot.distributed.numa_binding import core_sets, has_policy, prefer_node
+from aliquot.distributed.numa_binding import core_sets, has_memory_policy, set_preferred_node
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.doctor.finding import Finding, Level, Subject
 from aliquot.machine.cgroup import read_text
@@ -116,14 +116,14 @@ def check_numa(subject: Subject) -> Finding:
         return Finding("numa", "NUMA", "ok", "one NUMA node", "all memory is equally near")
     found = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
     meaning = "a rank stays on one node, with one copy of the weights on each; ranks: auto starts at least one a node"
-    if has_policy():
+    if has_memory_policy():
         found += ", a memory policy is set (numactl?)"
         return Finding("numa", "NUMA", "ok", found, "it stands: ranks do not choose where their memory lies")
-    if not prefer_node(nodes[0]):
+    if not set_preferred_node(nodes[0]):
         fix = "allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)"
         meaning = "memory is near only as long as a node has any: the kernel does not let a process keep to one"
         return Finding("numa", "NUMA", "warning", found, meaning, fix)
-    prefer_node(None)
+    set_preferred_node(None)
     return Finding("numa", "NUMA", "ok", found, meaning)
 
 

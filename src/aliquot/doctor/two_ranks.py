@@ -24,8 +24,8 @@ from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.distributed.ranks import Ranks
-from aliquot.distributed.run_secret import SECRET, new_secret
-from aliquot.distributed.topology import place
+from aliquot.distributed.run_secret import SECRET_VARIABLE, new_secret
+from aliquot.distributed.topology import place_rank
 from aliquot.doctor.finding import Finding, Subject
 from aliquot.machine.cgroup import read_text
 from aliquot.machine.cpu import FLOP_PER_CYCLE, read_cpu
@@ -65,7 +65,7 @@ def run_two_ranks(subject: Subject) -> dict[str, Any]:
 def _start(rank: int, port: str, secret: str, subject: Subject) -> subprocess.Popen[str]:
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    variables[SECRET] = secret
+    variables[SECRET_VARIABLE] = secret
     kept = {name: value for name, value in subject.environ.items() if not name.startswith("TORCHELASTIC")}
     return subprocess.Popen(
         python_command("-m", "aliquot.doctor.two_ranks"),
@@ -117,7 +117,7 @@ def judge_matmul(told: dict[str, Any], subject: Subject) -> Finding:
 
 
 def main() -> None:
-    topology, _ = place(LaunchSection(), os.environ, read_cpu(), "cpu")
+    topology, _ = place_rank(LaunchSection(), os.environ, read_cpu(), "cpu")
     ranks = Ranks.join(topology, _TIMEOUT_S, join_timeout_s=_TIMEOUT_S)
     wrong = [name for name, right in examine(ranks).items() if not right]
     rates = {precision: ranks.gather(matmul_rate("cpu", precision, ranks.barrier)) for precision in _PRECISIONS}

@@ -19,7 +19,7 @@ from aliquot.data.prepare import Prepared
 from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks
-from aliquot.distributed.topology import choose_device, place
+from aliquot.distributed.topology import choose_device, place_rank
 from aliquot.distributed.watchdog import IdleWatchdog, Watchdog
 from aliquot.engines.base import Engine
 from aliquot.machine.allocator import PeriodicRelease
@@ -106,7 +106,9 @@ def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
         trains: False for an evaluation alone, which writes no files.
     """
     with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
-        topology, placement = place(config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound)
+        topology, placement = place_rank(
+            config.launch, os.environ, read_cpu(), choose_device(config.launch.device), bound
+        )
         # Facts of the machine must be read before `join` pins this process to its cores.
         machine = machine_facts() if trains and topology.is_first else None
         ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, config.launch.join_timeout_s)
