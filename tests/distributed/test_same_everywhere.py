@@ -219,35 +219,35 @@ def test_what_a_node_finds_at_a_path_of_its_own_is_not_compared_by_the_path(tmp_
 
 
 def test_checkpoints_that_are_a_link_are_looked_for_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "_SEEN_S", 0.2)
+    monkeypatch.setattr(run_directory, "_VISIBLE_S", 0.2)
     run, link = RunDirectory(tmp_path / "run"), tmp_path / "run" / "checkpoints"
     (tmp_path / "run").mkdir()
     for place in ("disk", "disk-of-node-1"):
         (tmp_path / place).mkdir()
     link.symlink_to(tmp_path / "disk")
-    name = run.show()
-    run.find(name)
+    name = run.create_marker()
+    run.find_marker(name)
     link.unlink()
     link.symlink_to(tmp_path / "disk-of-node-1")
     with pytest.raises(UserError, match="checkpoints: this node does not see what node 0 writes here"):
-        run.find(name)
+        run.find_marker(name)
 
 
 def test_a_directory_that_is_not_shared_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "_SEEN_S", 0.2)
+    monkeypatch.setattr(run_directory, "_VISIBLE_S", 0.2)
     first, own = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "elsewhere")
     with first.locked():
-        earlier = first.show()  # it was killed then
-        name = first.show()
-        RunDirectory(tmp_path / "run").find(name)
+        earlier = first.create_marker()  # it was killed then
+        name = first.create_marker()
+        RunDirectory(tmp_path / "run").find_marker(name)
         with pytest.raises(UserError, match="does not see what node 0 writes here"):
-            own.find(name)
+            own.find_marker(name)
         with own.locked(), pytest.raises(UserError, match="does not see"):  # another run's
-            own.find(name)
+            own.find_marker(name)
         with pytest.raises(UserError, match="does not see"):
-            first.find(earlier)
+            first.find_marker(earlier)
         with pytest.raises(UserError, match="another process is training"), RunDirectory(tmp_path / "run").locked():
             pass
         RunDirectory(tmp_path / "run").check(read_config(write_config(tmp_path)))  # the file alone is no run
-        first.hide(name)
+        first.remove_marker(name)
         assert [file.name for file in first.path.iterdir()] == [".lock"]

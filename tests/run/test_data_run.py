@@ -149,9 +149,9 @@ def test_the_data_are_shown_without_training(config: Path) -> None:
 def test_the_day_of_a_run_is_kept(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.day() == date.today()
-    directory.keep_day(None)
+    directory.write_day(None)
     assert not list(tmp_path.iterdir())
-    directory.keep_day("2024-02-03")
+    directory.write_day("2024-02-03")
     assert directory.day() == date(2024, 2, 3)
     directory.chat_template_date.write_text("yesterday")
     with pytest.raises(UserError, match=r"chat-template-date\.txt: holds no date .*: write one as 2026-01-31"):

@@ -1,4 +1,4 @@
-"""The directory of a run: what it holds, and who may write into one that exists already."""
+"""The directory of a run: the paths in it, and the rules for writing into a directory that exists already."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from aliquot.distributed.run_secret import SECRET_FILE
 from aliquot.machine.mounts import mount_of
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
-_SHOWN = ".shown-"
-_SEEN_S = 15.0  # within which a network file system shows to a node what another one has written
+_MARKER = ".shown-"  # begins the name of a file by which nodes recognise a shared directory
+_VISIBLE_S = 15.0  # within this time a network file system shows to a node what another node has written
 
 
 class RunDirectory:
@@ -42,69 +42,74 @@ class RunDirectory:
         self.logs = path / "logs"
 
     def check(self, config: RunConfig) -> None:
-        """Raises UserError when something else lives here or when `checkpoint.resume: never` meets an earlier run."""
-        # logs/ alone is no run: the launcher makes it before any rank starts.
+        """Check that the run of `config` may write here.
+
+        Raises:
+            RunDirectoryError: the directory is no run of aliquot, has a run although `checkpoint.resume` is never, or
+                has a complete run without checkpoints.
+        """
+        # The launcher makes logs/ before any rank starts, so logs/ alone is no run.
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        held = {
-            name for name in names - {"logs", ROUNDS, LOCK, SECRET_FILE} if not name.startswith((_SHOWN, BEATING_LOCK))
-        }
-        if held and not self._is_a_run():
+        names -= {"logs", ROUNDS, LOCK, SECRET_FILE}
+        is_used = any(not name.startswith((_MARKER, BEATING_LOCK)) for name in names)
+        if is_used and not self._is_run():
             raise RunDirectoryError(
                 "exists and is not a run of aliquot; choose another run.name or run.directory", self.path
             )
-        if held and config.checkpoint.resume == "never":
+        if is_used and config.checkpoint.resume == "never":
             raise RunDirectoryError(
                 "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto",
                 self.path,
             )
-        goes_on = (
+        can_resume = (
             config.checkpoint.resume != "auto" or config.mirror is not None or any(self.checkpoints.glob("step-*"))
         )
-        if self.export.exists() and not goes_on:
+        if self.export.exists() and not can_resume:
             raise RunDirectoryError(
                 "this run has ended with its export, and no checkpoint is left to go on from; choose another run.name",
                 self.path,
             )
 
-    def show(self) -> str:
-        """As who trains into this directory: make a file for the other nodes to find, and return its name.
+    def create_marker(self) -> str:
+        """On rank 0, create a file that the other nodes must see, and return its name.
 
-        Raises StorageError. The name is new: of what a node has seen before it may have a copy, and what is still open
-        on one need not be where the others look."""
-        name = f"{_SHOWN}{secrets.token_hex(8)}"
-        for place in self._shown_in():
+        The name is new in every start, because a node may still have the former contents of a directory in its cache.
+        Raises StorageError.
+        """
+        name = f"{_MARKER}{secrets.token_hex(8)}"
+        for directory in self._marked_directories():
             try:
-                for earlier in place.glob(f"{_SHOWN}*"):  # of who was killed meanwhile
-                    earlier.unlink(missing_ok=True)
-                (place / name).touch()
+                for old_marker in directory.glob(f"{_MARKER}*"):  # of a process that was killed
+                    old_marker.unlink(missing_ok=True)
+                (directory / name).touch()
             except OSError as error:
-                raise storage_error(f"cannot write the run directory: {error.strerror}", error, place) from None
+                raise storage_error(f"cannot write the run directory: {error.strerror}", error, directory) from None
         return name
 
-    def hide(self, name: str) -> None:
-        for place in self._shown_in():
+    def remove_marker(self, name: str) -> None:
+        for directory in self._marked_directories():
             with suppress(OSError):
-                (place / name).unlink()
+                (directory / name).unlink()
 
-    def find(self, name: str) -> None:
-        """Raises UserError where this is not the directory in which another node shows a file of that name."""
-        until = time.monotonic() + _SEEN_S
-        for place in self._shown_in():
-            while not (place / name).exists():
+    def find_marker(self, name: str) -> None:
+        """Raise NodesDifferError if the marker of rank 0 does not become visible on this node."""
+        until = time.monotonic() + _VISIBLE_S
+        for directory in self._marked_directories():
+            while not (directory / name).exists():
                 if time.monotonic() > until:
                     raise NodesDifferError(
                         "this node does not see what node 0 writes here, and every node has to write its part of each"
                         " checkpoint: set run.directory to a directory on a file system that all nodes share",
-                        place,
+                        directory,
                     )
                 time.sleep(0.1)
 
-    def _shown_in(self) -> list[Path]:
-        """Checkpoints may be a link to elsewhere."""
+    def _marked_directories(self) -> list[Path]:
+        """The run directory, and checkpoints/, which may be a link to another file system."""
         return [self.path, *([self.checkpoints] if os.path.lexists(self.checkpoints) else ())]
 
     def day(self) -> date:
-        """The day on which the run began, if its chat template writes one; else today."""
+        """Return the day on which the run began if its chat template writes a date; else today."""
         try:
             return date.fromisoformat(read_small_file(self.chat_template_date).decode().strip())
         except FileNotFoundError:
@@ -114,13 +119,13 @@ class RunDirectory:
                 f"holds no date ({error}): write one as 2026-01-31", self.chat_template_date
             ) from None
 
-    def keep_day(self, day: str | None) -> None:
-        """Keep the day that the chat template of this run takes for today; None: it writes none."""
+    def write_day(self, day: str | None) -> None:
+        """Keep the date that the chat template writes, for later starts of this run; None if it writes no date."""
         if day is not None:
             publish_text(self.chat_template_date, f"{day}\n")
 
-    def _is_a_run(self) -> bool:
-        """Whether config.yaml is aliquot's, not the person's own, or was lost beside a checkpoint that is whole."""
+    def _is_run(self) -> bool:
+        """Whether config.yaml is a file of aliquot, or is missing although there is a complete checkpoint."""
         with suppress(OSError, ValueError):
             if read_small_file(self.path / "config.yaml").decode().startswith(HEADER):
                 return True
@@ -139,15 +144,16 @@ class RunDirectory:
     def check_publish(self) -> None:
         """Call on rank 0 before a checkpoint or an export is begun, and before it is published.
 
-        Raises RunDirectoryError where the directory is not the one that this process has locked, CutOffError where a
-        newer round of the run has begun without this node.
+        Raises:
+            RunDirectoryError: the directory is not the one that this process has locked.
+            CutOffError: a newer round of the run has begun without this node.
         """
         if (lost := self.why_lost()) is not None:
             raise RunDirectoryError(lost)
         check_round(self.path)
 
     def begin(self, config: RunConfig) -> None:
-        """Write config.yaml, complete, as run: only once all else is known to be in order."""
+        """Write config.yaml, complete, once everything else is known to be in order."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             publish_text(self.path / "config.yaml", f"{HEADER}\n{dump_config(config)}")

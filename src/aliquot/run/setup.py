@@ -61,12 +61,12 @@ def check_directory(run: RunContext) -> None:
     """
     if run.ranks.world_size == 1:
         return
-    name = run_on_rank_0(run.ranks, run.directory.show)
+    name = run_on_rank_0(run.ranks, run.directory.create_marker)
     try:
-        gather_results(run.ranks, lambda: run.directory.find(name) if run.ranks.rank > 0 else None)
+        gather_results(run.ranks, lambda: run.directory.find_marker(name) if run.ranks.rank > 0 else None)
     finally:
         if run.ranks.rank == 0:
-            run.directory.hide(name)
+            run.directory.remove_marker(name)
 
 
 def read_inputs(run: RunContext) -> Inputs:

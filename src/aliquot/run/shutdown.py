@@ -182,8 +182,8 @@ class Shutdown:
         if not self.requested:
             self._request(number)
         elif ROUND not in os.environ and time.monotonic() > self._requested_at + REPEAT_S:
-            kept = self._kept()
-            ended = f"ended, {self._loss}" if kept is None else f"ended {kept}"
+            outcome = self._outcome()
+            ended = f"ended, {self._loss}" if outcome is None else f"ended {outcome}"
             self._say(f"{signal.Signals(number).name}, told to stop again: {ended}")
             os._exit(128 + number)
 
@@ -208,15 +208,15 @@ class Shutdown:
     def _end_late(self, number: int) -> None:
         """End the process because the grace period is over."""
         error: TrainingError
-        if (kept := self._kept()) is not None:
-            error = Terminated(number, kept)
+        if (outcome := self._outcome()) is not None:
+            error = Terminated(number, outcome)
         else:
             name = signal.Signals(number).name
             error = TrainingError(f"not saved within checkpoint.grace_s = {self._grace_s:g} s of {name}")
         bounded_call(partial(report_error, error))
         os._exit(error.exit_code)
 
-    def _kept(self) -> str | None:
+    def _outcome(self) -> str | None:
         """The outcome if the process ends now; None if work is lost."""
         phase, step = self._state
         if (if_cut := _POLICIES[phase].if_cut) is None:
