@@ -1,4 +1,4 @@
-"""Several runs side by side: one table, what differs in their settings, and pictures with a line a run."""
+"""Compare several runs: a table, the settings that differ, and figures with a line for each run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aliquot.observe.number_format import compact, gib, percent, rate, seconds, significant
-from aliquot.observe.report.figure import Figure, Key, Table, labelled_lines
+from aliquot.observe.report.figure import Axis, Figure, Key, Table, labelled_lines
 from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Points, Run, number
 from aliquot.observe.report.run_facts import NOT_RECORDED, steps_done
@@ -18,7 +18,7 @@ _NONE = "none"
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """A column a run."""
+    """Build a table with a column for each run."""
     head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "bits per byte", "real tokens/s", "MFU",
             "a step", "peak memory", "network a step, all ranks")  # fmt: skip
     columns = []
@@ -41,7 +41,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def differences(runs: Sequence[Run]) -> Table:
-    """The settings in which the runs differ, names and directories left out."""
+    """Build a table of the settings in which the runs differ, without names and directories."""
     flat = [_flat(run.config) for run in runs]
     keys = sorted({key for values in flat for key in values} - {"run.name", "run.directory"})
     differing = [key for key in keys if len({repr(values.get(key)) for values in flat}) > 1]
@@ -49,7 +49,7 @@ def differences(runs: Sequence[Run]) -> Table:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs; their directories where two have the same name."""
+    """Return the names of the runs, or their directories if two names are equal."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
@@ -57,29 +57,26 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def figures(runs: Sequence[Run]) -> list[Figure]:
     return [
         _lines(
-            runs, "loss", "Training loss over tokens", "nats per token", lambda run: run.points("loss", x="tokens"),
-            lambda v: f"{v:.3g}", from_zero=False,
+            runs, "loss", "Training loss over tokens", Axis("nats per token", lambda v: f"{v:.3g}"),
+            lambda run: run.points("loss", x="tokens"),
         ),
         _lines(
-            runs, "perplexity", "Perplexity on held-out text", "perplexity, by step",
-            lambda run: run.points("eval_perplexity", run.evaluations), significant, from_zero=False,
+            runs, "perplexity", "Perplexity on held-out text", Axis("perplexity, by step", significant),
+            lambda run: run.points("eval_perplexity", run.evaluations),
         ),
-        _lines(runs, "speed", "Real tokens per second", "real tokens/s, by step",
-               lambda run: steady(run, "tokens_per_s"), compact, from_zero=True),
-        _lines(runs, "mfu", "MFU", "share of a plain matmul, by step",
-               lambda run: steady(run, "mfu"), percent, from_zero=True),
+        _lines(runs, "speed", "Real tokens per second", Axis("real tokens/s, by step", compact, from_zero=True),
+               lambda run: steady(run, "tokens_per_s")),
+        _lines(runs, "mfu", "MFU", Axis("share of a plain matmul, by step", percent, from_zero=True),
+               lambda run: steady(run, "mfu")),
         _parts(runs),
         _memory(runs),
     ]  # fmt: skip
 
 
-def _lines(
-    runs: Sequence[Run], name: str, title: str, unit: str, points_of: Callable[[Run], Points],
-    format_y: Callable[[float], str], from_zero: bool,
-) -> Figure:  # fmt: skip
+def _lines(runs: Sequence[Run], name: str, title: str, axis: Axis, points_of: Callable[[Run], Points]) -> Figure:
     drawn = [(label, points_of(run)) for run, label in zip(runs, labels(runs), strict=True)]
     smooth = name == "loss" and all(len(points) > 60 for _, points in drawn if points)
-    return labelled_lines(name, title, unit, drawn, "run", format_y, from_zero, smooth)
+    return labelled_lines(name, title, axis, drawn, "run", smooth)
 
 
 def _parts(runs: Sequence[Run]) -> Figure:
@@ -123,8 +120,8 @@ def _flat(values: Any, name: str = "") -> dict[str, Any]:
         return {name: values}
     return {
         key: value
-        for inner, held in values.items()
-        for key, value in _flat(held, f"{name}.{inner}" if name else str(inner)).items()
+        for inner, item in values.items()
+        for key, value in _flat(item, f"{name}.{inner}" if name else str(inner)).items()
     }
 
 

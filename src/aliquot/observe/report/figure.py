@@ -1,4 +1,4 @@
-"""One picture of the report with its words: what it shows, its legend, and the numbers as a table."""
+"""A figure of the report: its drawing, a description, a legend, and the numbers as a table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from aliquot.observe.report.read_run import Points
 from aliquot.observe.report.series import smoothed
 from aliquot.observe.report.svg import HEIGHT, WIDTH, Line, line_chart
 
-_MOST_ROWS = 120
-_STYLES = ("", "dashed", "dotted")  # seven colours, then the same with another stroke
+_MAX_ROWS = 120
+_STYLES = ("", "dashed", "dotted")  # for every seven lines another stroke
 _COLOURS = 7
 
 
@@ -25,11 +25,11 @@ class Table:
 
     @property
     def shown(self) -> Sequence[Sequence[str]]:
-        """All rows, or evenly spaced ones of very many, the last one among them."""
-        if len(self.rows) <= _MOST_ROWS:
+        """All rows, or at most `_MAX_ROWS` evenly spaced rows and the last one."""
+        if len(self.rows) <= _MAX_ROWS:
             return self.rows
-        step = len(self.rows) / _MOST_ROWS
-        return [*(self.rows[int(i * step)] for i in range(_MOST_ROWS)), self.rows[-1]]
+        step = len(self.rows) / _MAX_ROWS
+        return [*(self.rows[int(i * step)] for i in range(_MAX_ROWS)), self.rows[-1]]
 
 
 @dataclass(frozen=True)
@@ -39,34 +39,43 @@ class Key:
     name: str
     colour: int
     style: str = "line"  # line, area, dots, dashed, dotted
-    note: str = ""  # a number beside it
+    note: str = ""  # a number after the name
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`svg` None: there is nothing to draw, and `missing` says why."""
+    """A drawing with its words. Without `svg` there is nothing to draw, and `missing` is the reason."""
 
     name: str  # the anchor; unique in a page
     title: str
-    says: str  # the picture in a sentence or two: text for who cannot see it, too
+    says: str  # describes the drawing in one or two sentences, also for screen readers
     svg: Markup | None = None
     missing: str = ""
     unit: str = ""
     height: int = HEIGHT
     keys: Sequence[Key] = ()
     table: Table | None = None
-    hints: Sequence[tuple[float, str]] = field(default=())  # x in user units, what to show there
+    hints: Sequence[tuple[float, str]] = field(default=())  # x in user units, text to show there
 
     @property
     def hints_json(self) -> str:
         return json.dumps([[round(x / WIDTH, 4), text] for x, text in self.hints])
 
 
+@dataclass(frozen=True)
+class Axis:
+    """The vertical axis of a figure."""
+
+    unit: str
+    format: Callable[[float], str]
+    from_zero: bool = False
+
+
 def labelled_lines(
-    name: str, title: str, unit: str, labelled: Sequence[tuple[str, Points]], kind: str,
-    format_y: Callable[[float], str], from_zero: bool, smooth: bool,
-) -> Figure:  # fmt: skip
-    """`kind`: what each line is of, for the head of the table."""
+    name: str, title: str, axis: Axis, labelled: Sequence[tuple[str, Points]], kind: str, smooth: bool
+) -> Figure:
+    """Draw several lines with labels; `kind` (run, source) names what a line belongs to in the table's head."""
+    format_y = axis.format
     drawn = [(i, label, points) for i, (label, points) in enumerate(labelled)]
     missing = [label for _, label, points in drawn if not points]
     drawn = [(i, label, points) for i, label, points in drawn if points]
@@ -85,6 +94,7 @@ def labelled_lines(
     ]
     keys = [Key(label, i % _COLOURS, look or "line") for (i, label, _), look in zip(drawn, style, strict=True)]
     return Figure(
-        name, title, says, line_chart(lines, format_y, format_x=compact, from_zero=from_zero), unit=unit, keys=keys,
+        name, title, says, line_chart(lines, format_y, format_x=compact, from_zero=axis.from_zero), unit=axis.unit,
+        keys=keys,
         table=Table((kind, "from, to", "first", "last"), rows),
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The pictures of one run, but for its memory."""
+"""The figures of one run, except for memory: learning, speed, parts of a step, traffic, sources and experts."""
 
 from __future__ import annotations
 
 from aliquot.observe.number_format import byte_size, compact, percent, rate, seconds, significant
-from aliquot.observe.report.figure import Figure, Key, Table, labelled_lines
+from aliquot.observe.report.figure import Axis, Figure, Key, Table, labelled_lines
 from aliquot.observe.report.read_run import Object, Points, Run, evaluation_sets, number
 from aliquot.observe.report.series import (
     hints_of,
@@ -17,11 +17,11 @@ from aliquot.observe.report.series import (
     timed,
     without_steps,
 )
-from aliquot.observe.report.svg import Level, Line, area_chart, line_chart
+from aliquot.observe.report.svg import Level, Line, Overlay, area_chart, line_chart
 from aliquot.observe.step_clock import PARTS
 
-_MOST_STRETCHES = 60  # of steps, of which a stacked area shows the means
-_SMOOTH_FROM = 60  # logged steps: fewer need no smoothing
+_MAX_STRETCHES = 60  # a stacked area shows the means of at most so many stretches of steps
+_MIN_SMOOTHED = 60  # logged steps: fewer need no smoothing
 
 
 def loss(run: Run) -> Figure:
@@ -29,7 +29,7 @@ def loss(run: Run) -> Figure:
     trained, evaluated = run.points("loss"), run.points("eval_loss", run.evaluations)
     if not trained:
         return Figure(name, title, "", missing=without_steps(run))
-    smooth = len(trained) >= _SMOOTH_FROM
+    smooth = len(trained) >= _MIN_SMOOTHED
     lines = [Line("training", trained, 0, "faint" if smooth else "")]
     keys = [Key("training", 0)]
     if smooth:
@@ -44,7 +44,7 @@ def loss(run: Run) -> Figure:
     if times := sum(event.get("event") == "resume" for event in run.attempts):
         says += f" The run was resumed {times} time{'s' if times > 1 else ''}."
     curves = dict(trained), dict(evaluated)
-    steps = sorted({step for step, _ in (*trained, *evaluated)})  # an evaluated one need not be logged
+    steps = sorted({step for step, _ in (*trained, *evaluated)})  # an evaluated step need not be a logged one
     rows = [[f"{step:,.0f}", *(f"{at[step]:.4f}" if step in at else "" for at in curves)] for step in steps]
     svg = line_chart(lines, lambda v: f"{v:.3g}", format_x=compact, marks=marks)
     return Figure(
@@ -102,7 +102,7 @@ def utilisation(run: Run) -> Figure:
     if not points:
         return Figure(name, title, "", missing=without_steps(run))
     shares = dict(run.points("mfu"))
-    # Measured when an attempt began: another attempt, perhaps on other machines, has another ceiling.
+    # Every attempt measures the ceiling, perhaps on another machine.
     ceiling = [(step, value / shares[step]) for step, value in points if shares.get(step, 0) > 0]
     lines, keys = [Line("model FLOP/s", points, 2)], [Key("model FLOP/s", 2)]
     says = f"The model needed {rate(median(points), 'FLOP/s')}"
@@ -132,7 +132,7 @@ def parts(run: Run) -> Figure:
     total = sum(shares.values())
     if not total:
         return Figure(name, title, "", missing="the metrics hold no time by part: " + without_steps(run))
-    count = min(len(lines), _MOST_STRETCHES)
+    count = min(len(lines), _MAX_STRETCHES)
     stretches = [lines[len(lines) * i // count : len(lines) * (i + 1) // count] for i in range(count)]
     xs = [number(stretch[-1].get("step")) or 0.0 for stretch in stretches]
     means = {
@@ -149,7 +149,7 @@ def parts(run: Run) -> Figure:
         says += " Reducing is not told apart here: the collectives run inside forward and backward."
     notes = [f"{seconds(share)}, {percent(share / total)}" for share in shares.values()]
     keys = [Key(part, i, "area", notes[i]) for i, part in enumerate(PARTS)]
-    svg = area_chart(xs, layers, seconds, format_x=compact, marks=resumes(run, xs))
+    svg = area_chart(xs, layers, seconds, format_x=compact, overlay=Overlay(marks=resumes(run, xs)))
     hints = hints_of_layers(xs, layers, [f"until step {x:,.0f}" for x in xs], seconds)
     rows = [[f"{x:,.0f}", *(seconds(values[i]) for _, values, _ in layers)] for i, x in enumerate(xs)]
     return Figure(
@@ -181,41 +181,41 @@ def traffic(run: Run) -> Figure:
 
 
 def source_figures(run: Run) -> list[Figure]:
-    """None where there is one source and one evaluation set."""
-    trained = [(name, run.points(f"loss_{name}")) for name in _named(run, "sources")]
+    """Draw the loss of each source and the perplexity of each evaluation set; no figure for a single one."""
+    trained = [(name, run.points(f"loss_{name}")) for name in _source_names(run)]
     evaluated = [
         (name or "held out", run.points(f"eval_{name}_perplexity" if name else "eval_perplexity", run.evaluated))
         for name in evaluation_sets(run.evaluated)
     ]
     return [
-        *_labelled_figure("source-loss", "Training loss of each source", "nats per token", "source", trained),
-        *_labelled_figure("set-perplexity", "Perplexity of each evaluation set", "perplexity", "set", evaluated),
+        *_figure_of_several("source-loss", "Training loss of each source", "nats per token", "source", trained),
+        *_figure_of_several("set-perplexity", "Perplexity of each evaluation set", "perplexity", "set", evaluated),
     ]
 
 
-def _labelled_figure(name: str, title: str, unit: str, kind: str, labelled: list[tuple[str, Points]]) -> list[Figure]:
+def _figure_of_several(name: str, title: str, unit: str, kind: str, labelled: list[tuple[str, Points]]) -> list[Figure]:
     if len(labelled) < 2 or not any(points for _, points in labelled):
         return []
-    smooth = all(len(points) >= _SMOOTH_FROM for _, points in labelled if points)
-    return [labelled_lines(name, title, unit, labelled, kind, significant, from_zero=False, smooth=smooth)]
+    smooth = all(len(points) >= _MIN_SMOOTHED for _, points in labelled if points)
+    return [labelled_lines(name, title, Axis(unit, significant), labelled, kind, smooth)]
 
 
-def _named(run: Run, key: str) -> list[str]:
-    sources = run.setting("data", key)
+def _source_names(run: Run) -> list[str]:
+    sources = run.setting("data", "sources")
     entries = sources if isinstance(sources, list) else []
     return [str(source["name"]) for source in entries if isinstance(source, dict) and "name" in source]
 
 
 def expert_figures(run: Run) -> list[Figure]:
-    """None where no layer has experts."""
-    told = [(number(line.get("step")), _layer_loads(line)) for line in run.steps]
-    loads = [(step, of_layers) for step, of_layers in told if step is not None and of_layers]
+    """Draw the load of experts and the router loss; no figure for a model without experts."""
+    lines = [(number(line.get("step")), _layer_loads(line)) for line in run.steps]
+    loads = [(step, layers) for step, layers in lines if step is not None and layers]
     return [_expert_load(run, loads), *_router_loss(run)] if loads else []
 
 
 def _expert_load(run: Run, loads: list[tuple[float, list[float]]]) -> Figure:
-    worst: Points = [(step, max(of_layers)) for step, of_layers in loads]
-    mean: Points = [(step, sum(of_layers) / len(of_layers)) for step, of_layers in loads]
+    worst: Points = [(step, max(layers)) for step, layers in loads]
+    mean: Points = [(step, sum(layers) / len(layers)) for step, layers in loads]
     last = loads[-1][1]
     unused = dict(run.points("unused_experts"))
     without = unused.get(worst[-1][0], 0)
@@ -257,5 +257,5 @@ def _router_loss(run: Run) -> list[Figure]:
 
 
 def _layer_loads(line: Object) -> list[float]:
-    told = line.get("busiest_expert")
-    return [value for each in told if (value := number(each)) is not None] if isinstance(told, list) else []
+    loads = line.get("busiest_expert")
+    return [value for load in loads if (value := number(load)) is not None] if isinstance(loads, list) else []

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, of one run or of several side by side."""
+"""Render the report: one self-contained HTML file about one run, or about several runs side by side."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MARKER = "<!-- aliquot report -->"
 
 
 def write_report(directories: Sequence[Path], out: Path) -> None:
-    """Write the page of these run directories to `out`, in one piece. Raises UserError for what is no run."""
-    if out.exists() and not _is_a_report(out):
+    """Write the report of run directories to `out`, atomically. Raises UserError for a directory that is no run."""
+    if out.exists() and not _is_report(out):
         raise RunDirectoryError("exists and is not a report of aliquot; choose another --out", out)
     publish_text(out, render([read_run(directory) for directory in directories]))
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The page as text."""
+    """Render the page."""
     style, script = _source("style.css"), _source("hints.js")
     page = {
         "marker": Markup(MARKER),
@@ -74,7 +74,7 @@ def _source(name: str) -> str:
     return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
 
 
-def _is_a_report(path: Path) -> bool:
+def _is_report(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return MARKER in file.read(1000)

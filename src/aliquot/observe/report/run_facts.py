@@ -1,4 +1,4 @@
-"""What the report says of one run in words and numbers, beside its pictures."""
+"""The texts, key figures and tables of one run in the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
 
 
 def summary(run: Run) -> str:
-    """The run in a line."""
+    """Describe the run in a line."""
     about = run.about
     parameters, ranks, nodes = (number(about.get(key)) for key in ("parameters", "world_size", "nodes"))
     words = [
@@ -32,77 +32,80 @@ def summary(run: Run) -> str:
 
 
 def when(run: Run) -> str:
-    """Where the run lies, when it began and how long it has taken, pauses between attempts included."""
+    """Describe the directory of the run, its start and its duration, including pauses between attempts."""
     times = [at for event in run.events if (at := number(event.get("time"))) is not None]
     if not times:
         return f"{run.path}; when it began was not recorded"
-    took = f", {duration(times[-1] - times[0])} until the last event" if len(times) > 1 else ""
-    return f"{run.path}, begun {_moment(times[0])}{took}"
+    duration_text = f", {duration(times[-1] - times[0])} until the last event" if len(times) > 1 else ""
+    return f"{run.path}, begun {_moment(times[0])}{duration_text}"
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The key figures: (label, value, note)."""
+    """Return the key figures as (label, value, note)."""
     done, total = steps_done(run), total_steps(run)
-    found = [("steps", f"{done:,.0f}", f"of {total:,.0f}" if total else "how many were planned was not recorded")]
+    figures = [("steps", f"{done:,.0f}", f"of {total:,.0f}" if total else "how many were planned was not recorded")]
     losses = run.points("loss")
-    found.append(("training loss", f"{losses[-1][1]:.4f}", "at the last logged step") if losses else
+    figures.append(("training loss", f"{losses[-1][1]:.4f}", "at the last logged step") if losses else
                  ("training loss", "none", "no step was logged"))  # fmt: skip
     evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
-    found.append(("perplexity", significant(evaluated[-1][1]), "on held-out text") if evaluated else
+    figures.append(("perplexity", significant(evaluated[-1][1]), "on held-out text") if evaluated else
                  ("perplexity", "none", "nothing was evaluated"))  # fmt: skip
     if bits:
-        found.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
+        figures.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
     speed, mfu, ceiling = average(run, "tokens_per_s"), average(run, "mfu"), ceiling_of(run)
     if speed is not None:
-        found.append(("real tokens/s", compact(speed[0]), speed[1]))
+        figures.append(("real tokens/s", compact(speed[0]), speed[1]))
     if mfu is not None:
-        of = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
-        found.append(("MFU", percent(mfu[0]), of))
+        note = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
+        figures.append(("MFU", percent(mfu[0]), note))
     elif speed is not None:
-        found.append(("MFU", "unknown", "the matmul ceiling was not measured"))
+        figures.append(("MFU", "unknown", "the matmul ceiling was not measured"))
     if run.rows:
         limit = limit_bytes(run)
         note = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
-        found.append(("peak memory", gib(max(top_bytes(row) for row in run.rows)), note))
+        figures.append(("peak memory", gib(max(top_bytes(row) for row in run.rows)), note))
     spent = mean_parts(run)
     if step_s := _step_s(run):
-        found.append(("a step", seconds(step_s), f"{percent(spent['wait'] / step_s)} waiting"))
-    return found
+        figures.append(("a step", seconds(step_s), f"{percent(spent['wait'] / step_s)} waiting"))
+    return figures
 
 
 def _step_s(run: Run) -> float:
-    """As it is planned: without the saves for which it waited."""
+    """Return the mean seconds of a step without waits for saves, like the plan."""
     return sum(value for part, value in mean_parts(run).items() if part != "checkpoint")
 
 
 def foresight(run: Run) -> Table:
-    """The plan beside what was measured; no rows where there is no plan."""
+    """Compare the plan with measurements; no rows without a plan."""
     plan, spent = run.plan, _step_s(run)
     speed, wire = average(run, "tokens_per_s"), per_step(run, "wire_bytes")
     ranks = number(run.about.get("world_size")) or 1.0
-    # What ranks count as passed on to the network includes loopback.
-    between, on_hosts = (number(plan.get(f"{where}_bytes_per_step")) for where in ("wire", "local"))
-    passed_on = between + on_hosts if between is not None and on_hosts is not None else None
+    # The bytes that ranks count as sent include loopback.
+    wire_bytes, local_bytes = (number(plan.get(f"{path}_bytes_per_step")) for path in ("wire", "local"))
+    sent_bytes = wire_bytes + local_bytes if wire_bytes is not None and local_bytes is not None else None
     peak = max(map(top_bytes, run.rows)) if run.rows else None
-    of_host = host_top_bytes(run)
+    host_peak = host_top_bytes(run)
     compared: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
         ("peak memory of a rank", number(plan.get("peak_bytes_per_rank")), peak, gib),
-        *([("of the machine's memory", number(plan.get("host_peak_bytes_per_rank")), of_host, gib)] if of_host else []),
+        *(
+            [("of the machine's memory", number(plan.get("host_peak_bytes_per_rank")), host_peak, gib)]
+            if host_peak
+            else []
+        ),
         ("real tokens/s", number(plan.get("tokens_per_s")), speed[0] if speed is not None else None, compact),
         ("a step", number(plan.get("step_s")), spent or None, seconds),
-        ("network with loopback, all ranks, a step", passed_on, ranks * wire[-1][1] if wire else None, byte_size),
+        ("network with loopback, all ranks, a step", sent_bytes, ranks * wire[-1][1] if wire else None, byte_size),
     ]
     rows = []
     for name, planned, value, words in compared:
         if planned is not None:
-            off = f"{100 * (planned / value - 1):+.0f} %" if value else ""
-            rows.append([name, words(planned), words(value) if value is not None else NOT_RECORDED, off])
+            error = f"{100 * (planned / value - 1):+.0f} %" if value else ""
+            rows.append([name, words(planned), words(value) if value is not None else NOT_RECORDED, error])
     return Table(("", "planned", "measured", "the plan is off by"), rows)
 
 
 def checkpoints(run: Run) -> Table:
-    """Saved while the events were written, and those that lie there now. Of a step that was saved again, after the run
-    had gone on from an earlier one, the newest."""
+    """Build a table of recorded saves and existing checkpoints; of a step saved repeatedly the newest save."""
     saved = {
         int(step): event
         for event in run.events
@@ -111,21 +114,21 @@ def checkpoints(run: Run) -> Table:
     rows = []
     for step, event in sorted(saved.items()):
         took, stall = number(event.get("seconds")), number(event.get("stall_s"))
-        kept = run.checkpoints.get(step)
+        size = run.checkpoints.get(step)
         rows.append([
             f"{step:,}", seconds(took) if took is not None else NOT_RECORDED,
-            seconds(stall) if stall is not None else NOT_RECORDED, gib(kept) if kept is not None else "removed since",
+            seconds(stall) if stall is not None else NOT_RECORDED, gib(size) if size is not None else "removed since",
         ])  # fmt: skip
-    unsaid = {step: kept for step, kept in run.checkpoints.items() if step not in saved}
-    rows += [[f"{step:,}", NOT_RECORDED, NOT_RECORDED, gib(kept)] for step, kept in unsaid.items()]
+    unrecorded = {step: size for step, size in run.checkpoints.items() if step not in saved}
+    rows += [[f"{step:,}", NOT_RECORDED, NOT_RECORDED, gib(size)] for step, size in unrecorded.items()]
     return Table(("step", "took", "stood still", "on disk"), rows)
 
 
 def history(run: Run) -> list[tuple[str, str, str]]:
-    """(when, what, more) of each event but the checkpoints; what a warning says is shown as it was written."""
+    """Return (time, event, detail) of each event except saves, with the original texts of warnings."""
     began = next((at for event in run.events if (at := number(event.get("time"))) is not None), None)
     words = {"start": "started", "resume": "resumed", "end": "complete"}
-    found = []
+    entries = []
     for event in run.events:
         kind = str(event.get("event"))
         if kind == "checkpoint":
@@ -138,67 +141,69 @@ def history(run: Run) -> list[tuple[str, str, str]]:
             more = (_moment(at) + ", " if at is not None else "") + _rank_count(event)
         else:
             more = str(event.get("text", ""))
-        said = words.get(kind, kind.replace("_", " "))
-        found.append((when, f"{said} at step {step:,.0f}" if step is not None else kind, more))
-    if run.status.word in ("killed", "running", "failed") and (not found or found[-1][1].split()[0] != run.status.word):
-        found.append(("", run.status.word, run.status.detail))
-    return found
+        name = words.get(kind, kind.replace("_", " "))
+        entries.append((when, f"{name} at step {step:,.0f}" if step is not None else kind, more))
+    if run.status.word in ("killed", "running", "failed") and (
+        not entries or entries[-1][1].split()[0] != run.status.word
+    ):
+        entries.append(("", run.status.word, run.status.detail))
+    return entries
 
 
 def machine(run: Run) -> list[tuple[str, str]]:
-    """Facts of rank 0's machine, with the kernel that matrix products really took."""
-    told, about = run.machine, run.about
+    """Return facts of rank 0's machine, with the kernel of its matrix products."""
+    facts, about = run.machine, run.about
     precision = str(run.setting("train", "precision") or "bf16")
-    kernels = told.get("matmul_kernels")
-    limit = number(told.get("memory_limit_bytes"))
+    kernels = facts.get("matmul_kernels")
+    limit = number(facts.get("memory_limit_bytes"))
     known = {
-        "CPU": told.get("cpu"),
-        "physical cores": told.get("physical_cores"),
-        "CPU quota": told.get("cpu_quota") or "none",
-        "NUMA nodes": told.get("numa_nodes"),
-        "instruction sets": ", ".join(map(str, told["isa"])) if isinstance(told.get("isa"), list) else None,
+        "CPU": facts.get("cpu"),
+        "physical cores": facts.get("physical_cores"),
+        "CPU quota": facts.get("cpu_quota") or "none",
+        "NUMA nodes": facts.get("numa_nodes"),
+        "instruction sets": ", ".join(map(str, facts["isa"])) if isinstance(facts.get("isa"), list) else None,
         f"dispatched for {precision} matmul": kernels.get(precision) if isinstance(kernels, dict) else None,
         "matmul ceiling, all ranks": rate(ceiling, "FLOP/s") if (ceiling := ceiling_of(run)) else None,
-        "GPUs": (", ".join(map(str, told["gpus"])) or "none") if isinstance(told.get("gpus"), list) else None,
+        "GPUs": (", ".join(map(str, facts["gpus"])) or "none") if isinstance(facts.get("gpus"), list) else None,
         "memory": gib(limit) if limit else None,
-        "allocator": told.get("allocator"),
+        "allocator": facts.get("allocator"),
         "placement": about.get("placement"),
-        "host": told.get("host"),
-        "kernel": told.get("kernel"),
-        "Python": told.get("python"),
-        "torch": told.get("torch"),
-        "transformers": told.get("transformers"),
+        "host": facts.get("host"),
+        "kernel": facts.get("kernel"),
+        "Python": facts.get("python"),
+        "torch": facts.get("torch"),
+        "transformers": facts.get("transformers"),
         "aliquot": about.get("aliquot"),
     }
     return [(name, str(value) if value not in (None, "") else NOT_RECORDED) for name, value in known.items()]
 
 
 def doctor(run: Run) -> tuple[list[Object], str]:
-    """The findings of doctor.json, the worst first, and why there are none.
+    """Return the findings of doctor.json, the worst first, and the reason if there are none.
 
-    They are what `aliquot doctor --json` prints: a list of objects with `id`, `level`, `found`, `meaning` and `fix`.
+    `aliquot doctor --json` prints the findings: objects with `id`, `level`, `found`, `meaning` and `fix`.
     """
     if run.doctor is None:
         return [], f"nobody asked the doctor: aliquot doctor --run-directory {run.path}"
-    found = [item for item in run.doctor if isinstance(item, dict)] if isinstance(run.doctor, list) else []
-    found.sort(key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
-    return found, "" if found else "doctor.json holds no findings"
+    findings = [item for item in run.doctor if isinstance(item, dict)] if isinstance(run.doctor, list) else []
+    findings.sort(key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
+    return findings, "" if findings else "doctor.json holds no findings"
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """(what it does, what to type): as it was started, and how to repeat it under another name."""
-    again = shlex.join([
+    """Return (purpose, command): the command that started the run, and one that repeats it under another name."""
+    repeat = shlex.join([
         "aliquot", "train", str(run.path / "config.yaml"), f"run.name={run.name}-again",
         f"run.directory={run.path.with_name(run.path.name + '-again')}",
     ])  # fmt: skip
     started = run.about.get("command")
-    return [("as it was started", str(started) if started else NOT_RECORDED), ("to repeat it beside this one", again)]
+    return [("as it was started", str(started) if started else NOT_RECORDED), ("to repeat it beside this one", repeat)]
 
 
 def steps_done(run: Run) -> float:
-    """What an attempt had done beyond the checkpoint that a later one goes on from is not done."""
-    began = max((at for at, event in enumerate(run.events) if event.get("event") in BEGINS), default=0)
-    ends = [number(event.get("step")) for event in run.events[began:]]
+    """Return the last step, without steps that a later attempt repeats."""
+    start = max((at for at, event in enumerate(run.events) if event.get("event") in BEGINS), default=0)
+    ends = [number(event.get("step")) for event in run.events[start:]]
     return max([step for step, _ in run.points("loss")] + [step for step in ends if step is not None], default=0.0)
 
 

@@ -1,7 +1,7 @@
-"""Hand-written SVG: axes, lines and stacked areas, in user units that the page scales to its width.
+"""Draw SVG: axes, lines, stacked areas and bars, in user units that the page scales to its width.
 
-Text is given by class, so that the page's style can enlarge it where the picture is small. Colours are classes `c0` to
-`c7`. Every name and text is escaped.
+Text has a class, so that the page's style can enlarge it in small figures. Colours are classes `c0` to `c7`. Every name
+and text is escaped.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 600, 276
-PHASES_HEIGHT = 350  # of an area chart over named phases, whose names need room
+PHASES_HEIGHT = 350  # an area chart over phases needs room for their names
 _LEFT, _RIGHT, _TOP = 64, 14, 34
-_MOST_POINTS = 400
-_ROW = 54  # of a bar with its name
+_MAX_POINTS = 400
+_ROW = 54  # height of a bar with its name
 
 Points = Sequence[tuple[float, float]]
 Layer = tuple[str, Sequence[float], int]  # name, a value for each x, colour
@@ -46,6 +46,15 @@ class Mark:
 
     x: float
     text: str
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Lines on top of stacked areas."""
+
+    lines: Sequence[Line] = ()
+    levels: Sequence[Level] = ()
+    marks: Sequence[Mark] = ()
 
 
 class Frame:
@@ -87,18 +96,18 @@ def line_chart(
     levels: Sequence[Level] = (),
     marks: Sequence[Mark] = (),
 ) -> Markup:
-    """What goes into an <svg>; `lines` with at least one point among them."""
+    """Draw lines with at least one point among them; return the content of an <svg>."""
     points = [point for line in lines for point in line.points]
     values = [y for _, y in points] + [level.value for level in levels]
     low, high = (0.0 if from_zero else min(values)), max(values)
-    frame = Frame((min(x for x, _ in points), max(x for x, _ in points)), _room(low, high, from_zero))
+    frame = Frame((min(x for x, _ in points), max(x for x, _ in points)), _axis_range(low, high, from_zero))
     parts = [frame.grid(format_y), frame.steps(format_x), _marks(frame, marks), _levels(frame, levels)]
     for line in lines:
-        kept = thinned(line.points, _MOST_POINTS)
-        if len(kept) > 1:
-            parts.append(_polyline(frame, line, kept))
-        if "dots" in line.style or len(kept) == 1:
-            places = [(frame.x(x), frame.y(y)) for x, y in kept]
+        selected = thinned(line.points, _MAX_POINTS)
+        if len(selected) > 1:
+            parts.append(_polyline(frame, line, selected))
+        if "dots" in line.style or len(selected) == 1:
+            places = [(frame.x(x), frame.y(y)) for x, y in selected]
             parts += [f'<circle class="dot c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in places]
     return Markup("".join(parts))
 
@@ -110,11 +119,10 @@ def area_chart(
     *,
     format_x: Format | None = None,
     names: Sequence[str] = (),
-    levels: Sequence[Level] = (),
-    lines: Sequence[Line] = (),
-    marks: Sequence[Mark] = (),
+    overlay: Overlay = Overlay(),
 ) -> Markup:
-    """Layers on top of each other; `names`: words for the xs, instead of a scale."""
+    """Draw layers on top of each other; `names` label the xs instead of a scale."""
+    levels, lines = overlay.levels, overlay.lines
     tops = [sum(values[i] for _, values, _ in layers) for i in range(len(xs))]
     high = max([*tops, *(level.value for level in levels), *(y for line in lines for _, y in line.points)])
     frame = Frame((xs[0], xs[-1]), (0.0, high * 1.06 or 1.0), *((94, PHASES_HEIGHT) if names else ()))
@@ -122,7 +130,7 @@ def area_chart(
     base = [0.0] * len(xs)
     for _, values, colour in layers:
         top = [below + value for below, value in zip(base, values, strict=True)]
-        if len(xs) == 1:  # a single moment is a bar
+        if len(xs) == 1:  # a single x is drawn as a bar
             x, y = frame.x(xs[0]) - 60, frame.y(top[0])
             height = frame.y(base[0]) - y
             parts.append(f'<rect class="area c{colour}" x="{x:.1f}" width="120" y="{y:.1f}" height="{height:.1f}"/>')
@@ -131,7 +139,7 @@ def area_chart(
             parts.append(f'<polygon class="area c{colour}" points="{frame.path(outline)}"/>')
         base = top
     parts += [_polyline(frame, line, line.points) for line in lines]
-    parts += [_marks(frame, marks), _levels(frame, levels)]
+    parts += [_marks(frame, overlay.marks), _levels(frame, levels)]
     for x, name in zip(xs, names, strict=False):
         turned = f"translate({frame.x(x) + 4:.1f} {frame.floor + 16}) rotate(-35)"
         parts.append(f'<text class="tick phase" text-anchor="end" transform="{turned}">{escape(name)}</text>')
@@ -143,7 +151,7 @@ def area_chart(
 def bars(
     rows: Sequence[tuple[str, Sequence[tuple[float, int]]]], format_x: Format, levels: Sequence[Level] = ()
 ) -> Markup:
-    """A horizontal bar a row, of (value, colour) pieces, with its name above and its sum behind it."""
+    """Draw a horizontal bar per row, made of (value, colour) pieces, with its name above and its sum at its end."""
     longest = max([sum(value for value, _ in pieces) for _, pieces in rows] + [level.value for level in levels]) or 1.0
     scale = (WIDTH - 110) / longest
     height = bars_height(len(rows))
@@ -172,7 +180,7 @@ def bars_height(rows: int) -> int:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2, 5 x 10^n apart) inside [low, high]."""
+    """Return round numbers (1, 2, 5 x 10^n apart) inside [low, high]."""
     if not high > low:
         return [low]
     raw = (high - low) / about
@@ -183,19 +191,19 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def thinned(points: Points, most: int) -> list[tuple[float, float]]:
-    """At most `most` of the points: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Select at most `most` points: the lowest and highest of each stretch, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
-    kept = []
+    selected = []
     stretches = most // 2
     for i in range(stretches):
         stretch = points[len(points) * i // stretches : len(points) * (i + 1) // stretches]
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return kept
+        selected += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+    return selected
 
 
-def _room(low: float, high: float, from_zero: bool) -> tuple[float, float]:
-    """The range of an axis, with some air."""
+def _axis_range(low: float, high: float, from_zero: bool) -> tuple[float, float]:
+    """Return the range of an axis, with margins."""
     span = (high - low) or abs(high) or 1.0
     return (0.0 if from_zero else low - 0.06 * span), high + 0.06 * span
 
