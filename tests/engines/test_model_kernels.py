@@ -85,4 +85,4 @@ def test_only_where_it_gains_and_torch_takes_passes(
     if not known:
         transposing_pass.cache_clear()
         monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-    assert ("post_grad_custom_post_pass" in (model_kernels._options() or {})) == passes
+    assert ("post_grad_custom_post_pass" in (model_kernels._compile_options() or {})) == passes

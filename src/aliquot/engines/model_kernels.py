@@ -1,6 +1,7 @@
-"""train.compile: each decoder layer through torch.compile, attention left as it is.
+"""The kernels that compute a model: compiled decoder layers, faster matrix products, and their warm-up.
 
-Fuses what lies between the matrix products. The first step takes half a minute longer; compiled matmul are kept, so
+`train.compile: layers` puts each decoder layer, except for its attention, through torch.compile, which fuses the
+operations between the matrix products. The first step takes half a minute longer; torch caches the compiled kernels, so
 that the next run starts faster.
 """
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
     from aliquot.distributed.topology import Topology
-    from aliquot.engines.base import EngineSpec
 
 _MANY = 1 << 20
 _PERMUTE, _MM = torch.ops.aten.permute.default, torch.ops.aten.mm.default
@@ -41,8 +41,10 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
-    """Compile the layers if that is wanted; if not, have their products made from copies where that is faster. To be
-    called before anything wraps the layers. Raises UserError as `compile_layers` does."""
+    """Compile the layers if `spec` asks for it; otherwise copy transposed matrices where that makes products faster.
+
+    Nothing may have wrapped the layers yet. Raises MissingToolError as `compile_layers`.
+    """
     if spec.compile == "layers":
         compile_layers(model, topology.threads)
     elif copies_transposed(topology.device, spec.compute_dtype):
@@ -50,7 +52,11 @@ def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> N
 
 
 def compile_layers(model: nn.Module, threads: int) -> None:
-    """To be called before anything wraps the layers. Raises UserError where there is no C++ compiler."""
+    """Compile every decoder layer; nothing may have wrapped the layers yet.
+
+    Raises:
+        MissingToolError: there is no C++ compiler.
+    """
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *_COMPILERS) if name):
         raise MissingToolError(
             "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"
@@ -58,13 +64,13 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     register(compiled=True)
     register_experts(compiled=True)
-    options = _options()
+    options = _compile_options()
     for layer in decoder_layers(model):
-        # Not layer.compile(): it compiles the hooks, too, in which a layer waits for its weights.
+        # Not layer.compile(), which would compile the hooks, too, in which a layer waits for its weights.
         layer.forward = compile_function(layer.forward, options=options)
 
 
-def _options() -> dict[str, Any] | None:
+def _compile_options() -> dict[str, Any] | None:
     options = inductor_options()
     if not copies_transposed("cpu", torch.bfloat16):
         return options
@@ -75,18 +81,25 @@ def _options() -> dict[str, Any] | None:
 
 
 def warm_up_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tuple[int, ...]) -> None:
-    """After each backward pass over a row with documents at `edges`: nothing, where all have been met."""
+    """Make the kernels for all document lengths of the run, after the first backward pass; later calls do nothing.
+
+    Args:
+        edges: where the documents of the row begin and end.
+    """
     if isinstance(attention, TiledAttention) and caches_kernels(spec.precision):
         attention.meet_all(edges, spec.document_tokens)
 
 
 @functools.cache
 def transposing_pass() -> CustomGraphPass:
-    """A pass over what torch.compile makes of a layer: a product's transposed left side becomes a copy of it.
+    """Return a pass over a compiled layer's graph that copies the transposed left side of matrix products.
 
-    oneDNN's AMX matmul take 2.6 times as long for a product whose left side is transposed, and every gradient of a
-    linear layer's weight is one: of the gradient of its output, transposed, and its input. The copy takes half of what
-    it saves.
+    oneDNN's AMX kernels take 2.6 times as long if the left side is a transposed view. Every gradient of a linear
+    layer's weight is such a product: the transposed gradient of the output, times the input. The copy costs half of
+    the gain.
+
+    Raises:
+        ImportError: this torch has no such passes.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -102,14 +115,14 @@ def transposing_pass() -> CustomGraphPass:
                 product.replace_input_with(left, copy)
 
         def uuid(self) -> Any:
-            """Of this pass in the key of what torch.compile keeps from run to run."""
+            """Return the part of torch.compile's cache key that stands for this pass."""
             return get_hash_for_files((__file__, matmul.__file__))
 
     return TransposingPass()
 
 
 def _is_transposed(node: Any) -> bool:
-    """Whether this is the transposed view of a matrix in bf16 on CPU."""
+    """Whether the node is the transposed view of a bf16 matrix on CPU."""
     if node.target is not _PERMUTE:
         return False
     value = node.meta["val"]
@@ -117,14 +130,14 @@ def _is_transposed(node: Any) -> bool:
 
 
 def _size(node: Any, dimension: int) -> int:
-    """Where rows have had several lengths, their number has a name and no size: taken for many."""
+    """Return the size of a dimension, or a large number if it is symbolic, because rows have had several lengths."""
     size = node.meta["val"].shape[dimension]
     return size if isinstance(size, int) else _MANY
 
 
 @functools.cache
 def _kernel() -> Callable[[Tensor], Tensor]:
-    """Twice as fast as torch's own copy."""
+    """Return a compiled copy, which is twice as fast as torch's own."""
     return compile_function(lambda matrix: matrix.t().contiguous(), dynamic=True, options=inductor_options())
 
 
@@ -133,12 +146,12 @@ def _transposed_copy(matrix: Tensor) -> Tensor:
     return _kernel()(matrix)
 
 
-def _planned_copy(matrix: Tensor) -> Tensor:
+def _fake_copy(matrix: Tensor) -> Tensor:
     return matrix.new_empty(matrix.shape[1], matrix.shape[0])
 
 
-# An operation that torch.compile does not look into: it would write the copy in the loop that makes the matrix, column
-# by column, whose lines of the cache drive each other out where its rows are a multiple of 4 KiB apart.
+# An operation that torch.compile does not inline. It would fuse the copy into the loop that makes the matrix and write
+# it column by column, and those cache lines evict each other if the rows are a multiple of 4 KiB apart.
 torch.library.define("aliquot::transposed_copy", "(Tensor matrix) -> Tensor")
 torch.library.impl("aliquot::transposed_copy", "CPU", _transposed_copy)
-torch.library.register_fake("aliquot::transposed_copy", _planned_copy)
+torch.library.register_fake("aliquot::transposed_copy", _fake_copy)

@@ -1,15 +1,15 @@
-"""Before a run: its engine, on a narrow copy of its model, against transformers' own eager attention.
+"""Prove before a run that the engine trains this model correctly, on a narrow copy, against transformers' attention.
 
-Two rows of two documents go through the engine as micro-batches do, over all ranks. Losses and the gradient of every
-weight must be those of the same model fed one document at a time. What is wrong in attention, masks, windows, heads,
-sums or the exchange of gradients shows here, and not in a curve that looks plausible. All in fp32; that the model's
-code runs with weights of bf16 at all is tried beside it.
+Two rows of two documents go through the engine as micro-batches over all ranks. Losses and the gradient of every weight
+must equal those of the same model with transformers' eager attention, fed one document at a time. An error in
+attention, masks, windows, heads, sums or the exchange of gradients shows here, and not as a curve that looks plausible.
+The proof runs in fp32; a bf16 run also tries whether the model's code runs with bf16 weights at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,16 +32,29 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ROWS = 2
-# Relative, of each weight's gradient: all architectures of docs/models.md pass, and no fault of
+# Relative to each weight's gradient: all architectures of docs/models.md pass, and no fault of
 # tests/engines/test_startup_proof.py does.
 _TOLERANCE = 1e-3
-_REDUCED_TOLERANCE = 2**-7  # sums in bf16 are rounded by 2^-9 of themselves, and those of two hosts may cancel
-_NOISE = 1e-5  # of the whole gradient: what is left of one that is zero
+_REDUCED_TOLERANCE = 2**-7  # bf16 rounds sums by 2^-9 of themselves, and the sums of two hosts may cancel
+_NOISE = 1e-5  # relative to the whole gradient: the rest of a gradient that should be zero
+
+
+@dataclass(frozen=True)
+class _Example:
+    """The rows that both sides compute, and the weights of the narrow copy."""
+
+    rows: list[MicroBatch]
+    scale: float
+    weights: Mapping[str, Tensor]
 
 
 def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology) -> None:
-    """Collective. Raises SelfTestError on every rank, naming the module whose gradient is wrong; UnsupportedModelError
-    where the model's code does not run in `spec.precision`."""
+    """Compare engine `kind` with transformers. Collective.
+
+    Raises:
+        SelfTestError: on every rank, with the name of a module whose gradient is wrong.
+        UnsupportedModelError: the model's code does not run in `spec.precision`.
+    """
     with quiet():
         if spec.precision == "bf16":
             _run_in_bf16(config, traits, spec.fused_loss)
@@ -55,28 +68,31 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
             loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
             losses.append(float(loss.detach()))
             model_calls.with_auxiliary(model, loss * scale, scale, row.labels, documents).backward()  # type: ignore[no-untyped-call]
-        weights = model.state_dict()  # and the buffers that a checkpoint holds, which learn nothing
+        weights = model.state_dict()  # includes the buffers of a checkpoint, which get no gradients
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         expected = {name: gradients.get(name, torch.zeros_like(weight)).view(-1) for name, weight in weights.items()}
-        found, parts = _by_engine(config, traits, kind, spec, topology, rows, scale, weights)
-    wrong = [f"loss is {sum(found):.6g} instead of {sum(losses):.6g}"] if not _near(sum(found), sum(losses)) else []
+        computed, parts = _run_engine(config, traits, kind, spec, topology, _Example(rows, scale, weights))
+    expected_loss, computed_loss = sum(losses), sum(computed)
+    wrong = []
+    if not abs(computed_loss - expected_loss) <= 1e-4 * abs(expected_loss):
+        wrong.append(f"loss is {computed_loss:.6g} instead of {expected_loss:.6g}")
     whole = torch.stack([gradient.float().norm() for gradient in expected.values()]).norm()
     tolerance = _REDUCED_TOLERANCE if spec.reduce_dtype == "bf16" else _TOLERANCE
     for name, (start, gradient) in parts.items():
         bound = tolerance * float(expected[name].norm()) + _NOISE * float(whole)
         if not float((gradient - expected[name][start : start + len(gradient)]).norm()) <= bound:
             wrong.append(name)
-    told = [each for of_rank in gather(wrong) for each in of_rank]
-    if told:
-        module = told[0] if told[0].startswith("loss") else f"the gradient of {told[0]} is not what it is"
+    findings = [finding for rank_findings in gather(wrong) for finding in rank_findings]
+    if findings:
+        first = findings[0] if findings[0].startswith("loss") else f"the gradient of {findings[0]} is not what it is"
         raise SelfTestError(
-            f"{type(model).__name__}: {module} with transformers' own eager attention ({len(set(told))} findings on a"
-            " narrow copy): this model would be trained wrongly, so nothing was begun"
+            f"{type(model).__name__}: {first} with transformers' own eager attention ({len(set(findings))} findings on"
+            " a narrow copy): this model would be trained wrongly, so nothing was begun"
         )
 
 
 def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> None:
-    """Forward and backward, as a run calls it; buffers stay fp32, routers' biases among them."""
+    """Run forward and backward as a run does; buffers stay fp32, routers' biases among them."""
     model = built(narrow(config, dropout=False), traits.attention).train()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -90,9 +106,9 @@ def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> 
             loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
         loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # each model's code fails in its own way on weights of another dtype than its buffers
-        told = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run with weights of bf16: {told}; train.precision: fp32 can train it"
+            f"{type(model).__name__} does not run with weights of bf16: {reason}; train.precision: fp32 can train it"
         ) from error
 
 
@@ -102,34 +118,32 @@ def _row(ids: Tensor, positions: Tensor, edges: tuple[int, ...]) -> MicroBatch:
     return MicroBatch(ids, labels, positions, edges, calls=len(edges) - 1)
 
 
-def _by_engine(
+def _run_engine(
     config: PretrainedConfig,
     traits: Traits,
     kind: type[Engine],
     spec: EngineSpec,
     topology: Topology,
-    rows: list[MicroBatch],
-    scale: float,
-    weights: Mapping[str, Tensor],
+    shown: _Example,
 ) -> tuple[list[float], dict[str, tuple[int, Tensor]]]:
-    """The summed losses of the rows, and of this rank's parts where they begin and their gradients."""
+    """Return the summed losses of all rows, and by name this rank's parts: where each begins, and its gradient."""
     on_meta = meta.build(narrow(config, dropout=False), traits)
+    rows = shown.rows
     rounds = -(-len(rows) // topology.world_size)
     exact = replace(
         spec, precision="fp32", on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
-        micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds,
-        hooks=PhaseHooks(),
+        micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds, hooks=PhaseHooks(),
     )  # fmt: skip
     engine = kind.build(on_meta.model, exact, topology)
     try:
         for part in engine.parts():
             if part.kind == "weight":
-                engine.write(part, part.start, weights[part.name].view(-1)[part.start : part.stop])
+                engine.write(part, part.start, shown.weights[part.name].view(-1)[part.start : part.stop])
         engine.ready()
-        own: list[MicroBatch | None] = [*rows[topology.rank :: topology.world_size]]
+        local: list[MicroBatch | None] = [*rows[topology.rank :: topology.world_size]]
         idle = None if traits.packs else MicroBatch.empty(rows[0].calls)
-        own += [idle] * (rounds - len(own))
-        losses = [float(engine.backward(row, scale, number == rounds - 1)) for number, row in enumerate(own)]
+        local += [idle] * (rounds - len(local))
+        losses = [float(engine.backward(row, shown.scale, number == rounds - 1)) for number, row in enumerate(local)]
         engine.step(0.0, None)
         gradients = {}
         for part in engine.parts():
@@ -139,8 +153,4 @@ def _by_engine(
                 gradients[part.name] = (part.start, values / (1 - exact.adam_beta1))
     finally:
         engine.close()
-    return [loss for of_rank in gather(losses) for loss in of_rank], gradients
-
-
-def _near(found: float, expected: float) -> bool:
-    return abs(found - expected) <= 1e-4 * abs(expected)
+    return [loss for rank_losses in gather(losses) for loss in rank_losses], gradients
