@@ -10,18 +10,18 @@ from torch import Tensor
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.engines.fsdp.fsdp_collectives import Stage, check_collectives
+from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives
 from tests.processes import as_ranks
 
 
-class Deaf(Stage):
-    def exchange(self, own: Tensor) -> list[Tensor]:
-        views = super().exchange(own)
-        return [view if member == self.peers.index else torch.zeros_like(own) for member, view in enumerate(views)]
+class Deaf(StagingBuffer):
+    def exchange(self, values: Tensor) -> list[Tensor]:
+        views = super().exchange(values)
+        return [view if member == self.peers.index else torch.zeros_like(values) for member, view in enumerate(views)]
 
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
-    stages = {"sound": Stage, "deaf": Deaf}
+    stages = {"sound": StagingBuffer, "deaf": Deaf}
     kind = stages.get(arguments[0])
     stage = None if kind is None else kind(Peers.join(rank, gather))
     try:

@@ -135,7 +135,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
         if isinstance(engine, FsdpEngine):
-            kept = (shard.parameter.grad for shard in engine._learning)
+            kept = (shard.parameter.grad for shard in engine._trainable)
             places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in kept))
     assert len(places) == isinstance(engine, FsdpEngine), "gradients of engine fsdp stay where they are"
     assert kind.endswith("-disk") == (engine.counters().disk_written_bytes > 0)

@@ -1,8 +1,8 @@
-"""FSDP2's all-gather and reduce-scatter among the ranks of one host through shared memory, by its own extension points.
+"""Collectives of the fsdp engine: FSDP2's all-gather and reduce-scatter through shared memory, and a check of them.
 
-gloo sends the same bytes through loopback, and its reduce-scatter is an all-reduce. Large collectives go in pieces.
-The staging room has two halves, used in turn. Before a rank writes a half again it has met all others in the barrier of
-the other half, which each of them enters only when it has read this one.
+gloo would send the same bytes through loopback, and its reduce-scatter is an all-reduce. Large collectives are cut. The
+staging buffer has two halves, used in turn. Before a rank writes to a half again, it has passed the barrier of the
+other half, which every rank enters only after it has read the first one.
 """
 
 from __future__ import annotations
@@ -20,64 +20,69 @@ from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.engines.fsdp.fsdp_memory import HALF_BYTES
 
+_CHECK_NUMEL = 1000  # elements of a rank
 
-class Stage:
-    """Shared memory in which each rank has room of its own that all can read."""
+
+class StagingBuffer:
+    """Shared memory in which each rank writes its own part, and reads the parts of all ranks."""
 
     def __init__(self, peers: Peers) -> None:
-        """Collective."""
+        """Share the memory. Collective."""
         self.peers = peers
         self.staged_bytes = 0
         self._memories = peers.share(2 * HALF_BYTES)
-        self._turn = 0
-        self.busy_s = 0.0  # in collectives, since the stage was made, waiting left out
+        self._half = 0
+        self.busy_s = 0.0  # in collectives, without waiting
 
-    def exchange(self, own: Tensor) -> list[Tensor]:
-        """Flat `own` of every rank, in the order of ranks; good until the exchange after the next. Collective."""
-        offset = self._turn * HALF_BYTES
-        self._turn = 1 - self._turn
-        views = [memory.tensor(offset, (own.numel(),), own.dtype) for memory in self._memories]
-        views[self.peers.index].copy_(own)
-        self.staged_bytes += own.nbytes
+    def exchange(self, values: Tensor) -> list[Tensor]:
+        """Return the flat `values` of every rank, by rank, valid until the exchange after the next. Collective."""
+        offset = self._half * HALF_BYTES
+        self._half = 1 - self._half
+        views = [memory.tensor(offset, (values.numel(),), values.dtype) for memory in self._memories]
+        views[self.peers.index].copy_(values)
+        self.staged_bytes += values.nbytes
         self.peers.barrier()
         return views
 
     @contextmanager
     def timed(self) -> Iterator[None]:
+        """Add the time of the block to `busy_s`."""
         begun, waited_s = time.perf_counter(), self.peers.waited_s
         yield
         self.busy_s += time.perf_counter() - begun - (self.peers.waited_s - waited_s)
 
 
-class _Fresh:
-    """New memory for each collective, because FSDP keeps its output: parameters' gradients are views of it."""
+class _NewOutput:
+    """Allocates the output of each collective anew, because the gradients of parameters are views of it."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class SharedAllGather(_Fresh):
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+class SharedAllGather(_NewOutput):
+    """FSDP2's extension point for all-gathers."""
+
+    def __init__(self, staging: StagingBuffer) -> None:
+        self._staging = staging
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        own, count = input_tensor.view(-1), input_tensor.numel()
+        local, count = input_tensor.view(-1), input_tensor.numel()
         whole = output_tensor.view(-1)
-        step = HALF_BYTES // own.element_size()
-        with self._stage.timed():
+        step = HALF_BYTES // local.element_size()
+        with self._staging.timed():
             for start in range(0, count, step):
-                piece = own[start : start + step]
-                for rank, values in enumerate(self._stage.exchange(piece)):
+                piece = local[start : start + step]
+                for rank, values in enumerate(self._staging.exchange(piece)):
                     whole[rank * count + start : rank * count + start + values.numel()].copy_(values)
 
 
-class SharedReduceScatter(_Fresh):
-    """Sums only, in the order of the ranks."""
+class SharedReduceScatter(_NewOutput):
+    """FSDP2's extension point for reduce-scatters. Only sums, in the order of the ranks."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, staging: StagingBuffer) -> None:
+        self._staging = staging
 
     def __call__(
         self,
@@ -89,48 +94,48 @@ class SharedReduceScatter(_Fresh):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"{op}: sums only")
-        peers, own = self._stage.peers, output_tensor.view(-1)
+        peers, local = self._staging.peers, output_tensor.view(-1)
         slices = input_tensor.view(peers.size, -1)
-        step = HALF_BYTES // (peers.size * own.element_size())
-        with self._stage.timed():
-            for start in range(0, own.numel(), step):
-                stop = min(start + step, own.numel())
-                views = self._stage.exchange(slices[:, start:stop].reshape(-1))
+        step = HALF_BYTES // (peers.size * local.element_size())
+        with self._staging.timed():
+            for start in range(0, local.numel(), step):
+                stop = min(start + step, local.numel())
+                views = self._staging.exchange(slices[:, start:stop].reshape(-1))
                 at = peers.index * (stop - start)
-                add_sum(own[start:stop], [view[at : at + stop - start] for view in views], first=True)
+                add_sum(local[start:stop], [view[at : at + stop - start] for view in views], first=True)
 
 
-_NUMEL = 1000  # of each rank
+def check_collectives(device: torch.device, staging: StagingBuffer | None) -> None:
+    """Sum and gather known numbers through `staging`, or by torch's own collectives if None. Collective.
 
+    torch <= 2.8 on gloo summed where it should average (pytorch#162338).
 
-def check_collectives(device: torch.device, stage: Stage | None) -> None:
-    """Known numbers are summed and gathered through `stage`; None: by torch's own collectives. Collective.
-
-    Raises TrainingError. torch <= 2.8 on gloo summed where it should average (pytorch#162338).
+    Raises:
+        SelfTestError: a result is wrong.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = torch.arange(world_size, dtype=torch.float32, device=device).repeat_interleave(_NUMEL)
-    own = torch.empty(_NUMEL, device=device)
-    ranks_sum = world_size * (world_size + 1) / 2
-    given = whole + rank + 1  # slice i, for rank i, holds i + rank + 1
+    whole = torch.arange(world_size, dtype=torch.float32, device=device).repeat_interleave(_CHECK_NUMEL)
+    reduced = torch.empty(_CHECK_NUMEL, device=device)
+    sum_of_ranks = world_size * (world_size + 1) / 2
+    addends = whole + rank + 1  # slice i, for rank i, holds i + rank + 1
     gathered = torch.empty_like(whole)
-    if stage is None:
-        dist.reduce_scatter_single(own, given)
-        dist.all_gather_single(gathered, torch.full_like(own, rank))
+    if staging is None:
+        dist.reduce_scatter_single(reduced, addends)
+        dist.all_gather_single(gathered, torch.full_like(reduced, rank))
     else:
         group = dist.group.WORLD
         assert group is not None
-        SharedReduceScatter(stage)(output_tensor=own, input_tensor=given, group=group, op=dist.ReduceOp.SUM)
-        SharedAllGather(stage)(output_tensor=gathered, input_tensor=torch.full_like(own, rank), group=group)
-    _expect("reduce-scatter", own, torch.full_like(own, world_size * rank + ranks_sum))
+        SharedReduceScatter(staging)(output_tensor=reduced, input_tensor=addends, group=group, op=dist.ReduceOp.SUM)
+        SharedAllGather(staging)(output_tensor=gathered, input_tensor=torch.full_like(reduced, rank), group=group)
+    _expect("reduce-scatter", reduced, torch.full_like(reduced, world_size * rank + sum_of_ranks))
     _expect("all-gather", gathered, whole)
 
 
-def _expect(what: str, found: Tensor, expected: Tensor) -> None:
-    wrong = (found != expected).nonzero()
+def _expect(collective: str, result: Tensor, expected: Tensor) -> None:
+    wrong = (result != expected).nonzero()
     if len(wrong):
         at = int(wrong[0])
         raise SelfTestError(
-            f"a {what} of known numbers gave {found[at].item()} instead of {expected[at].item()}:"
+            f"a {collective} of known numbers gave {result[at].item()} instead of {expected[at].item()}:"
             " broken torch or memory?"
         )

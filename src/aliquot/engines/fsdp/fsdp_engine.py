@@ -1,7 +1,7 @@
-"""The fsdp engine: PyTorch FSDP2, weights gathered layer by layer. For weights that do not fit a node, and for CUDA.
+"""The fsdp engine: PyTorch FSDP2, which gathers weights layer by layer. For weights that do not fit a node, and CUDA.
 
 Master weights are fp32 and sharded along dim 0; a layer is gathered in bf16 (or fp32), its gradient reduced in fp32.
-What learns nothing is kept as it is gathered.
+Frozen weights have no master and are sharded in the dtype in which they are gathered.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from aliquot.core.errors import EngineError
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.fsdp.fsdp_collectives import Stage, check_collectives
-from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, share_memory
+from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives
+from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, use_shared_memory
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.matmul import copies_transposed
@@ -49,7 +49,7 @@ class _Shard:
 
     name: str
     parameter: nn.Parameter  # holds a DTensor
-    local: Tensor  # the rows, fp32, a leaf that the optimizer updates; of what learns nothing as it is computed with
+    local: Tensor  # the rows: a fp32 leaf that the optimizer updates; of a frozen weight in the compute dtype
     start: int  # flat index of the first element in the whole tensor
 
 
@@ -57,19 +57,24 @@ class FsdpEngine:
     """See engines/base.py for the contract of each method."""
 
     def __init__(
-        self, model: nn.Module, shards: list[_Shard], spec: EngineSpec, topology: Topology, stage: Stage | None
+        self,
+        model: nn.Module,
+        shards: list[_Shard],
+        spec: EngineSpec,
+        topology: Topology,
+        staging: StagingBuffer | None,
     ) -> None:
         self._model = model
         self._shards = shards
         self._local = {shard.name: shard.local for shard in shards}
-        self._learning = [shard for shard in shards if shard.parameter.requires_grad]
-        self._states = {shard.name: i for i, shard in enumerate(self._learning)}  # its place in the optimizer
+        self._trainable = [shard for shard in shards if shard.parameter.requires_grad]
+        self._states = {shard.name: i for i, shard in enumerate(self._trainable)}  # places in the optimizer
         self._spec = spec
         self._device = torch.device(topology.device)
         self._world_size = topology.world_size
         self._optimizer = ShardedAdamW(
-            [shard.local for shard in self._learning],
-            [decays(shard.name, shard.parameter.shape) for shard in self._learning],
+            [shard.local for shard in self._trainable],
+            [decays(shard.name, shard.parameter.shape) for shard in self._trainable],
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
@@ -79,15 +84,15 @@ class FsdpEngine:
         self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        # From one step to the next: allocated anew among activations of changing sizes they leave ever more holes in
-        # the heap, 94 MiB in 90 steps of 60 M parameters. torch's allocator of a GPU's memory leaves none.
+        # On CPU gradients stay allocated between steps. New ones among activations of changing sizes would fragment the
+        # heap, by 94 MiB in 90 steps of 60 M parameters. torch's allocator of GPU memory does not fragment.
         self._keeps_gradients = topology.device == "cpu"
-        self._kept = spec.unsharded
-        self._gathered = False  # all weights are, because they are kept
-        self._stage = stage  # None: gloo or nccl carries the collectives
+        self._unsharded = spec.unsharded
+        self._gathered = False  # unsharded weights are whole now
+        self._staging = staging  # None: gloo or nccl carries the collectives
         groups = [group_numel(module) for module in self._groups]
-        # The root's group stays gathered while the largest layer is; a single rank gathers a copy all the same.
-        most = sum(groups) if self._kept.weights else groups[0] + max(groups[1:], default=0)
+        # The root stays gathered while the largest layer is. A single rank gathers a copy, too.
+        most = sum(groups) if self._unsharded.weights else groups[0] + max(groups[1:], default=0)
         self._gathered_bytes = spec.compute_dtype.itemsize * most
 
     @classmethod
@@ -97,25 +102,25 @@ class FsdpEngine:
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
         recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
-        # Pinned, FSDP2 would copy the shards to new memory at the first forward pass, and the optimizer would go on
-        # to update the old ones.
+        # With pinned memory FSDP2 would copy the shards at the first forward pass, and the optimizer would update the
+        # former ones.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
         for name, parameter in meta.named_parameters():
             if not parameter.requires_grad and name not in spec.exact:
                 parameter.data = parameter.data.to(spec.compute_dtype)
-        # FSDP2 shards no scalar, and gathers all of a layer in one dtype: these few each rank has whole.
+        # FSDP2 shards no scalar and gathers a layer in one dtype: every rank holds these few weights whole.
         whole = {
             parameter: name for name, parameter in meta.named_parameters() if parameter.ndim == 0 or name in spec.exact
         }
-        if learned := [name for parameter, name in whole.items() if parameter.requires_grad]:
-            raise EngineError(f"engine fsdp: FSDP2 shards no weight without a dimension, and {learned[0]} has none")
-        reshard = False if spec.unsharded.weights else None  # None: all but the root
+        if scalars := [name for parameter, name in whole.items() if parameter.requires_grad]:
+            raise EngineError(f"engine fsdp: FSDP2 shards no weight without a dimension, and {scalars[0]} has none")
+        reshard = False if spec.unsharded.weights else None  # None: all groups except for the root
         for group in groups_of(meta):
             fully_shard(
                 group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
                 reshard_after_forward=reshard,
             )  # fmt: skip
-        stage = share_memory(meta, spec, topology)
+        staging = use_shared_memory(meta, spec, topology)
         if spec.fused_loss:
             add_fused_loss(
                 meta,
@@ -127,21 +132,21 @@ class FsdpEngine:
             )
         for module in meta.modules():
             if isinstance(module, FSDPModule):
-                # Gradients are summed; the division by the global number of tokens is in the loss's scale.
-                if topology.world_size > 1:  # of one rank FSDP2 divides by 1 in a pass of its own
+                # Gradients are summed; the loss's scale divides by the global number of tokens.
+                if topology.world_size > 1:  # for a single rank FSDP2 would divide by 1 in an extra pass
                     module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         materialise(meta, torch.device("cpu") if spec.offload else device, buffers_on=device)
         for name in whole.values():
             parameter = meta.get_parameter(name)
             parameter.data = torch.zeros_like(parameter, device=device)
-        return cls(meta, _own_shards(meta, topology), spec, topology, stage)
+        return cls(meta, _local_shards(meta, topology), spec, topology, staging)
 
     @property
     def transport(self) -> str:
         if self._world_size == 1:
             return "one rank"
-        if self._stage is not None:
+        if self._staging is not None:
             return "shared memory"
         return "gloo" if self._device.type == "cpu" else "nccl"
 
@@ -149,7 +154,7 @@ class FsdpEngine:
         return [
             Part(shard.name, tuple(shard.parameter.shape), kind, shard.start, shard.start + shard.local.numel())
             for kind in KINDS
-            for shard in (self._shards if kind == "weight" else self._learning)
+            for shard in (self._shards if kind == "weight" else self._trainable)
             if shard.local.numel()
         ]
 
@@ -169,9 +174,9 @@ class FsdpEngine:
         return self._optimizer.moment(self._states[part.name], part.kind).view(-1)
 
     def ready(self) -> None:
-        check_collectives(self._device, self._stage)
+        check_collectives(self._device, self._staging)
         for shard in self._shards:
-            if not isinstance(shard.parameter, DTensor):  # each rank has all of it, and has filled its range
+            if not isinstance(shard.parameter, DTensor):  # held whole by every rank, which has filled its range
                 whole = torch.zeros_like(shard.parameter, dtype=torch.float32).view(-1)
                 whole[shard.start : shard.start + shard.local.numel()] = shard.local
                 dist.all_reduce(whole)
@@ -184,7 +189,7 @@ class FsdpEngine:
         self._model.train()
         if batch is not None and self._spec.dropout:
             torch.manual_seed(batch.seed)
-        self._keep_until(last)
+        self._hold_unsharded(last)
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale)
         self._spec.hooks.step("forward")
@@ -192,35 +197,37 @@ class FsdpEngine:
         if batch is not None:
             warm_up_kernels(self._attention, self._spec, batch.edges)
         self._spec.hooks.step("backward")
-        calls = self._calls_of(batch)
+        calls = self._call_count(batch)
         self._count_wire(
-            gathers=(0 if self._gathered else 1) if self._kept.weights else 2 * calls,
-            reduces=0 if self._kept.gradients and not last else calls,
+            gathers=(0 if self._gathered else 1) if self._unsharded.weights else 2 * calls,
+            reduces=0 if self._unsharded.gradients and not last else calls,
         )
-        self._gathered = self._kept.weights and not last
+        self._gathered = self._unsharded.weights and not last
         return summed
 
-    def _keep_until(self, last: bool) -> None:
-        """Gradients are reduced at every micro-batch, weights dropped in every backward pass: kept they cost 4 and 2
-        bytes x all parameters on every rank. Where the plan has found room for them they are only in the last."""
+    def _hold_unsharded(self, last: bool) -> None:
+        """Reduce gradients and drop weights only in the last micro-batch, where they are unsharded.
+
+        Unsharded gradients cost 4 bytes and unsharded weights 2 bytes per parameter of the model on every rank.
+        """
         for module in self._groups:
-            if self._kept.gradients:
+            if self._unsharded.gradients:
                 module.set_requires_gradient_sync(last, recurse=False)
-            if self._kept.weights:
+            if self._unsharded.weights:
                 module.set_reshard_after_backward(last, recurse=False)
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
-        self._count_wire(gathers=0 if self._gathered else self._calls_of(batch), reduces=0)
-        self._gathered = self._kept.weights
+        self._count_wire(gathers=0 if self._gathered else self._call_count(batch), reduces=0)
+        self._gathered = self._unsharded.weights
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
 
-    def _calls_of(self, batch: MicroBatch | None) -> int:
+    def _call_count(self, batch: MicroBatch | None) -> int:
         return 1 if batch is None or self._spec.packs else max(batch.calls, len(batch.edges) - 1)
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """The summed loss, detached, and what backward() starts from."""
+        """Return the summed loss, detached, and the loss that backward() starts from."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._fused:
@@ -231,13 +238,13 @@ class FsdpEngine:
         return summed, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        for shard in self._learning:
+        for shard in self._trainable:
             gradient = cast("DTensor | None", shard.parameter.grad)
-            # A shard without rows has no gradient of its own; the optimizer wants one for every weight.
+            # A shard without rows has no gradient, but the optimizer needs one for every weight.
             shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
             if not self._keeps_gradients:
                 shard.parameter.grad = None
-        gradients = [cast("Tensor", shard.local.grad) for shard in self._learning]
+        gradients = [cast("Tensor", shard.local.grad) for shard in self._trainable]
         norm = global_norm(squared_norms(gradients), self._device)
         self._optimizer.step(learning_rate, norm, max_grad_norm)
         if self._keeps_gradients:
@@ -245,42 +252,42 @@ class FsdpEngine:
         return StepResult(norm)
 
     def counters(self) -> Counters:
-        learning = sum(shard.local.numel() for shard in self._learning)
+        trainable = sum(shard.local.numel() for shard in self._trainable)
         gradients = [shard.parameter.grad for shard in self._shards if shard.parameter.grad is not None]
         return Counters(
             weights_bytes=sum(shard.local.nbytes for shard in self._shards),
             gradients_bytes=sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
-            moments_bytes=8 * learning,
+            moments_bytes=8 * trainable,
             gathered_bytes=self._gathered_bytes,
             activations_bytes=self._activations.peak_bytes,
-            wire_bytes=self._wire_bytes if self._stage is None else 0,
-            staged_bytes=self._stage.staged_bytes if self._stage is not None else 0,
-            reduce_s=self._stage.busy_s if self._stage is not None else None,
-            wait_s=self._stage.peers.waited_s if self._stage is not None else 0.0,
+            wire_bytes=self._wire_bytes if self._staging is None else 0,
+            staged_bytes=self._staging.staged_bytes if self._staging is not None else 0,
+            reduce_s=self._staging.busy_s if self._staging is not None else None,
+            wait_s=self._staging.peers.waited_s if self._staging is not None else 0.0,
         )
 
     def _count_wire(self, gathers: int, reduces: int) -> None:
-        """Bytes that this rank sends for whole-model collectives: (N - 1) / N each of the model, or of what learns."""
+        """Count the bytes that this rank sends: (N - 1) / N of all weights per gather, of trainable ones per reduce."""
         numel = sum(shard.parameter.numel() for shard in self._shards)
-        learning = sum(shard.parameter.numel() for shard in self._learning)
+        trainable = sum(shard.parameter.numel() for shard in self._trainable)
         share = (self._world_size - 1) / self._world_size
-        gathered, reduced = gathers * self._spec.compute_dtype.itemsize * numel, reduces * 4 * learning
+        gathered, reduced = gathers * self._spec.compute_dtype.itemsize * numel, reduces * 4 * trainable
         self._wire_bytes += int(share * (gathered + reduced))
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
         with torch.no_grad():
-            # All ranks must run the same number of forward passes: each gathers the layers with the others.
+            # All ranks must run equally many forward passes, because every pass gathers layers from all of them.
             result: Tensor = self._model.generate(ids.to(self._device), synced_gpus=self._world_size > 1, **options)  # type: ignore[operator]
         return result
 
     def close(self) -> None:
         self._shards.clear()
-        if self._stage is not None:
-            self._stage.peers.close()
+        if self._staging is not None:
+            self._staging.peers.close()
 
 
-def _own_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
+def _local_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
     shards = []
     for name, parameter in model.named_parameters():
         start, stop = row_ranges(tuple(parameter.shape), topology.world_size)[topology.rank]

@@ -1,6 +1,9 @@
-"""What the fsdp engine holds, and torch's FSDP2 (fully_shard) for what it gathers, keeps and drops, and when."""
+"""The memory of the fsdp engine, and of torch's FSDP2 (fully_shard), which gathers, holds and drops weights."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
@@ -8,7 +11,25 @@ from aliquot.engines.rank_memory import RankMemory
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape
 
-HALF_BYTES = 16 << 20  # of a rank's staging room in shared memory, which has two
+HALF_BYTES = 16 << 20  # half of a rank's staging buffer in shared memory
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Padded elements of the groups that FSDP2 gathers: the root, and the layers in their order."""
+
+    root: int
+    layers: Sequence[int]
+    learned_root: int  # with gradients
+    learned_layers: Sequence[int]
+    ranks: int
+    compute: int  # bytes of a gathered element
+    flat: int  # bytes per element of the flat result of an all-gather, from which FSDP2 copies
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the gathered model."""
+        return self.compute * (self.root + sum(self.layers))
 
 
 def fsdp_memory(
@@ -17,75 +38,69 @@ def fsdp_memory(
     layout: RankLayout,
     backward_bytes: int,
     layer_bytes: int,
-    kept: Unsharded = SHARDED,
+    unsharded: Unsharded = SHARDED,
 ) -> RankMemory:
-    """`backward_bytes`: of activations at most in a backward pass; `layer_bytes`: of those of one layer. `kept`: over
-    several micro-batches."""
+    """Return the memory of a rank.
+
+    Args:
+        backward_bytes: the most activations during a backward pass.
+        layer_bytes: the activations of one layer.
+    """
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
-    root, *others = shape.padded_groups(ranks)
+    root, *layers = shape.padded_groups(ranks)
     learned = shape.learned_padded_groups(ranks)
-    own = sum(learned) // ranks
-    frozen = (root + sum(others)) // ranks - own
+    owned = sum(learned) // ranks
+    frozen = (root + sum(layers)) // ranks - owned
     shared = layout.device == "cpu" and layout.nodes == 1 and ranks > 1 and config.shard.collectives != "gloo"
-    # The flat result of the last all-gather is kept while the next one is made; one rank alone copies only.
+    # FSDP2 holds the flat result of an all-gather until the next one is made; a single rank only copies.
     flat = compute if ranks > 1 else 0
-    largest = max(others)
+    groups = _Groups(root, layers, learned[0], learned[1:], ranks, compute, flat)
+    largest = max(layers)
     forward = compute * root + (compute + flat) * largest
-    if kept.weights:
-        forward = compute * (root + sum(others)) + flat * largest
-    backward = _backward(root, others, learned, compute, flat, ranks, backward_bytes, layer_bytes, kept)
+    if unsharded.weights:
+        forward = groups.whole_bytes + flat * largest
     return RankMemory(
-        weights=4 * own + compute * frozen,
-        gradients=4 * (sum(learned) if kept.gradients else own),
+        weights=4 * owned + compute * frozen,
+        gradients=4 * (sum(learned) if unsharded.gradients else owned),
         gradients_from_start=False,
-        moments=8 * own,
+        moments=8 * owned,
         update=0,
         forward=forward,
-        backward=backward,
+        backward=_backward(groups, backward_bytes, layer_bytes, unsharded),
         evaluation=forward,
         shared_weights=0,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
-        own_gradients=4 * own,
-        # Gradients stay where they are from step to step; the root's of a micro-batch are made beside them.
+        own_gradients=4 * owned,
+        # Gradients stay in place from step to step; those of the root are made anew beside them in each micro-batch.
         holes=4 * learned[0] // ranks if layout.device == "cpu" else 0,
     )
 
 
-def _backward(
-    root: int,
-    others: list[int],
-    learned: list[int],
-    compute: int,
-    flat: int,
-    ranks: int,
-    backward_bytes: int,
-    layer_bytes: int,
-    kept: Unsharded,
-) -> int:
-    """Most bytes beside `backward_bytes`, which is as many at its peak as in the last layer.
+def _backward(groups: _Groups, backward_bytes: int, layer_bytes: int, unsharded: Unsharded) -> int:
+    """Return the most bytes of a backward pass in addition to `backward_bytes`, which is the peak in the last layer.
 
-    `learned`: of the root and of each of the `others`, what has gradients.
-
-    A group in its backward pass: the root and it whole, the next one gathered ahead (flat), its gradients in the
-    compute dtype, and the fp32 input of the reduce-scatter of the group before, which FSDP2 keeps until its own.
-    Weights that are `kept` are all there until the end; gradients that are have been added to their sums, which are
-    counted as gradients, before they are reduced.
+    While a group is in its backward pass, these are in memory: the root and the group whole, the next group gathered
+    ahead (flat), the group's gradients in the compute dtype, and the fp32 input of the previous group's reduce-scatter,
+    which FSDP2 holds until the next one. Unsharded weights are all in memory until the end. Unsharded gradients have
+    been added to their sums, which count as gradients, before they are reduced.
     """
     most = done = 0
-    of_root, *of_others = learned
-    whole = compute * (root + sum(others))
-    beside = 0 if kept.gradients else compute  # of a group's gradients while they are reduced
-    for at in range(len(others) - 1, -1, -1):
-        ahead = flat * others[at - 1] if at and not kept.weights else 0
-        before = 4 * of_others[at + 1] if at + 1 < len(others) else 0
-        gathered = whole if kept.weights else compute * root + compute * others[at] + ahead
-        computing = gathered + compute * of_others[at] + before
-        left = whole if kept.weights else compute * root + ahead
-        reducing = left + (beside + 4) * of_others[at] + 4 * of_others[at] // ranks
+    compute, flat, ranks, layers, learned = (
+        groups.compute, groups.flat, groups.ranks, groups.layers, groups.learned_layers
+    )  # fmt: skip
+    whole = groups.whole_bytes
+    unreduced = 0 if unsharded.gradients else compute  # per gradient of the group that is being reduced
+    for at in range(len(layers) - 1, -1, -1):
+        ahead = flat * layers[at - 1] if at and not unsharded.weights else 0
+        before = 4 * learned[at + 1] if at + 1 < len(layers) else 0
+        gathered = whole if unsharded.weights else compute * groups.root + compute * layers[at] + ahead
+        computing = gathered + compute * learned[at] + before
+        left = whole if unsharded.weights else compute * groups.root + ahead
+        reducing = left + (unreduced + 4) * learned[at] + 4 * learned[at] // ranks
         most = max(most, max(computing, reducing) - done * layer_bytes)
         done += 1
     activations_left = backward_bytes - done * layer_bytes
     freed = backward_bytes - max(0, activations_left)
-    gathered = whole if kept.weights else compute * root
-    ending = gathered + (beside + 4) * of_root + 4 * of_root // ranks - freed
+    gathered = whole if unsharded.weights else compute * groups.root
+    ending = gathered + (unreduced + 4) * groups.learned_root + 4 * groups.learned_root // ranks - freed
     return max(most, ending, 0)
