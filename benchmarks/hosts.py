@@ -114,7 +114,7 @@ def _plan(given: argparse.Namespace, hosts: int, link: str, reduce_dtype: str) -
     from aliquot.config.read_config import validate
     from aliquot.data.workload import Workload
     from aliquot.distributed.topology import RankLayout
-    from aliquot.planner.calibrate import make_known
+    from aliquot.planner.machine_profile import ensure_measured
     from aliquot.planner.planned_machine import Machine
     from aliquot.planner.planned_model import PlannedModel
     from aliquot.planner.planner import Planner
@@ -129,7 +129,7 @@ def _plan(given: argparse.Namespace, hosts: int, link: str, reduce_dtype: str) -
     run = validate(values, {}, "hosts")
     bytes_per_s = None if link == "none" else float(link.removesuffix("gbit")) * 1e9 / 8
     machine = replace(Machine.this(), network_bytes_per_s=bytes_per_s)
-    make_known(machine, RankLayout(1, hosts, 1, "cpu"))
+    ensure_measured(machine, RankLayout(1, hosts, 1, "cpu"))
     return Planner(PlannedModel(run), machine).plan(run, RankLayout(hosts, 1, 1, "cpu"), Workload.assumed(run))
 
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 import tests.examples  # noqa: F401 (the profiles)
 from aliquot.machine.cpu import read_cpu
-from aliquot.planner.profiles import keep_quick
+from aliquot.planner.machine_profile import keep
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 # Read when torch is imported: threads that wait leave the core to others. A test run has more threads than cores.
@@ -27,16 +27,10 @@ SHARED = REPOSITORY.parent / "shared"
 
 RATES = {  # no machine's
     "products": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
-    "of_layers": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
-    "sums": {kept: [[2.0, 5e8], [4.0, 4e8]] for kept in ("fp32", "bf16")},
-    "updates": {"fp32": 3e8, "bf16": 1e8, "int8": 1e8},
-    "small": {"2": 5e10, "4": 5e10},
-    "memory": {
-        kind: [[1e6, 1e10], [1e7, 5e9]]
-        for kind in ("copy", "add", "silu", "tanh", "softmax", "sum", "convert", "permute", "transpose")
-    },
-    "stage": 5e9,
-    "patch": 1.5e9,
+    "layer_products": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
+    "batched": {"2": 5e10, "4": 5e10},
+    "memory": {kind: [[1e6, 1e10], [1e7, 5e9]] for kind in ("stream", "exp", "transpose")},
+    "stage_bytes_per_s": 5e9,
     "call_s": 5e-6,
     "socket_bytes_per_s": 1e9,
     "spread": 0.0,
@@ -88,7 +82,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     of_all = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["ALIQUOT_CACHE"] = str(of_all / "cache")
     for ranks, threads in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)):
-        keep_quick(read_cpu(), ranks, threads, RATES)
+        keep(read_cpu(), ranks, threads, RATES)
 
 
 @pytest.fixture(scope="session")

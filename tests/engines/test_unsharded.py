@@ -12,7 +12,7 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.shaped_model import shaped_model
-from aliquot.planner.disk_placement import most_unsharded
+from aliquot.planner.memory_plan import most_unsharded
 from aliquot.planner.traffic import traffic
 from tests.engines.unsharded_worker import MICRO_BATCHES, MODEL
 from tests.planner.shapes import planned_config

@@ -16,8 +16,8 @@ from aliquot.cli.main import app
 from aliquot.cli.one_line_errors import one_line_errors
 from aliquot.core.errors import UserError
 from aliquot.machine.cpu import read_cpu
-from aliquot.planner import calibrate
-from aliquot.planner.profiles import keep_quick
+from aliquot.planner import machine_profile
+from aliquot.planner.machine_profile import keep
 from tests.runs import command, refused, trained, write_config
 
 KEYS = {
@@ -78,7 +78,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(calibrate, "_together", lambda count, threads: pytest.fail("measured for half a minute first"))
+    monkeypatch.setattr(machine_profile, "_measure", lambda *_: pytest.fail("measured for half a minute first"))
     told = plan_in_this_process("--calibrate")
     assert (told.exit_code, told.stderr) == (2, f"aliquot: {tmp_path}/file/machines: Not a directory [disk]\n")
 
@@ -92,7 +92,7 @@ def test_a_full_disk_holds_nothing_of_a_profile_that_did_not_fit(
         (tmp_path / "full").write_bytes(bytes(16384))
         monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
         with pytest.raises(OSError, match="No space left on device"):
-            keep_quick(read_cpu(), 1, 1, {"products": {}})
+            keep(read_cpu(), 1, 1, {"products": {}})
         assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["full"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -13,8 +13,8 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit, planned_model
-from aliquot.planner.disk_placement import MARGIN
-from aliquot.planner.engine_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
+from aliquot.planner.memory_plan import MARGIN
+from aliquot.planner.phase_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planner import plan
@@ -118,13 +118,13 @@ def test_a_gpu_that_nobody_knows_is_said_to_be_one() -> None:
 def test_gpus_without_bf16_compute_as_fast_as_in_fp32() -> None:
     for name, as_fast in (("v100", True), ("t4", True), ("a100", False)):
         found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
-        assert (found.bf16_flops == found.fp32_flops) == as_fast == ("has no bf16" in found.source)
+        assert (found.batched[2] == found.batched[4]) == as_fast == ("has no bf16" in found.source)
 
 
 def test_what_an_h200_reached_is_not_expected_of_slower_cards_of_that_name() -> None:
     for name, said in (("H100", True), ("NVIDIA H200", True), ("NVIDIA H100 PCIe", False), ("NVIDIA H100 NVL", False)):
         found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
-        assert (found.bf16_flops > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
+        assert (found.batched[2] > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
 
 
 def test_the_plan_shows_both() -> None:

@@ -23,7 +23,7 @@ from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit
 from aliquot.planner.advice import _compiled, _planned, with_advice
-from aliquot.planner.engine_memory import COMPILER_BYTES
+from aliquot.planner.phase_memory import COMPILER_BYTES
 from aliquot.planner.pictures import memory_svg
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
@@ -31,7 +31,7 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
 from aliquot.planner.report import COLUMNS, summary
 from aliquot.planner.search import fastest, remedies
-from aliquot.planner.timing import StepTime
+from aliquot.planner.step_time import StepTime
 from aliquot.planner.traffic import traffic
 from tests.planner.shapes import LLAMA, QWEN3, planned_config
 

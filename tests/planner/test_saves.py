@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import RunConfig
-from aliquot.planner.checkpoint_cost import Saves, saves_of
+from aliquot.planner.checkpoint_cost import SaveCounts, Saving, count_saves
 from tests.planner.shapes import LLAMA, planned_config
 
 GB = 10**9
@@ -28,17 +28,17 @@ def test_saves_are_counted_as_a_run_makes_them(
     due = {step for step in range(1, steps + 1) if (every and step % every == 0) or (best and step % eval_steps == 0)}
     if last or best:
         due.add(steps)
-    found = saves_of(config, steps, GB, GB, 1, 1.0, 1.0)
-    assert found.waited + found.beside == len(due)
-    assert found.waited == (int(steps in due) if asynchronous else len(due))
+    found = count_saves(config, steps, Saving(1, GB, GB), 1, 1.0, 1.0)
+    assert found.blocking + found.overlapped == len(due)
+    assert found.blocking == (int(steps in due) if asynchronous else len(due))
 
 
 def test_steps_wait_for_what_may_not_be_copied() -> None:
     config = config_of(1, buffer_bytes=GB)
     # Of 96 GB at 0.5 GB/s, 2 may be copied by two ranks: 188 s, less the 8 s until the next update.
-    assert saves_of(config, 100, 96 * GB, 0.5 * GB, 2, 10.0, 8.0) == Saves(1, 99, 99 * 182.0)
-    slow = saves_of(config_of(100, buffer_bytes=GB), 1000, 96 * GB, 0.5 * GB, 2, 10.0, 8.0)
+    assert count_saves(config, 100, Saving(1, 96 * GB, 0.5 * GB), 2, 10.0, 8.0) == SaveCounts(1, 99, 99 * 182.0)
+    slow = count_saves(config_of(100, buffer_bytes=GB), 1000, Saving(1, 96 * GB, 0.5 * GB), 2, 10.0, 8.0)
     assert slow.stall_s == pytest.approx(9 * 180.0)
-    assert saves_of(config_of(100, buffer_bytes=GB), 1000, 4 * GB, 0.5 * GB, 2, 10.0, 8.0).stall_s == 0
-    nothing = saves_of(config_of(0, last=False), 100, GB, GB, 1, 1.0, 1.0)
-    assert nothing == Saves(0, 0, 0.0)
+    assert count_saves(config_of(100, buffer_bytes=GB), 1000, Saving(1, 4 * GB, 0.5 * GB), 2, 10.0, 8.0).stall_s == 0
+    nothing = count_saves(config_of(0, last=False), 100, Saving(1, GB, GB), 1, 1.0, 1.0)
+    assert nothing == SaveCounts(0, 0, 0.0)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.distributed.topology import RankLayout
-from aliquot.planner.checkpoint_cost import snapshot_bytes
-from aliquot.planner.timing import MicroBatchTime
+from aliquot.planner.checkpoint_cost import Saving, snapshot_bytes
+from aliquot.planner.step_time import MicroBatchTime
 from tests.planner.shapes import LLAMA, planned_config
 
 MIB = 1 << 20
@@ -20,7 +20,7 @@ def copies(
     """Of a disk of 0.5 GB/s; `step_s`: of forward and backward passes of one micro-batch."""
     config = planned_config(LLAMA, checkpoint={"every": every, "async": asynchronous})
     each = MicroBatchTime((step_s / 4, 0.0), (step_s / 2, step_s / 4), (0.0, 0.0))
-    return snapshot_bytes(config, PAIR, 10, numel, 12 * numel, 0.5e9, each, micro_batches, freed)
+    return snapshot_bytes(config, PAIR, 10, Saving(numel, 12 * numel, 0.5e9), each, micro_batches, freed)
 
 
 def test_a_save_shorter_than_a_step_needs_none() -> None:
@@ -35,7 +35,7 @@ def test_a_save_shorter_than_a_step_needs_none() -> None:
         {"train": {"eval_steps": 5}, "data": {"eval_fraction": 0.1}},
     )
     config = planned_config(LLAMA, checkpoint={"every": 0, "best": True}, **sections)
-    assert snapshot_bytes(config, PAIR, 10, 10**8, 12 * 10**8, 0.5e9, each, 1, 0) == 256 * MIB
+    assert snapshot_bytes(config, PAIR, 10, Saving(10**8, 12 * 10**8, 0.5e9), each, 1, 0) == 256 * MIB
 
 
 def test_what_is_copied_where_activations_were_counts_only_if_it_is_there_when_they_return() -> None:
@@ -48,8 +48,9 @@ def test_what_is_copied_where_activations_were_counts_only_if_it_is_there_when_t
 
 def test_a_disk_that_was_measured_is_trusted_more() -> None:
     config, each = planned_config(LLAMA, checkpoint={"every": 5}), MicroBatchTime((0.25, 0.0), (0.5, 0.25), (0.0, 0.0))
-    given = (config, PAIR, 10, 10**8, 12 * 10**8, 1e9, each, 2, 0)
-    assumed, measured = (snapshot_bytes(*given, measured=known) for known in (False, True))
+    assumed, measured = (
+        snapshot_bytes(config, PAIR, 10, Saving(10**8, 12 * 10**8, 1e9, known), each, 2, 0) for known in (False, True)
+    )
     assert measured == 0 < assumed
 
 
@@ -58,7 +59,7 @@ def test_moments_in_int8_are_slow_to_save_however_fast_the_disk() -> None:
     each = MicroBatchTime((0.25, 0.0), (0.5, 0.25), (0.0, 0.0))
     for states, expected in (("fp32", 0), ("int8", 12 * 10_000_000 // 2)):
         config = planned_config(LLAMA, checkpoint={"every": 5}, train={"optimizer_states": states})
-        assert snapshot_bytes(config, PAIR, 10, 20_000_000, 1, 0.5e9, each, 1, 0) == expected
+        assert snapshot_bytes(config, PAIR, 10, Saving(20_000_000, 1, 0.5e9), each, 1, 0) == expected
 
 
 @given(st.floats(1e-3, 100), st.floats(1e-3, 100), st.integers(1, 10**9))

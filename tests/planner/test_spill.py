@@ -25,8 +25,8 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner import search
-from aliquot.planner.disk_placement import MARGIN, spilled
 from aliquot.planner.fit import short_disks
+from aliquot.planner.memory_plan import MARGIN, least_on_disk
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
@@ -51,15 +51,15 @@ def saved(on_disk: OnDisk) -> int:
 @given(excess=st.integers(0, 14 * LARGE))
 @settings(max_examples=examples(40))
 def test_no_more_goes_there_than_must(excess: int) -> None:
-    found = spilled(SHAPE, LAYOUT, True, lambda on_disk: excess - saved(on_disk))
+    found = least_on_disk(SHAPE, LAYOUT, True, lambda on_disk: excess - saved(on_disk))
     assert bool(found) == (excess > 0)
-    everything = spilled(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
+    everything = least_on_disk(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
     if excess > saved(everything):
         assert found == everything
     else:
         assert excess <= saved(found) < excess + 8 * max(map(numel, SHAPE.weights))
     assert everything.layers == SHAPE.layers and (found == everything or not found.layers)
-    assert not spilled(SHAPE, LAYOUT, False, lambda on_disk: 1.0).layers
+    assert not least_on_disk(SHAPE, LAYOUT, False, lambda on_disk: 1.0).layers
     if found.gradients:
         assert found.states == everything.states
         assert all(dict(found.states)[each] >= count for each, count in found.gradients)
@@ -76,13 +76,13 @@ def test_little_is_asked_of_a_model_of_many_layers(excess: int) -> None:
         return 64 * excess - saved(on_disk)
 
     shape = replace(SHAPE, learned=64 * SHAPE.learned)
-    spilled(shape, LAYOUT, True, too_much)
+    least_on_disk(shape, LAYOUT, True, too_much)
     kinds = sum(len(each) > 1 for each in shape.alike)
     assert len(asked) <= 2 + 2 * kinds + max(shape.alike.values()).bit_length()
 
 
 def test_the_embedding_keeps_its_sums_in_memory() -> None:
-    everything = spilled(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
+    everything = least_on_disk(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
     shapes = list(SHAPE.weights)
     embedding = shapes.index(SHAPE.embedding)
     there = first_of(shapes, everything.gradients, never=embedding)
@@ -93,16 +93,16 @@ def test_the_embedding_keeps_its_sums_in_memory() -> None:
 def test_frozen_layers_go_there_when_all_else_is() -> None:
     frozen = {"freeze": ["model.embed_tokens.*", "model.layers.*.mlp.*", "model.layers.1.*"]}
     shape = shaped_model(planned_config(LLAMA, train=frozen)).shape
-    everything = spilled(shape, LAYOUT, True, lambda on_disk: 1.0)
+    everything = least_on_disk(shape, LAYOUT, True, lambda on_disk: 1.0)
     assert everything.layers == shape.layers and everything.states == tuple(
         (each, shape.alike[each]) for each, _ in everything.states
     )
     mlp, attention = {(320, 128), (128, 320)}, {(128, 128), (64, 128)}
     assert set(everything.frozen) == mlp | attention  # those of layer 1, and no look-up and no norms
-    assert not spilled(shape, LAYOUT, False, lambda on_disk: 1.0).frozen
-    fewer = spilled(shape, LAYOUT, True, lambda on_disk: 2.0 - on_disk.layers)
+    assert not least_on_disk(shape, LAYOUT, False, lambda on_disk: 1.0).frozen
+    fewer = least_on_disk(shape, LAYOUT, True, lambda on_disk: 2.0 - on_disk.layers)
     assert fewer.layers == 2 and fewer.frozen == everything.frozen
-    assert not spilled(shape, LAYOUT, True, lambda on_disk: 1.0 - bool(on_disk.gradients)).frozen
+    assert not least_on_disk(shape, LAYOUT, True, lambda on_disk: 1.0 - bool(on_disk.gradients)).frozen
     assert TypeAdapter(OnDisk).validate_python(json.loads(json.dumps(vars(everything)))) == everything
     config = planned_config(LLAMA, train=frozen)
     size, moved = (

@@ -84,8 +84,8 @@ def command(
         from aliquot.data.workload import Workload
         from aliquot.planner import fit, report, search
         from aliquot.planner.advice import with_advice
-        from aliquot.planner.calibrate import make_known
         from aliquot.planner.fit import short_disks
+        from aliquot.planner.machine_profile import ensure_measured
         from aliquot.planner.pictures import memory_svg
         from aliquot.planner.planned_machine import chosen, in_pod, with_disks
         from aliquot.planner.planned_model import PlannedModel
@@ -95,7 +95,7 @@ def command(
             if value is not None and not value <= _MOST:  # nan is not, either
                 raise UsageError(f"{option} {value:g}: give a number up to {_MOST:g}")
         if calibrate:
-            from aliquot.planner.calibrate import calibrate as measure
+            from aliquot.planner.machine_profile import calibrate as measure
 
             with progress() as doing:
                 doing("measuring this machine, half a minute")
@@ -132,7 +132,7 @@ def command(
             doing("what the model needs")
             planner = Planner(PlannedModel(settings), machine)
             doing("what this machine reaches")
-            make_known(machine, layout)
+            ensure_measured(machine, layout)
             doing("what the run needs")
             plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload, names)
             problems = fit.problems(plan, machine)

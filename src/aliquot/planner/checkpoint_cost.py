@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: seconds for which steps wait, and memory for copies of unsaved parts."""
+"""What checkpoints cost a run: bytes to write, seconds for which steps wait, and memory for copies of unsaved parts."""
 
 from __future__ import annotations
 
@@ -9,90 +9,107 @@ from aliquot.core.intervals import is_due, times_either_due
 from aliquot.distributed.topology import RankLayout
 from aliquot.models.model_shape import ModelShape, numel
 from aliquot.optim.sizes import moment_bytes
-from aliquot.planner.timing import MicroBatchTime
+from aliquot.planner.step_time import MicroBatchTime
+
+# Of the storage rate, because other processes may write there, and training has the cores. An assumed rate counts
+# less, because the memory of a run must not depend on it.
+_MEASURED_REACHED, _ASSUMED_REACHED = 0.8, 0.5
+# Of a rank that decodes and encodes moments in int8 beside training: about what Zen 4 and a Xeon with AMX reach.
+_INT8_NUMEL_PER_S = 5e6
+_COPIED_BYTES = 3 * 4  # of a parameter: weight and two moments in fp32
 
 
 @dataclass(frozen=True)
-class Saves:
-    waited: int  # training stands still for all of each
-    beside: int  # that go on beside steps
-    stall_s: float  # for which steps wait, of all those together
+class Saving:
+    """One checkpoint, and the storage that it goes to."""
+
+    numel: int  # learned parameters, on all ranks
+    checkpoint_bytes: int  # of all nodes
+    storage_bytes_per_s: float  # of all nodes together
+    storage_is_measured: bool = False
+
+    @property
+    def save_s(self) -> float:
+        return self.checkpoint_bytes / self.storage_bytes_per_s
 
 
-def saves_of(
-    config: RunConfig,
-    steps: int,
-    checkpoint_bytes: int,
-    bytes_per_s: float,
-    ranks: int,
-    step_s: float,
-    until_update_s: float,
-) -> Saves:
-    """Of a whole run, as if with `checkpoint.best` each evaluation were the best so far. `until_update_s`: from the
-    beginning of a step."""
-    saving = config.checkpoint
-    best = config.train.eval_steps if saving.best else 0
-    between = times_either_due(saving.every, best, steps)
-    ends = is_due(saving.every, steps) or is_due(best, steps)  # counted among those
-    at_end = saving.last or ends or bool(best)
-    if not saving.asynchronous:
-        return Saves(between + (at_end and not ends), 0, 0.0)
-    beside = between - ends
-    save_s = checkpoint_bytes / bytes_per_s
-    not_copied_s = max(0, checkpoint_bytes - ranks * saving.buffer_bytes) / bytes_per_s - until_update_s
-    not_ended_s = save_s - step_s * min(every for every in (saving.every, best, steps) if every) if steps else 0.0
-    return Saves(int(at_end), beside, beside * max(0.0, not_copied_s, not_ended_s))
+@dataclass(frozen=True)
+class SaveCounts:
+    blocking: int  # saves for which training stands still
+    overlapped: int  # saves that go on beside steps
+    stall_s: float  # for which steps wait, of all overlapped saves together
 
 
-# Of the rate that disks were measured at: others may write there, and training has the cores. Of one that nobody has
-# measured: what a run needs must not depend on it.
-_OF_MEASURED, _OF_ASSUMED = 0.8, 0.5
-# Of a rank whose moments in int8 are decoded and encoded beside training: about what Zen 4 and a Xeon with AMX reach.
-_INT8_NUMEL_PER_S = 5e6
-_COPIED_BYTES = 3 * 4  # of a parameter: weight and two moments
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of master weights in fp32 and of moments in their own format."""
+    states = config.train.optimizer_states
+    moments = sum(
+        2 * count * moment_bytes(states, numel(weight), numel(weight[1:])) for weight, count in shape.alike.items()
+    )
+    return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments
 
 
-def saves_beside(config: RunConfig, steps: int | None) -> bool:
-    """Whether steps follow while a checkpoint is being saved."""
-    kept_best = config.train.eval_steps if config.checkpoint.best else 0
-    goes_on = any(every and (steps is None or every < steps) for every in (config.checkpoint.every, kept_best))
-    return goes_on and config.checkpoint.asynchronous
+def saves_overlap(config: RunConfig, steps: int | None) -> bool:
+    """Whether steps follow while a save goes on."""
+    best = config.train.eval_steps if config.checkpoint.best else 0
+    continues = any(every and (steps is None or every < steps) for every in (config.checkpoint.every, best))
+    return continues and config.checkpoint.asynchronous
+
+
+def count_saves(
+    config: RunConfig, steps: int, saving: Saving, ranks: int, step_s: float, until_update_s: float
+) -> SaveCounts:
+    """Count the saves of a run as if, with `checkpoint.best`, each evaluation were the best so far.
+
+    Args:
+        until_update_s: from the beginning of a step to its update.
+    """
+    settings = config.checkpoint
+    best = config.train.eval_steps if settings.best else 0
+    between = times_either_due(settings.every, best, steps)
+    last_step_is_due = is_due(settings.every, steps) or is_due(best, steps)  # `between` counts it
+    at_end = settings.last or last_step_is_due or bool(best)
+    if not settings.asynchronous:
+        return SaveCounts(between + (at_end and not last_step_is_due), 0, 0.0)
+    overlapped = between - last_step_is_due
+    not_copied = max(0, saving.checkpoint_bytes - ranks * settings.buffer_bytes)
+    until_copied_s = not_copied / saving.storage_bytes_per_s - until_update_s
+    until_next_s = 0.0
+    if steps:
+        until_next_s = saving.save_s - step_s * min(every for every in (settings.every, best, steps) if every)
+    return SaveCounts(int(at_end), overlapped, overlapped * max(0.0, until_copied_s, until_next_s))
 
 
 def snapshot_bytes(
     config: RunConfig,
     layout: RankLayout,
     steps: int | None,
-    numel: int,
-    checkpoint_bytes: int,
-    storage_bytes_per_s: float,
-    each: MicroBatchTime,
+    saving: Saving,
+    micro_batch: MicroBatchTime,
     micro_batches: int,
     freed_bytes: int,
-    measured: bool = False,
 ) -> int:
-    """What copies add to the peak of a rank. `numel`: parameters that learn, on all ranks; `checkpoint_bytes` and
-    `storage_bytes_per_s`: of all nodes together; `micro_batches`: of a rank and step; `freed_bytes`: that it saves for
-    a backward pass, free again when an update comes; `measured`: the rate of storage is."""
-    if not saves_beside(config, steps):
+    """Return the bytes that copies of unsaved parts add to the peak of a rank.
+
+    An update copies the parts that a save has not written yet, in fp32, up to `checkpoint.buffer_bytes`
+    (checkpoint/live_parts.py).
+
+    Args:
+        micro_batches: of a rank and step.
+        freed_bytes: saved for a backward pass, and free again when an update comes.
+    """
+    if not saves_overlap(config, steps):
         return 0
-    forward_s, backward_s = sum(each.forward), sum(each.backward)
 
-    def left_after(seconds: float) -> int:
-        part = _OF_MEASURED if measured else _OF_ASSUMED
-        done = part * storage_bytes_per_s * seconds / max(1, checkpoint_bytes)
+    def unsaved_after(seconds: float) -> int:
+        reached = _MEASURED_REACHED if saving.storage_is_measured else _ASSUMED_REACHED
+        saved = reached * saving.storage_bytes_per_s * seconds / max(1, saving.checkpoint_bytes)
         if config.train.optimizer_states == "int8":
-            done = min(done, _INT8_NUMEL_PER_S * seconds * layout.world_size / max(1, numel))
-        left = max(0.0, 1 - done)
-        return min(config.checkpoint.buffer_bytes, int(left * _COPIED_BYTES * numel / layout.world_size))
+            saved = min(saved, _INT8_NUMEL_PER_S * seconds * layout.world_size / max(1, saving.numel))
+        left = max(0.0, 1 - saved)
+        return min(config.checkpoint.buffer_bytes, int(left * _COPIED_BYTES * saving.numel / layout.world_size))
 
-    at_update = micro_batches * (forward_s + backward_s)
-    # Made where activations were, which return with the next forward pass: what is written until then adds nothing.
-    return max(left_after(at_update + forward_s), left_after(at_update) - freed_bytes)
-
-
-def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Master weights as fp32, moments as they are kept (checkpoint/checkpoint_files.py)."""
-    states = config.train.optimizer_states
-    moments = sum(2 * count * moment_bytes(states, numel(each), numel(each[1:])) for each, count in shape.alike.items())
-    return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments
+    at_update_s = micro_batches * micro_batch.step_s
+    # Copies lie where activations were. Activations return with the next forward pass, so that only parts that the save
+    # has not written by then add to the peak.
+    return max(unsaved_after(at_update_s + sum(micro_batch.forward)), unsaved_after(at_update_s) - freed_bytes)

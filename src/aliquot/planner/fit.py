@@ -10,7 +10,7 @@ from pathlib import Path
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError
 from aliquot.core.intervals import times_due
-from aliquot.planner.engine_memory import START_PRIVATE_BYTES, START_SHARED_BYTES, beside_bytes
+from aliquot.planner.phase_memory import START_PRIVATE_BYTES, START_SHARED_BYTES, helper_process_bytes
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, existing_directory
 
@@ -29,7 +29,7 @@ def check_start(config: RunConfig, ranks: int, memory_bytes: int) -> None:
 
     Raises DoesNotFitError where `memory_bytes`, those of the node, do not hold `ranks` processes without a model.
     """
-    needed = ranks * START_PRIVATE_BYTES + START_SHARED_BYTES + beside_bytes(config, ranks)
+    needed = ranks * START_PRIVATE_BYTES + START_SHARED_BYTES + helper_process_bytes(config, ranks)
     if needed * (1 - UNCERTAINTY) > memory_bytes:
         raise DoesNotFitError(
             f"this run would not fit: the processes of {ranks} ranks need {_gib(needed)} of memory before they have a"

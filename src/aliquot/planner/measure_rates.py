@@ -1,4 +1,4 @@
-"""How fast a rank computes and moves bytes: measured in the rank itself, while its peers measure the same."""
+"""Measure how fast a rank computes and moves bytes: in the rank itself, while all ranks of the node do the same."""
 
 from __future__ import annotations
 
@@ -6,244 +6,208 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-Tables = dict[str, Any]  # numbers in dicts and lists, as JSON; of every rank the same structure
-Agree = Callable[[float], float]  # collective: the largest of all ranks' numbers, on each of them
+from pydantic import Field, FiniteFloat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rate = Annotated[FiniteFloat, Field(gt=0)]
+Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1)]  # (size, rate), sizes ascending
+Agree = Callable[[float], float]  # collective: the largest of all ranks' numbers, on each rank
+
+ITEMSIZES = (2, 4)  # bf16, fp32
+KINDS = ("stream", "exp", "transpose")  # of elementwise operations: plain, with an exponential, reordering copies
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Rates of one rank."""
+
+    products: dict[int, Curve]  # itemsize -> (side of a cube, FLOP/s) of plain matrix products
+    layer_products: dict[int, Curve]  # the same of the products of a linear layer's forward and backward pass
+    batched: dict[int, Rate]  # itemsize -> FLOP/s of a batch of small products, as attention has them
+    memory: dict[str, Curve]  # kind -> (bytes of a tensor, bytes/s read and written)
+    stage_bytes_per_s: Rate  # of additions to tensors that lie in no cache
+    call_s: Rate  # of an operation on a few numbers, with autograd
+    socket_bytes_per_s: Rate  # loopback TCP, sender and receiver on one core
+    spread: FiniteFloat  # 0: the cores did nothing else; 0.1: the median product took 10 % longer than a fast one
+
+    def __post_init__(self) -> None:
+        if set(self.products) != set(ITEMSIZES) or set(self.memory) != set(KINDS):
+            raise ValueError("the measurement lacks a data type or a kind of operation")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and for how long."""
+    """Sizes to measure, and how long."""
 
-    sides: tuple[int, ...]  # of cubes; one that would take long is left out
+    sides: tuple[int, ...]  # of cubes; `longest_s` leaves slow cubes out
     longest_s: float
     tensor_bytes: tuple[int, ...]
-    each_s: float
-    apart_bytes: int  # of what is multiplied or summed in turn: in a step nothing finds its own in a core's cache
-    socket_bytes: int
+    seconds_each: float
+    apart_bytes: int  # of the tensors that take turns, because a step finds nothing in the cache of a core
 
 
-# What `train` and `plan` do the first time on a machine, in about a second; and what `plan --calibrate` does.
-QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 4 << 20), 0.02, 64 << 20, 16 << 20)
-THOROUGH = Effort(
-    (128, 256, 512, 1024, 2048), 2.0, (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20), 0.15, 256 << 20, 64 << 20
-)
-_SMALL = (64, 256, 64, 64)  # a product of attention, [batch, m, k, n]
-_BETWEEN_BYTES = 16 << 20  # of tensors that are worked on in turn: in a step others come between
-_SCRATCH_BYTES = 1 << 20  # a larger result is written where nothing was of late: in a step most are kept for backward
-_STAGED = 1 << 20  # elements of a gradient that is added to its sum: read in bf16, read and written in fp32
-_PATCHED = 1 << 20  # weights of which it is told how they have changed
-_CALLS = 10  # operations of torch in what is timed for one, those of the way back included
-_HEAD = 64  # elements of a head, as attention reorders them
+# The first `train` or `plan` on a machine takes about a second, `plan --calibrate` half a minute.
+QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 4 << 20), 0.02, 64 << 20)
+THOROUGH = Effort((128, 256, 512, 1024, 2048), 2.0, (64 << 10, 1 << 20, 4 << 20, 64 << 20), 0.3, 256 << 20)
+
+_BATCHED = (64, 256, 64, 64)  # a product of attention, [batch, m, k, n]
+_STAGED_NUMEL = 1 << 20  # of a gradient in bf16 that is added to its sum in fp32: 10 bytes read and written
+_SOCKET_BYTES = 16 << 20
+_CALLS = 10  # operations of torch in one timed expression, backward pass included
 
 
-def measure_rates(agree: Agree, effort: Effort, of_core: float = 1.0) -> Tables:
-    """Of one rank, with the threads that torch has in it. `spread`: how much longer than the fastest quarter of the
-    largest products half of them took, or all of them than their thread had `of_core`, its part of a core, whichever is
-    more; more than a few per cent says that the cores did something else, too.
+def measure_rates(agree: Agree, effort: Effort, core_share: float = 1.0) -> Measurement:
+    """Measure one rank with the threads that torch has in it.
 
-    Where ranks share cores most calls end within their rank's turn: what one takes of a core counts, and that a core is
-    shared.
+    Args:
+        agree: the ranks start each measurement together and skip the same sizes.
+        core_share: part of a core that a thread has. Where ranks share cores, a call ends within the turn of its rank,
+            so CPU time counts instead of wall time.
     """
     import torch
 
-    from aliquot.distributed.collectives.weight_patch import WeightPatches, most_bytes
-    from aliquot.machine.matmul import copies_transposed, copy_pays
-    from aliquot.planner.measure_updates import measure_updates
+    clock = time.perf_counter if core_share == 1 else lambda: time.thread_time() / core_share
 
-    def of_shared_core() -> float:
-        return time.thread_time() / of_core
-
-    clock = time.perf_counter if of_core == 1 else of_shared_core
-
-    def timed(work: Callable[[], Any]) -> tuple[list[float], float]:
-        """Seconds of one call, ascending, and how many times as long all took as on a core of their own; all ranks
-        begin together."""
+    def timed(work: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds of a fast call, and how much longer the median call or all calls took than an idle core allows."""
         work()  # chooses kernels and touches pages
         agree(0)
         times: list[float] = []
-        began, on_core = time.perf_counter(), time.thread_time()
-        until = began + effort.each_s
-        while time.perf_counter() < until or len(times) < 3:
+        began, began_on_core = time.perf_counter(), time.thread_time()
+        while time.perf_counter() < began + effort.seconds_each or len(times) < 3:
             start = clock()
             work()
             times.append(clock() - start)
-        return sorted(times), (time.perf_counter() - began) / (time.thread_time() - on_core)
+        stretched = core_share * (time.perf_counter() - began) / (time.thread_time() - began_on_core)
+        fast = sorted(times)[len(times) // 4]
+        return fast, max(statistics.median(times) / fast, stretched) - 1
 
-    def seconds(work: Callable[[], Any]) -> list[float]:
-        return timed(work)[0]
-
-    def multiply_next(turn: Iterator[tuple[Any, ...]]) -> None:
-        left, right, out = next(turn)
-        torch.mm(left, right, out=out)
-
-    def multiply_as_layers_do(turn: Iterator[tuple[Any, ...]], copies: bool) -> None:
-        """Three products: a layer's, of its input and the transposed weight; the gradient of the input; that of the
-        weight, of the transposed gradient of the output or, in a product like the second, of a copy of it."""
-        left, right, out = next(turn)
-        torch.mm(left, right.t(), out=out)
-        multiply_next(turn)
-        left, right, out = next(turn)
-        torch.mm(left if copies else left.t(), right, out=out)
-
-    products: dict[str, list[list[float]]] = {}
-    of_layers: dict[str, list[list[float]]] = {}
-    small: dict[str, float] = {}
+    room = torch.ones(effort.apart_bytes // 2, dtype=torch.bfloat16)
+    products: dict[int, Curve] = {}
+    layers: dict[int, Curve] = {}
+    batched: dict[int, float] = {}
     spreads = []
-    room = torch.ones(effort.apart_bytes // 2, dtype=torch.bfloat16).view(torch.uint8)
     for dtype in (torch.bfloat16, torch.float32):
-        table: list[list[float]] = []
-        of_layers[str(dtype.itemsize)] = []
-        times, stretched = [0.0], 1.0
+        points: list[tuple[float, float]] = []
+        layer_points: list[tuple[float, float]] = []
+        seconds, spread = 0.0, 0.0
         for side in effort.sides:
-            if table and agree(_fastest(times)) * (side / table[-1][0]) ** 3 > effort.longest_s:
+            if points and agree(seconds) * (side / points[-1][0]) ** 3 > effort.longest_s:
                 break
-            matrices = room.view(dtype)[: len(room) // (3 * side * side * dtype.itemsize) * 3 * side * side]
-            turn = cycle([tuple(of_one) for of_one in matrices.view(-1, 3, side, side)])
-            matrices.fill_(1)  # what was multiplied before grows without end
-            times, stretched = timed(partial(multiply_next, turn))
-            table.append([float(side), 2.0 * side**3 / _fastest(times)])
-            copies = copies_transposed("cpu", dtype) and copy_pays(side, side, side)
-            three_s = _fastest(seconds(partial(multiply_as_layers_do, turn, copies)))
-            of_layers[str(dtype.itemsize)].append([float(side), 3 * 2.0 * side**3 / three_s])
-        # A core that is shared evenly makes all products as slow.
-        spreads.append(max(statistics.median(times) / _fastest(times), of_core * stretched) - 1)
-        products[str(dtype.itemsize)] = table
-        batch, m, k, n = _SMALL
-        left, right = torch.randn(batch, m, k, dtype=dtype), torch.randn(batch, k, n, dtype=dtype)
-        multiply = partial(torch.bmm, left, right, out=torch.empty(batch, m, n, dtype=dtype))
-        small[str(dtype.itemsize)] = 2.0 * batch * m * k * n / _fastest(seconds(multiply))
-    memory: dict[str, list[list[float]]] = {}
-    operations: dict[str, tuple[Callable[[Any, Any], Any], float]] = {
-        "copy": (lambda x, out: out.copy_(x), 2),
-        "add": (lambda x, out: torch.mul(x, 2, out=out), 2),
-        "silu": (lambda x, out: torch.ops.aten.silu.out(x, out=out), 2),
-        "tanh": (lambda x, out: torch.tanh(x, out=out), 2),
-        "softmax": (lambda x, out: torch.softmax(x, -1, out=out), 2),
-        "sum": (lambda x, out: torch.sum(x, -1, out=out.view(-1)[: len(x)]), 1),
-        # The result is the larger.
-        "convert": (lambda x, out: out.view(torch.float32).copy_(x.view(-1)[: x.numel() // 2].view(len(x), -1)), 1.5),
-        "permute": (lambda x, out: out.view(-1, len(x), _HEAD).copy_(x.view(len(x), -1, _HEAD).transpose(0, 1)), 2),
-        "transpose": (lambda x, out: out.view(-1, len(x)).copy_(x.t()), 2),
+            seconds, spread = timed(_next_product(room.view(dtype), side, as_layer=False))
+            points.append((float(side), 2.0 * side**3 / seconds))
+            layer_s, _ = timed(_next_product(room.view(dtype), side, as_layer=True))
+            layer_points.append((float(side), 3 * 2.0 * side**3 / layer_s))
+        spreads.append(spread)
+        products[dtype.itemsize], layers[dtype.itemsize] = tuple(points), tuple(layer_points)
+        batch, m, k, n = _BATCHED
+        left, right = torch.ones(batch, m, k, dtype=dtype), torch.ones(batch, k, n, dtype=dtype)
+        batched_s, _ = timed(partial(torch.bmm, left, right, out=torch.empty(batch, m, n, dtype=dtype)))
+        batched[dtype.itemsize] = 2.0 * batch * m * k * n / batched_s
+    memory: dict[str, Curve] = {}
+    operations: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "stream": lambda x, out: torch.mul(x, 2, out=out),
+        "exp": lambda x, out: torch.ops.aten.silu.out(x, out=out),
+        "transpose": lambda x, out: out.view(-1, len(x)).copy_(x.t()),
     }
-    drawn, results = torch.randn(max(_BETWEEN_BYTES, *effort.tensor_bytes) // 2).bfloat16(), room.view(torch.bfloat16)
-    for kind, (operation, moves) in operations.items():
-        memory[kind] = []
+    for kind in KINDS:
+        rates = []
         for size in effort.tensor_bytes:
-            tensors = drawn[: max(1, _BETWEEN_BYTES // size) * size // 2].view(-1, size // 1024, 512)
-            room_bytes = effort.apart_bytes if size > _SCRATCH_BYTES else 4 * size
-            outs = results[: room_bytes // size * size // 2].view(-1, size // 1024, 512)
-            times = seconds(partial(_apply, operation, cycle(tensors), cycle(outs)))
-            memory[kind].append([float(size), moves * size / _fastest(times)])
-    count = effort.apart_bytes // (6 * _STAGED)
-    room.view(torch.bfloat16).fill_(1)
-    sums = room[: 4 * count * _STAGED].view(torch.float32).view(count, _STAGED)
-    gradients = room[-2 * count * _STAGED :].view(torch.bfloat16).view(count, _STAGED)
-    parts = cycle(list(zip(sums, gradients, strict=True)))
-    old, new = _stepped()
-    message, patches = torch.empty(most_bytes(_PATCHED), dtype=torch.uint8), WeightPatches()
-    of_encoding = seconds(lambda: patches.encode(old, new, message))
-    size = patches.encode(old, new, message)
+            room.fill_(1)  # products and doubling overflow, and infinities are slow
+            tensors = room[: len(room) * 2 // size * size // 2].view(-1, size // 1024, 512)
+            pairs = cycle(list(zip(tensors[::2], tensors[1::2], strict=False)))
+            seconds, _ = timed(lambda pairs=pairs, run=operations[kind]: run(*next(pairs)))  # type: ignore[misc]
+            rates.append((float(size), 2 * size / seconds))
+        memory[kind] = tuple(rates)
+    room.fill_(1)
+    count = len(room) // (3 * _STAGED_NUMEL)
+    sums = room[: 2 * count * _STAGED_NUMEL].view(torch.float32).view(count, _STAGED_NUMEL)
+    gradients = room[2 * count * _STAGED_NUMEL :][: count * _STAGED_NUMEL].view(count, _STAGED_NUMEL)
+    turn = cycle(list(zip(sums, gradients, strict=True)))
 
-    def decode() -> None:
-        patches.decode(message[:size], weights.copy_(old), "weights")
+    def add_next() -> None:
+        total, gradient = next(turn)
+        total.add_(gradient)
 
-    weights = old.clone()
-    coded_s = (_fastest(of_encoding) + _fastest(seconds(decode))) / 2
-    tables = {
-        "products": products,
-        "of_layers": of_layers,
-        "small": small,
-        "memory": memory,
-        "stage": 10 * _STAGED / _fastest(seconds(lambda: _add(parts))),
-        "patch": 2 * _PATCHED / coded_s,
-        "call_s": _call_s(parts, clock),
-        "socket_bytes_per_s": _socket_rate(effort.socket_bytes),
-        "spread": max(spreads),
-    }
-    # Last: numbers that it leaves in the room may be so small that operations on them are slow.
-    return tables | measure_updates(lambda work: _fastest(seconds(work)), room)
+    stage_s, _ = timed(add_next)
+    return Measurement(
+        products, layers, batched, memory, 10 * _STAGED_NUMEL / stage_s, _call_s(add_next, clock), _socket_rate(),
+        max(spreads),
+    )  # fmt: skip
 
 
-def _stepped() -> tuple[Any, Any]:
-    """Weights in bf16, flat, before and after a step of a fine-tune at a rate of 2e-5: one in five has changed, three
-    quarters of these by one unit in the last place (benchmarks/patches.py)."""
+def median_measurement(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each number over measurements of equal structure, as JSON."""
+    result: dict[str, Any] = _medians(measurements)
+    return result
+
+
+def _medians(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _medians([value[key] for value in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return [_medians([value[index] for value in values]) for index in range(len(first))]
+    return statistics.median(values)
+
+
+def _next_product(room: Tensor, side: int, as_layer: bool) -> Callable[[], None]:
+    """Multiply the next matrices of `room`, plainly or as a linear layer does in its forward and backward pass."""
     import torch
 
-    draw = torch.Generator().manual_seed(0)
-    old = (torch.randn(_PATCHED, generator=draw) / 50).bfloat16()
-    moved = torch.rand(_PATCHED, generator=draw)
-    units = (moved < 0.2).to(torch.int16) + 4 * (moved < 0.05).to(torch.int16)
-    return old, (old.view(torch.int16) + units).view(torch.bfloat16)
+    from aliquot.machine.matmul import copies_transposed, copy_pays
+
+    room.fill_(1)  # products grow without end
+    matrices = room[: len(room) // (3 * side * side) * 3 * side * side].view(-1, 3, side, side)
+    turn = cycle([tuple(triple) for triple in matrices])
+    copies = copies_transposed("cpu", room.dtype) and copy_pays(side, side, side)
+
+    def multiply() -> None:
+        left, right, out = next(turn)
+        torch.mm(left, right, out=out)  # the gradient of the input, in a layer
+        if as_layer:
+            left, right, out = next(turn)
+            torch.mm(left, right.t(), out=out)  # the output: input times transposed weight
+            left, right, out = next(turn)
+            torch.mm(left if copies else left.t(), right, out=out)  # the gradient of the weight
+
+    return multiply
 
 
-def _apply(operation: Callable[[Any, Any], Any], turn: Iterator[Any], outs: Iterator[Any]) -> None:
-    operation(next(turn), next(outs))
-
-
-def _add(turn: Iterator[tuple[Any, Any]]) -> None:
-    total, gradient = next(turn)
-    total.add_(gradient)
-
-
-def _call_s(parts: Iterator[tuple[Any, Any]], clock: Callable[[], float]) -> float:
-    """Of an operation on a few numbers: half of them follow another such, half follow one that took the cache."""
+def _call_s(evict_cache: Callable[[], None], clock: Callable[[], float]) -> float:
+    """Seconds of an operation on a few numbers: the mean of a call with a warm cache and of one with a cold cache."""
     import torch
 
     tiny = torch.ones(8, requires_grad=True)
-
-    def seconds() -> float:
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(60):
+        if cold := index >= 40:
+            evict_cache()
         start = clock()
         ((tiny + tiny).view(2, 4) * 2).sum().backward()  # type: ignore[no-untyped-call]
-        return clock() - start
-
-    warm = [seconds() for _ in range(20)]
-    cold = []
-    for _ in range(20):
-        _add(parts)
-        cold.append(seconds())
-    return (_fastest(sorted(warm)) + _fastest(sorted(cold))) / 2 / _CALLS
+        times[cold].append(clock() - start)
+    return sum(sorted(series)[len(series) // 4] for series in times) / 2 / _CALLS
 
 
-def medians(found: Sequence[Any]) -> Any:
-    """Of numbers that stand at the same place of equal structures."""
-    first = found[0]
-    if isinstance(first, dict):
-        return {key: medians([each[key] for each in found]) for key in first}
-    if isinstance(first, list):
-        return [medians([each[at] for each in found]) for at in range(len(first))]
-    return statistics.median(found)
-
-
-def _fastest(times: list[float]) -> float:
-    """The time at the fastest quarter: what else the machine does now is not what it can do."""
-    return times[len(times) // 4]
-
-
-def _socket_rate(size_bytes: int) -> float:
+def _socket_rate() -> float:
     """Bytes/s over loopback TCP, sender and receiver in one process, as gloo has them in each rank."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
-    start = time.perf_counter()
-    thread = threading.Thread(target=_send, args=(sender, size_bytes))
-    thread.start()
-    room, left = bytearray(1 << 20), size_bytes
-    while left:
-        left -= receiver.recv_into(room)
-    thread.join()
-    elapsed = time.perf_counter() - start
-    sender.close()
-    receiver.close()
-    return size_bytes / elapsed
-
-
-def _send(sender: socket.socket, size_bytes: int) -> None:
-    data = bytes(1 << 20)
-    for _ in range(size_bytes >> 20):
-        sender.sendall(data)
+    with sender, receiver:
+        start = time.perf_counter()
+        thread = threading.Thread(target=sender.sendall, args=(bytes(_SOCKET_BYTES),))
+        thread.start()
+        buffer, left = bytearray(1 << 20), _SOCKET_BYTES
+        while left:
+            left -= receiver.recv_into(buffer)
+        thread.join()
+        return _SOCKET_BYTES / (time.perf_counter() - start)

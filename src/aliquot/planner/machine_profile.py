@@ -1,0 +1,224 @@
+"""Measured rates of this machine, kept in the cache directory by processor, cores, version of torch, ranks and threads.
+
+Shared machines become slower and faster, by half within a day. A quick profile, which every run makes sure of, holds
+for an hour. A thorough profile (`aliquot plan --calibrate`) holds until a new measurement replaces it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, FiniteFloat, TypeAdapter
+
+from aliquot.core.paths import cache_root
+from aliquot.core.small_files import publish_text
+from aliquot.distributed.topology import RankLayout
+from aliquot.machine.cpu import CpuFacts, read_cpu
+from aliquot.planner.measure_rates import QUICK, THOROUGH, Effort, Measurement, measure_rates, median_measurement
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.rates import ASSUMED_NETWORK, OFF_BY, Rates, network_bytes_per_s
+
+FORMAT = 9
+_PROFILE_BYTES = 8192  # at most, about
+_BUSY = 0.1  # spread of products above which the next run measures again
+_FRESH_S = 3600.0
+_MEASURED_OFF_BY = 1.15  # the time model itself; see docs/planning.md
+_SCALED_OFF_BY = 1.5  # eight threads were 5 to 8 times as fast as one
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """A file in a cache, which may be anybody's: pydantic checks every value."""
+
+    format: int
+    at: FiniteFloat  # seconds since 1970
+    date: str
+    ranks: _Count
+    threads: _Count  # of each rank
+    thorough: bool
+    rates: Measurement
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.thorough or abs(time.time() - self.at) < _FRESH_S  # clocks are set back, too
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the machine had other work during the measurement."""
+        return self.rates.spread > _BUSY
+
+    def ceiling(self, itemsize: int) -> float:
+        """FLOP/s of a rank in its fastest plain products: in fp32, where the processor has no bf16."""
+        return max(rate for size in {itemsize, 4} for _, rate in self.rates.products[size])
+
+    def scaled(self, machine: Machine, layout: RankLayout) -> Rates:
+        """Return the rates of a rank of `layout`, in proportion to its cores if `layout` was not measured."""
+        measured_cores, cores = (
+            min(threads, machine.cores / ranks)
+            for ranks, threads in ((self.ranks, self.threads), (layout.ranks_per_node, layout.threads_per_rank))
+        )
+        factor, off_by = cores / measured_cores, _MEASURED_OFF_BY
+        how = "" if self.thorough else " in a second; --calibrate takes its time"
+        if (self.ranks, self.threads) != (layout.ranks_per_node, layout.threads_per_rank):
+            how, off_by = f", of {self.ranks} x {self.threads} threads, scaled", _SCALED_OFF_BY
+        how += "; the machine was busy" if self.is_busy else ""
+        if layout.nodes > 1 and machine.network_bytes_per_s is None:
+            how, off_by = f"{how}, {ASSUMED_NETWORK}", OFF_BY
+        rates = self.rates
+        shared, shared_then = (max(1.0, ranks / machine.cores) for ranks in (layout.ranks_per_node, self.ranks))
+
+        def curves(table: dict[Any, Any]) -> dict[Any, Any]:
+            return {key: tuple((size, factor * rate) for size, rate in curve) for key, curve in table.items()}
+
+        return Rates(
+            source=f"measured on this machine on {self.date}{how}",
+            products=curves(rates.layer_products),
+            batched={itemsize: factor * rate for itemsize, rate in rates.batched.items()},
+            memory=curves(rates.memory),
+            stage_bytes_per_s=factor * rates.stage_bytes_per_s,
+            call_s=rates.call_s * shared / shared_then,  # one thread of a rank makes the calls
+            socket_bytes_per_s=rates.socket_bytes_per_s * shared_then / shared,
+            network_bytes_per_s=network_bytes_per_s(machine),
+            core_share=min(1.0, machine.cores / (layout.ranks_per_node * layout.threads_per_rank)),
+            off_by=off_by,
+        )
+
+
+def measured_rates(machine: Machine, layout: RankLayout) -> Rates | None:
+    """Return rates by the nearest profile of this machine; None for another machine, for GPUs, or without a profile."""
+    if machine.cpu is None or layout.device != "cpu":
+        return None
+    profile = _nearest(machine.cpu, layout)
+    return None if profile is None else profile.scaled(machine, layout)
+
+
+def is_measured(machine: Machine, layout: RankLayout) -> bool:
+    """Whether a plan for `layout` needs no measurement first."""
+    if machine.cpu is None or layout.device != "cpu":
+        return True
+    profile = _nearest(machine.cpu, layout)
+    return profile is not None and profile.is_fresh
+
+
+def recent(cpu: CpuFacts, ranks: int, threads: int) -> MachineProfile | None:
+    """Return the fresh profile of these ranks and threads; None if there is none, or if the machine was busy."""
+    profile = _read(_path(cpu, ranks, threads))
+    return profile if profile is not None and profile.is_fresh and not profile.is_busy else None
+
+
+def keep(cpu: CpuFacts, ranks: int, threads: int, rates: dict[str, Any], thorough: bool = False) -> Path:
+    """Write a profile of `ranks` of this machine with `threads` each, and return its path. Raises OSError."""
+    path = _path(cpu, ranks, threads)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {**_values(ranks, threads, rates), "thorough": thorough, "machine": _identity(cpu)}
+    publish_text(path, json.dumps(values, indent=1))
+    return path
+
+
+def profile_of(ranks: int, threads: int, rates: dict[str, Any]) -> MachineProfile:
+    """Return a quick profile without keeping it."""
+    return TypeAdapter(MachineProfile).validate_python(_values(ranks, threads, rates))
+
+
+def _values(ranks: int, threads: int, rates: dict[str, Any]) -> dict[str, Any]:
+    now = time.time()
+    date = datetime.datetime.fromtimestamp(now, datetime.UTC).date().isoformat()
+    values = {"format": FORMAT, "at": now, "date": date, "ranks": ranks, "threads": threads, "thorough": False}
+    return {**values, "rates": rates}
+
+
+def calibrate() -> Path:
+    """Measure this machine for half a minute, keep the profiles and return their directory. Raises OSError.
+
+    Measures as many ranks of one thread as there are cores, and one rank with a thread for each core.
+    """
+    cpu = read_cpu()
+    probe = cache_root() / "machines" / f"room-{os.getpid()}"  # a full disk fails before the measurement
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(probe, " " * _PROFILE_BYTES)
+    probe.unlink()
+    for ranks, threads in dict.fromkeys(((cpu.usable_cores, 1), (1, cpu.usable_cores))):
+        keep(cpu, ranks, threads, _measure(cpu, ranks, threads, THOROUGH), thorough=True)
+    return probe.parent
+
+
+def ensure_measured(machine: Machine, layout: RankLayout) -> None:
+    """Measure this machine quickly for the ranks of one node of `layout`, unless a profile holds already."""
+    if machine.cpu is None or is_measured(machine, layout):
+        return
+    rates = _measure(machine.cpu, layout.ranks_per_node, layout.threads_per_rank, QUICK)
+    with suppress(OSError):  # the plan estimates instead
+        keep(machine.cpu, layout.ranks_per_node, layout.threads_per_rank, rates)
+
+
+def _measure(cpu: CpuFacts, ranks: int, threads: int, effort: Effort) -> dict[str, Any]:
+    """Measure with threads of this process as ranks, and return their median."""
+    import torch
+
+    threads_before = torch.get_num_threads()
+    begin, done = threading.Barrier(ranks), threading.Barrier(ranks)
+    numbers = [0.0] * ranks
+
+    def measure_rank(rank: int) -> dict[str, Any]:
+        torch.set_num_threads(threads)  # of this Python thread
+
+        def agree(value: float) -> float:
+            numbers[rank] = value
+            begin.wait()
+            largest = max(numbers)
+            done.wait()  # no rank writes before all ranks have read
+            return largest
+
+        return asdict(measure_rates(agree, effort, min(1.0, cpu.usable_cores / (ranks * threads))))
+
+    try:
+        with ThreadPoolExecutor(ranks) as pool:
+            return median_measurement(list(pool.map(measure_rank, range(ranks))))
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def _nearest(cpu: CpuFacts, layout: RankLayout) -> MachineProfile | None:
+    """Return the profile of the most similar ranks and threads, a fresh and undisturbed one if there is any."""
+    paths = (cache_root() / "machines").glob(f"{_name(cpu)}-*.json")
+    profiles = [profile for profile in map(_read, paths) if profile is not None]
+
+    def distance(profile: MachineProfile) -> tuple[bool, bool, int, int]:
+        threads, ranks = profile.threads - layout.threads_per_rank, profile.ranks - layout.ranks_per_node
+        return not profile.is_fresh, profile.is_busy, abs(threads), abs(ranks)
+
+    return min(profiles, key=distance, default=None)
+
+
+def _read(path: Path) -> MachineProfile | None:
+    """None: missing, not readable, or of another version of aliquot."""
+    try:
+        profile = TypeAdapter(MachineProfile).validate_python(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+    return profile if profile.format == FORMAT else None
+
+
+def _path(cpu: CpuFacts, ranks: int, threads: int) -> Path:
+    return cache_root() / "machines" / f"{_name(cpu)}-{ranks}x{threads}.json"
+
+
+def _name(cpu: CpuFacts) -> str:
+    return hashlib.sha256(_identity(cpu).encode()).hexdigest()[:16]
+
+
+def _identity(cpu: CpuFacts) -> str:
+    return f"{cpu.model}, {cpu.usable_cores} cores, torch {version('torch')}"

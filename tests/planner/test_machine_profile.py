@@ -1,0 +1,272 @@
+"""This machine is measured once, for the ranks and threads at hand, and plans and the ceiling of MFU go by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aliquot
+from aliquot.distributed.topology import RankLayout
+from aliquot.machine.cpu import read_cpu
+from aliquot.observe import recorder
+from aliquot.planner import compute_ceiling, machine_profile, rates
+from aliquot.planner.machine_profile import keep, measured_rates, recent
+from aliquot.planner.measure_rates import Effort, measure_rates, median_measurement
+from aliquot.planner.planned_machine import Machine
+from tests.conftest import RATES
+from tests.runs import trained, write_config
+
+LITTLE = Effort((32, 64, 256), 20.0, (1 << 16,), 0.001, 8 << 20)
+ONE = RankLayout(1, 1, 1, "cpu")
+
+
+@pytest.fixture
+def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of a machine that nobody measured."""
+    monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "machines"
+
+
+def test_all_that_plans_ask_for_is_measured() -> None:
+    measured = measure_rates(lambda value: value, LITTLE)
+    values = json.loads(json.dumps(asdict(measured)))
+    assert values.keys() == RATES.keys() and values["memory"].keys() == RATES["memory"].keys()
+    assert [side for side, _ in measured.products[4]] == [32, 64, 256]
+    curves = (*measured.products.values(), *measured.layer_products.values(), *measured.memory.values())
+    assert all(rate > 0 for curve in curves for _, rate in curve)
+    profile = machine_profile.profile_of(1, 1, values)
+    assert profile.rates == measured and profile.ceiling(4) == max(rate for _, rate in measured.products[4])
+
+
+def test_a_core_that_another_process_shares_evenly_is_told_as_busy() -> None:
+    """Then all products are slow alike: by their times it looks as if the core was."""
+    every = os.sched_getaffinity(0)
+    core = min(every)
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            os.sched_setaffinity(0, {core})  # of this thread
+            measured = measure_rates(lambda value: value, replace(LITTLE, seconds_each=0.05))
+        finally:
+            os.sched_setaffinity(0, every)
+            other.kill()
+    assert measured.spread > 0.3
+
+
+def test_products_that_would_take_long_are_left_out_by_all_ranks_alike() -> None:
+    """One rank may be slow: the slowest decides, or the others would wait for it in products that it leaves out."""
+    effort = Effort((32, 64), 4.0, (1 << 16,), 0.001, 8 << 20)
+    measured = measure_rates(lambda value: value or 1.0, effort)
+    assert [len(curve) for curve in measured.products.values()] == [2, 2]
+    slow = measure_rates(lambda value: 1.0 if value else 0.0, effort)
+    assert [len(curve) for curve in slow.products.values()] == [1, 1]
+
+
+def test_medians_are_of_each_number() -> None:
+    assert median_measurement([{"a": [1.0, 8.0]}, {"a": [3.0, 2.0]}, {"a": [2.0, 4.0]}]) == {"a": [2.0, 4.0]}
+
+
+def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
+    machine = Machine.this()
+    assert measured_rates(machine, ONE) is None
+    machine_profile.ensure_measured(machine, RankLayout(1, 2, 1, "cpu"))
+    (kept,) = unknown.iterdir()
+    assert json.loads(kept.read_text())["ranks"] == 2
+    monkeypatch.setattr(machine_profile, "measure_rates", None)
+    machine_profile.ensure_measured(machine, ONE)  # the rates of two ranks are enough to plan one
+    found = measured_rates(machine, ONE)
+    assert found is not None and "measured on this machine" in found.source
+    assert ", of 2 x 1 threads" in found.source and found.off_by > 1.15, "scaled, with a wider band"
+    machine_profile.ensure_measured(Machine.of_instance("c7i.8xlarge"), ONE)  # another machine cannot be measured here
+
+
+def test_rates_of_other_threads_follow_from_the_nearest(unknown: Path) -> None:
+    cpu = read_cpu()
+    keep(cpu, 1, 1, RATES)
+    one, two = (
+        measured_rates(Machine.this(cpu), RankLayout(1, 1, threads, "cpu")) for threads in (1, cpu.usable_cores)
+    )
+    assert one is not None and two is not None
+    assert one.matmul_s(1, 512, 512, 512, 2) == pytest.approx(
+        cpu.usable_cores * two.matmul_s(1, 512, 512, 512, 2), rel=1e-6
+    )
+    assert one.overhead_s(1) == two.overhead_s(1)
+
+
+def test_a_network_that_nobody_told_of_is_said_to_be_assumed(unknown: Path) -> None:
+    cpu = read_cpu()
+    keep(cpu, 1, 1, RATES)
+    for nodes, network, assumed in ((1, None, False), (2, None, True), (2, 1e9, False)):
+        machine = replace(Machine.this(cpu), network_bytes_per_s=network)
+        rates = measured_rates(machine, RankLayout(nodes, 1, 1, "cpu"))
+        assert rates is not None
+        assert ("10 Gbit/s between hosts assumed" in rates.source) == (rates.off_by > 2) == assumed
+
+
+def test_calibration_keeps_a_profile_for_each_end_of_the_layouts(
+    unknown: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_profile, "THOROUGH", LITTLE)
+    cores = read_cpu().usable_cores
+    assert machine_profile.calibrate() == unknown
+    assert {path.name.partition("-")[2] for path in unknown.iterdir()} == {f"{cores}x1.json", f"1x{cores}.json"}
+    rates = measured_rates(Machine.this(), RankLayout(1, cores, 1, "cpu"))
+    assert rates is not None and "takes its time" not in rates.source
+
+
+def made_older(path: Path, seconds: float) -> None:
+    profile = json.loads(path.read_text())
+    path.write_text(json.dumps({**profile, "at": profile["at"] - seconds}))
+
+
+def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, machine = read_cpu(), Machine.this()
+    path = keep(cpu, 1, 1, RATES)
+    made_older(path, 3000)
+    assert recent(cpu, 1, 1) is not None and machine_profile.is_measured(machine, ONE)
+    made_older(path, 1000)
+    assert recent(cpu, 1, 1) is None and not machine_profile.is_measured(machine, ONE)
+    rates = measured_rates(machine, ONE)
+    assert rates is not None and rates.overhead_s(1) == RATES["call_s"]  # better than an estimate
+    keep(cpu, 1, 2, {**RATES, "call_s": 7.0})
+    rates = measured_rates(machine, ONE)
+    assert rates is not None and rates.overhead_s(1) == 7.0  # of other threads, but of now
+    made_older(keep(cpu, 1, 1, RATES, thorough=True), 4000)
+    rates = measured_rates(machine, ONE)
+    assert rates is not None and rates.overhead_s(1) == RATES["call_s"], "a thorough profile does not expire"
+    for profile in unknown.iterdir():
+        profile.unlink()
+    monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
+    machine_profile.ensure_measured(machine, ONE)
+    assert machine_profile.is_measured(machine, ONE)
+
+
+def test_ranks_that_share_cores_have_their_part_of_them(unknown: Path) -> None:
+    cpu = read_cpu()
+    machine, cores = Machine.this(cpu), cpu.usable_cores
+    alone, shared = RankLayout(1, cores, 1, "cpu"), RankLayout(1, 2 * cores, 1, "cpu")
+
+    def compared() -> tuple[float, float, float, float]:
+        of_alone, of_shared = (measured_rates(machine, layout) for layout in (alone, shared))
+        assert of_alone is not None and of_shared is not None
+        products = of_shared.matmul_s(1, 256, 256, 256, 4) / of_alone.matmul_s(1, 256, 256, 256, 4)
+        calls = of_shared.overhead_s(1) / of_alone.overhead_s(1)
+        return (
+            products,
+            of_shared.stage_s(1e9) / of_alone.stage_s(1e9),
+            calls,
+            of_shared.gloo_s(1e9) / of_alone.gloo_s(1e9),
+        )
+
+    keep(cpu, 2 * cores, 1, RATES)
+    assert compared() == pytest.approx((2, 2, 2, 2))  # measured where they are shared, planned where they are not
+    shared = RankLayout(1, 1, 2 * cores, "cpu")
+    assert compared()[2] == 1, "the one thread that makes calls has a core"
+
+
+def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -> None:
+    cpu = read_cpu()
+    path = keep(cpu, 2, 1, RATES)
+    assert recent(cpu, 2, 1) is not None
+    assert recent(cpu, 1, 1) is None  # other ranks have other rates
+    path.write_text(path.read_text().replace(f'"format": {machine_profile.FORMAT}', '"format": 1'))
+    assert recent(cpu, 2, 1) is None
+    keep(cpu, 2, 1, {**RATES, "spread": 0.5})
+    assert recent(cpu, 2, 1) is None
+    rates = measured_rates(Machine.this(cpu), ONE)
+    assert rates is not None and rates.source.endswith("the machine was busy")  # better than an estimate
+    keep(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
+    keep(cpu, 1, 4, {**RATES, "call_s": 8.0})
+    rates = measured_rates(Machine.this(cpu), RankLayout(1, 1, 2, "cpu"))
+    assert rates is not None and rates.overhead_s(1) == 8.0  # of more threads, but undisturbed
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *([], "x", None, [1]),
+        *({key: wrong} for key, wrong in (("at", None), ("ranks", 0), ("threads", "x"), ("rates", {}))),
+        *({"rates": {**RATES, "call_s": wrong}} for wrong in (0, -1, float("nan"), float("inf"), None)),
+        {"rates": {key: value for key, value in RATES.items() if key != "stage_bytes_per_s"}},
+        {"rates": {**RATES, "memory": {**RATES["memory"], "exp": []}}},
+        {"rates": {**RATES, "memory": {"exp": [[1e6, 1e10]]}}},
+        {"rates": {**RATES, "products": {"2": [[128.0, 0.0]], "4": [[128.0, 1e11]]}}},
+    ],
+    ids=repr,
+)
+def test_a_file_that_is_no_profile_is_measured_again(unknown: Path, broken: Any) -> None:
+    cpu, machine = read_cpu(), Machine.this()
+    path = keep(cpu, 1, 1, RATES)
+    assert machine_profile.is_measured(machine, ONE)
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, **broken} if isinstance(broken, dict) else broken))
+    assert recent(cpu, 1, 1) is None and not machine_profile.is_measured(machine, ONE)
+    assert measured_rates(machine, ONE) is None
+
+
+@pytest.mark.long
+def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, launch={"ranks": 2}, train={"max_steps": 1})
+    ceilings, kept = [], []
+    for name in ("first", "second"):
+        trained(config, f"run.directory={tmp_path / name}")
+        lines = (tmp_path / name / "events.jsonl").read_text().splitlines()
+        ceilings.append(json.loads(lines[0])["ceiling_flops_per_s"])
+        (file,) = unknown.iterdir()
+        profile = json.loads(file.read_text())
+        assert (profile["ranks"], profile["threads"]) == (2, 1)
+        profile["rates"]["spread"] = 0.0  # measured beside other tests, it may have been thought busy
+        file.write_text(json.dumps(profile))
+        kept.append(file.read_text())
+    assert ceilings[0] == ceilings[1] > 0 and kept[0] == kept[1]
+
+
+def test_a_ceiling_that_steps_beat_is_measured_again(unknown: Path, tmp_path: Path) -> None:
+    cpu = read_cpu()
+    low = {size: [[128.0, 1.0]] for size in ("2", "4")}
+    keep(cpu, 1, cpu.usable_cores, {**RATES, "products": low})
+    trained(write_config(tmp_path, train={"max_steps": 3}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["flops_per_s"] > 1  # floating-point operations: the ceiling that was known
+    assert 0 < lines[0]["mfu"] < 1 and 0 < lines[1]["mfu"] < 1
+    (kept,) = unknown.iterdir()
+    products = json.loads(kept.read_text())["rates"]["products"]
+    assert max(rate for _, rate in products["4"]) > 1e6  # and later runs know it
+
+
+def test_the_ceiling_of_a_machine_that_was_busy_is_measured_again(
+    unknown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, some time later."""
+    high = {size: [[128.0, 1e18]] for size in ("2", "4")}
+    found = [
+        machine_profile.profile_of(1, 1, values).rates
+        for values in ({**RATES, "products": high, "spread": 0.0}, {**RATES, "spread": 0.5})
+    ]
+    monkeypatch.setattr(machine_profile, "measure_rates", lambda *_: found[-1])
+    monkeypatch.setattr(compute_ceiling, "measure_rates", lambda *_: found.pop())
+    monkeypatch.setattr(recorder, "_REMEASURE_AFTER_S", 0.0)
+    aliquot.train(aliquot.read_config(write_config(tmp_path, train={"max_steps": 3})))
+    assert not found
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [row["mfu"] < 1e-6 for row in map(json.loads, lines) if "mfu" in row][-1]
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [("tanh_", "exp"), ("gelu_backward", "exp"), ("tanh_backward", "stream"), ("silu", "exp"), ("exp_", "exp"),
+     ("copy_", "stream"), ("fill_", "stream"), ("mul_", "stream"), ("_softmax_backward_data", "exp"),
+     ("sum", "stream"), ("transpose", "transpose")],
+)  # fmt: skip
+def test_operations_in_place_and_of_the_way_back_are_as_fast_as_what_they_are(operation: str, kind: str) -> None:
+    """A soft-cap's tanh_ was taken for an addition, and is ten times as slow."""
+    assert rates._kind(operation) == kind
