@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aliquot.cluster.crds import KindSchema, read_crds
-from aliquot.cluster.fields import schemas_of_kind
+from aliquot.cluster.field_types import schemas_of_kind
 from aliquot.cluster.schemas import violations
 from tests.conftest import SHARED
 

@@ -15,10 +15,9 @@ import yaml
 
 from aliquot.cluster import live_cluster
 from aliquot.cluster.job_view import job_views
-from aliquot.cluster.live_cluster import Kubectl, Refused, ask_cluster
+from aliquot.cluster.live_cluster import Kubectl, Refused, Versions, ask_cluster, check_versions
 from aliquot.cluster.manifests import ManifestObject
 from aliquot.cluster.render import parsed
-from aliquot.cluster.versions import Versions, check_versions
 from tests.cluster.cases import cpu_job
 
 # As EKS answers a user whose role has no binding.

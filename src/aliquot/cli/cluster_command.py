@@ -116,8 +116,8 @@ _Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Where it lie
 def status(name: _Name, namespace: _Namespace = "default", debug: _Debug = False) -> None:
     """Say where a job on the cluster stands, and why its pods wait. Only reads, by kubectl."""
     with one_line_errors(debug):
+        from aliquot.cluster.job_status import job_status
         from aliquot.cluster.live_cluster import kubectl_here
-        from aliquot.cluster.status import job_status
 
         for line in job_status(name, namespace, kubectl_here()):
             print(printable(line))
@@ -132,8 +132,8 @@ def logs(
 ) -> None:
     """Print the log of rank 0 of a job on the cluster."""
     with one_line_errors(debug):
+        from aliquot.cluster.job_status import job_pods
         from aliquot.cluster.live_cluster import kubectl_here
-        from aliquot.cluster.status import job_pods
         from aliquot.cluster.trainjob import NODE
         from aliquot.core.errors import ClusterError
 

@@ -10,11 +10,10 @@ from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, configs_of, job_views
 from aliquot.cluster.manifests import ManifestObject, dig, of_kind
-from aliquot.cluster.pools import pool_view
+from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
-from aliquot.cluster.rules_elastic import check_elastic
-from aliquot.cluster.rules_job import check_config_maps, check_job
+from aliquot.cluster.rules_job import check_config_maps, check_elastic, check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
 from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together

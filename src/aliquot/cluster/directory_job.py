@@ -11,7 +11,7 @@ import json
 from aliquot.cluster import pod
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, literal
-from aliquot.cluster.nodes import labels
+from aliquot.cluster.node_manifests import labels
 from aliquot.cluster.pod_config import directories
 
 _PROGRAM = ["python3", "-P", "-m", "aliquot.cluster.make_directories"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aliquot.catalogue.instances import InstanceType, instance
-from aliquot.cluster.node_disk import allocatable_disk_bytes
+from aliquot.cluster.node_pool_view import allocatable_disk_bytes
 from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.schema import RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.fields import Complaint, sound
+from aliquot.cluster.field_types import Complaint, sound
 from aliquot.core.decode import BoundedLoader, TooDeepError
 from aliquot.core.errors import ManifestError
 

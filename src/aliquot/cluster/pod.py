@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, compact, literal
-from aliquot.cluster.nodes import POOL_LABEL, taint
+from aliquot.cluster.node_manifests import POOL_LABEL, taint
 from aliquot.cluster.pod_config import (
     CONFIG_DIRECTORY,
     CONFIG_FILE,
@@ -14,7 +14,6 @@ from aliquot.cluster.pod_config import (
     uses_hub,
 )
 from aliquot.cluster.quantity import mebibytes
-from aliquot.cluster.storage import claim_name
 
 USER = 1000  # of the image
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
@@ -67,6 +66,10 @@ def volume_mounts(job: Job, with_config: bool = True) -> list[Document]:
 
 def shared_mount(job: Job) -> Document:
     return {"name": _SHARED, "mountPath": job.section.storage.mount_path}
+
+
+def claim_name(job: Job) -> str:
+    return job.section.storage.claim or f"{job.name}-fsx"
 
 
 def shared_volume(job: Job) -> Document:

@@ -7,7 +7,7 @@ from typing import Any
 
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, to_yaml
-from aliquot.cluster.nodes import labels
+from aliquot.cluster.node_manifests import labels
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import ClusterError
 

@@ -10,11 +10,10 @@ from aliquot.cluster.directory_job import directory_job
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, to_yaml
 from aliquot.cluster.manifests import ManifestObject, parse_manifests
-from aliquot.cluster.network_policy import network_policy
-from aliquot.cluster.nodes import node_class, node_pool
+from aliquot.cluster.node_manifests import node_class, node_pool
 from aliquot.cluster.pod_config import config_map
 from aliquot.cluster.quantity import GIB
-from aliquot.cluster.storage import storage
+from aliquot.cluster.storage_and_network import network_policy, storage
 from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
 from aliquot.core.errors import StorageError
 

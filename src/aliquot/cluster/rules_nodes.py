@@ -11,7 +11,7 @@ from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
-from aliquot.cluster.pools import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView
+from aliquot.cluster.node_pool_view import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView
 
 _NODE_CLASS, _AUTO_MODE = ("karpenter.k8s.aws", "EC2NodeClass"), ("eks.amazonaws.com", "NodeClass")
 _CAPACITIES = ("on-demand", "spot", "reserved")

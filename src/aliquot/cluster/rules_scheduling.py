@@ -11,8 +11,7 @@ from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
-from aliquot.cluster.node_disk import allocatable_disk_bytes, disk_bytes
-from aliquot.cluster.pools import CAPACITY, ZONE, PoolView, type_labels
+from aliquot.cluster.node_pool_view import CAPACITY, ZONE, PoolView, allocatable_disk_bytes, disk_bytes, type_labels
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 
 # What the daemonsets of an EKS node commonly request together: CNI, kube-proxy, EBS, FSx and EFA plugins.

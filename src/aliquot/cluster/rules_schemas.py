@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from aliquot.cluster.crds import KindSchema, is_core
-from aliquot.cluster.fields import schemas_of_kind
+from aliquot.cluster.field_types import schemas_of_kind
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.manifests import ManifestObject, mapping
-from aliquot.cluster.pools import LABEL_VALUE
+from aliquot.cluster.node_pool_view import LABEL_VALUE
 
 KUBERNETES = "1.34"  # whose core kinds are judged
 

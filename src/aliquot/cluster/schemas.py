@@ -1,7 +1,7 @@
 """Objects against the schema of their kind, as the API server does it, with the extra `cluster`.
 
-A structural schema becomes a JSON schema with Kubernetes' own keywords beside; jsonschema judges it, and calls
-cel_rules.py for the CEL rules. Core kinds go through kubernetes-validate.
+A structural schema becomes a JSON schema with Kubernetes' own keywords beside; jsonschema judges it, and evaluates
+CEL rules with cel-expr-python. Core kinds go through kubernetes-validate.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from functools import cache, lru_cache
 from typing import Any
 
 import kubernetes_validate
+from cel_expr_python import cel
+from cel_expr_python.ext import ext_optional, ext_strings
 from jsonschema import Draft202012Validator, FormatChecker, SchemaError, ValidationError, validators
 from jsonschema.protocols import Validator
 
-from aliquot.cluster.cel_rules import NotJudgedError, holds
 from aliquot.cluster.crds import KindSchema, is_core
-from aliquot.cluster.fields import expected_kind
+from aliquot.cluster.field_types import expected_kind
 from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"
+_NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a function of Kubernetes for another type
 _MOST_SHOWN = 60  # characters of a value
 _KINDS = {
     "string": "text, in quotes where it looks like a number or true", "integer": "an integer", "number": "a number",
@@ -255,3 +257,53 @@ def _path(keys: Iterable[Any]) -> str:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+# The CEL rules of a CRD (x-kubernetes-validations). Kubernetes adds functions to the language; a rule with a function
+# that is missing here is not judged.
+
+
+class NotJudgedError(Exception):
+    """The rule needs what is not known here: a function of Kubernetes, the object as it was before."""
+
+
+def holds(rule: dict[str, Any], value: Any) -> bool:
+    """Whether `value` meets `rule`, an item of x-kubernetes-validations.
+
+    Rules about a change ask nothing of a new object. Raises NotJudgedError.
+    """
+    text = str(rule.get("rule"))
+    if re.search(r"\boldSelf\b", text):
+        if rule.get("optionalOldSelf"):
+            raise NotJudgedError("it compares with the object as it was")
+        return True
+    result = _compiled(text).eval(data={"self": value})
+    if result.type() != cel.Type.ERROR:
+        return result.plain_value() is True
+    if _NO_MEMBER.search(str(result)):
+        raise NotJudgedError(str(result))
+    return False  # as the API server has it: a key that is not there, text that is no number
+
+
+@cache
+def _compiled(rule: str) -> cel.Expression:
+    try:
+        return _environment().compile(rule)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ERROR: ")
+        raise NotJudgedError(first) from None
+
+
+@cache
+def _environment() -> cel.Env:
+    string = cel.Type.STRING
+    find = cel.FunctionDecl(
+        "find", [cel.Overload("string_find", string, [string, string], is_member=True, impl=_find)]
+    )  # one of Kubernetes' own that Karpenter uses
+    extensions = [ext_strings.ExtStrings(), ext_optional.ExtOptional()]
+    return cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=extensions, functions=[find])
+
+
+def _find(text: str, pattern: str) -> str:
+    match = re.search(pattern, text)
+    return match.group() if match else ""

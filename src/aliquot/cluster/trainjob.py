@@ -10,7 +10,7 @@ from aliquot.cluster import pod
 from aliquot.cluster.directory_job import wait_containers
 from aliquot.cluster.job import EFA, GPU, LOGS_BYTES, Job
 from aliquot.cluster.manifest_yaml import Document, compact
-from aliquot.cluster.nodes import labels
+from aliquot.cluster.node_manifests import labels
 from aliquot.cluster.quantity import mebibytes
 
 NODE = "node"  # the job's and the container's name: Trainer knows no other

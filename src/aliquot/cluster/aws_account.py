@@ -8,7 +8,7 @@ from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.manifests import ManifestObject, mapping, of_kind
-from aliquot.cluster.pools import ZONE, pool_view
+from aliquot.cluster.node_pool_view import ZONE, pool_view
 from aliquot.config.cluster_section import ClusterSection
 
 _LUSTRE_PORT = 988

@@ -1,19 +1,18 @@
-"""The shared file system of a job: FSx for Lustre by its CSI driver, one that exists or one made with the claim.
+"""The objects that connect the pods of a job: the claim of the shared file system and the NetworkPolicy.
 
-Formats: github.com/kubernetes-sigs/aws-fsx-csi-driver, examples of v1.9.0.
+FSx for Lustre comes by its CSI driver; the claim takes an existing file system or makes one. Formats:
+github.com/kubernetes-sigs/aws-fsx-csi-driver, examples of v1.9.0.
 """
 
 from __future__ import annotations
 
+from aliquot.cluster import pod
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifest_yaml import Document, compact
-from aliquot.cluster.nodes import labels
+from aliquot.cluster.node_manifests import labels
+from aliquot.cluster.pod import claim_name
 
 _DRIVER = "fsx.csi.aws.com"
-
-
-def claim_name(job: Job) -> str:
-    return job.section.storage.claim or f"{job.name}-fsx"
 
 
 def storage(job: Job) -> dict[str, Document]:
@@ -87,4 +86,23 @@ def _storage_class(job: Job) -> Document:
         "reclaimPolicy": "Retain",  # deleting the claim must not delete checkpoints
         "volumeBindingMode": "Immediate",
         "mountOptions": ["flock"],
+    }
+
+
+def network_policy(job: Job, any_job: bool = False) -> Document:
+    """Connections that the pods open themselves (DNS, the hub, S3, the file system) are not restricted.
+
+    gloo and NCCL authenticate nobody and choose their ports, so the job's pods reach all ports of each other. The
+    Prometheus port is open to every pod and node, because nothing here says where the server runs. `any_job`: for all
+    jobs of the runtime in this namespace instead of the job with this name.
+    """
+    pods = {"podSelector": {"matchLabels": pod.pod_labels(job, any_job)}}
+    ingress: list[Document] = [{"from": [pods]}]
+    if (port := job.config.observe.prometheus) is not None:
+        ingress.append({"ports": [{"protocol": "TCP", "port": port}]})
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": job.name, "namespace": job.section.namespace, "labels": labels(job)},
+        "spec": {**pods, "policyTypes": ["Ingress"], "ingress": ingress},
     }

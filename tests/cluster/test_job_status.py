@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from aliquot.cluster.job_status import job_pods, why_waiting
 from aliquot.cluster.render import documents
-from aliquot.cluster.status import job_pods, why_waiting
 from tests.cluster.apiserver import NEEDS_SERVER, kubectl
 from tests.cluster.cases import cpu_job
 

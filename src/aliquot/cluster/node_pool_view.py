@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instances
-from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+from aliquot.cluster.quantity import GIB, parse_bytes
 
 _NUMBER = re.compile(r"^[0-9]{1,18}$")
 LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")  # at most 63 characters
@@ -18,6 +19,8 @@ TYPE = "node.kubernetes.io/instance-type"
 ZONE = "topology.kubernetes.io/zone"
 CAPACITY = "karpenter.sh/capacity-type"
 _PREFIX = "karpenter.k8s.aws/instance-"
+_DEFAULT_BYTES = 20 * GIB  # of a node class without a mapping of that device
+_ROOTS = {"al2023": "/dev/xvda", "bottlerocket": "/dev/xvdb"}  # where pods' files lie, by image family
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,25 @@ def _meets(labels: dict[str, str], requirement: dict[str, Any]) -> bool:
         "DoesNotExist": own is None,
     }
     return known.get(operator, True)
+
+
+def allocatable_disk_bytes(size_bytes: int) -> int:
+    """Of a disk of that size: kubelet evicts below 10 % and keeps 1 GiB. May be below 0."""
+    return size_bytes - -(-size_bytes // 10) - GIB
+
+
+def disk_bytes(node_class: ManifestObject, node: InstanceType) -> int | None:
+    """Size of the disk that holds pods' files; None: an image whose devices are not known."""
+    if node_class.get("spec", "instanceStorePolicy") == "RAID0" and node.local_nvme_bytes:
+        return node.local_nvme_bytes
+    mappings = node_class.items("spec", "blockDeviceMappings")
+    roots = [each for each in mappings if each.get("rootVolume") is True]
+    if not roots:
+        alias = str(dig(node_class.items("spec", "amiSelectorTerms"), 0, "alias") or "")
+        family = str(node_class.get("spec", "amiFamily") or alias.partition("@")[0]).lower()
+        if family not in _ROOTS:
+            return None
+        roots = [each for each in mappings if each.get("deviceName") == _ROOTS[family]]
+    if not roots:
+        return _DEFAULT_BYTES
+    return parse_bytes(dig(roots, 0, "ebs", "volumeSize"))
