@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import LaunchSection, RunConfig
-from aliquot.distributed.auto_ranks import cpu_ranks, crowding_warning, most_cpu_ranks, with_automatic_ranks
+from aliquot.distributed.auto_ranks import cpu_ranks, crowding_warning, max_cpu_ranks, resolve_auto_ranks
 from aliquot.distributed.numa_binding import core_sets
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.machine.cpu import CpuFacts
@@ -78,7 +78,7 @@ def test_no_rank_spans_nodes_and_no_core_is_shared(nodes: list[int], batch: int,
     cpu = machine(*nodes, quota=quota)
     ranks, _ = cpu_ranks(config(global_batch_size=batch), 1, cpu, gib * GIB)
     threads, _ = threads_per_rank(LaunchSection(), {}, cpu, ranks)
-    assert 1 <= ranks <= max(len(nodes), most_cpu_ranks(cpu, gib * GIB)[0])
+    assert 1 <= ranks <= max(len(nodes), max_cpu_ranks(cpu, gib * GIB)[0])
     assert ranks * threads <= cpu.usable_cores
     node_of = {number: node for core, node in zip(cpu.cores, cpu.node_of_core, strict=True) for number in core}
     sets = core_sets(cpu, ranks, threads)
@@ -90,8 +90,8 @@ def test_no_rank_spans_nodes_and_no_core_is_shared(nodes: list[int], batch: int,
 
 
 def test_a_persons_number_stands() -> None:
-    assert with_automatic_ranks(LaunchSection(ranks=7), config()) == (LaunchSection(ranks=7), None)
-    launch, reason = with_automatic_ranks(LaunchSection(device="cpu"), config())
+    assert resolve_auto_ranks(LaunchSection(ranks=7), config()) == (LaunchSection(ranks=7), None)
+    launch, reason = resolve_auto_ranks(LaunchSection(device="cpu"), config())
     assert isinstance(launch.ranks, int) and reason
 
 

@@ -27,9 +27,9 @@ from aliquot.core.errors import CutOffError, UserError
 from aliquot.distributed import elastic, leader_lease, membership
 from aliquot.distributed.elastic import _Node
 from aliquot.distributed.json_lines import Message, Peer
-from aliquot.distributed.launcher import mode, with_environment
-from aliquot.distributed.leader_lease import Claim, Claims, check_round, goes_on, newest_round
-from aliquot.distributed.membership import Leader, Run
+from aliquot.distributed.launcher import apply_environment, launch_mode
+from aliquot.distributed.leader_lease import Claim, Claims, check_round, follows_earlier_round, newest_round
+from aliquot.distributed.membership import Leader, PreviousRound, Run
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
 from tests import warm
@@ -42,7 +42,7 @@ def test_nodes_are_a_number_or_a_range(tmp_path: Path) -> None:
     launch = LaunchSection(nodes="2:4")
     assert (launch.fewest_nodes, launch.most_nodes, launch.is_elastic) == (2, 4, True)
     assert (LaunchSection(nodes=3).fewest_nodes, LaunchSection(nodes=3).is_elastic) == (3, False)
-    assert mode(LaunchSection(nodes="1:1"), {}) == "launcher"
+    assert launch_mode(LaunchSection(nodes="1:1"), {}) == "launcher"
     file = write_config(tmp_path)
     assert read_config(file, ["launch.nodes=2:4"]).launch.nodes == "2:4"  # in YAML 1.1 it is 124
     file.write_text(file.read_text().replace("launch:\n", "launch:\n  nodes: 2:4\n"))
@@ -58,9 +58,9 @@ def test_nodes_are_a_number_or_a_range(tmp_path: Path) -> None:
 
 def test_a_train_job_says_how_many_nodes_there_are_at_most() -> None:
     job = {"PET_NNODES": "4", "PET_NODE_RANK": "3"}
-    assert with_environment(LaunchSection(nodes="2:9"), job).nodes == "2:4"
-    assert with_environment(LaunchSection(), job).nodes == 4
-    assert with_environment(LaunchSection(), {"PET_NNODES": "2:4"}).nodes == "2:4"
+    assert apply_environment(LaunchSection(nodes="2:9"), job).nodes == "2:4"
+    assert apply_environment(LaunchSection(), job).nodes == 4
+    assert apply_environment(LaunchSection(), {"PET_NNODES": "2:4"}).nodes == "2:4"
 
 
 def test_one_of_many_claims_a_round(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_one_of_many_claims_a_round(tmp_path: Path) -> None:
 
 def test_the_first_round_alone_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(leader_lease.ROUND, raising=False)
-    assert not goes_on()
+    assert not follows_earlier_round()
     for number in (1, 2, 11):
         monkeypatch.setenv(leader_lease.ROUND, str(number))
-        assert goes_on() == (number > 1)
+        assert follows_earlier_round() == (number > 1)
 
 
 def test_a_rank_of_an_older_round_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ class Nodes:
         Claims(folder).make(self.claim)
         run = Run(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
-        self.leader = Leader(Claims(folder), self.claim, [listener], "a", section, run, None, [])
+        self.leader = Leader(Claims(folder), self.claim, [listener], "a", section, run, PreviousRound(None, []))
 
     def come(self, name: str, mark: str = MARK) -> Peer:
         peer = Peer(socket.create_connection(("127.0.0.1", self.claim.port)))

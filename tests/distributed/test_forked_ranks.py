@@ -18,7 +18,8 @@ from pathlib import Path
 from aliquot.config.schema import LaunchSection
 from aliquot.distributed import forked_rank
 from aliquot.distributed.elastic import start_elastic_ranks
-from aliquot.distributed.launcher import prepare
+from aliquot.distributed.launcher import prepare_log_directory
+from aliquot.distributed.local_group import RankProgram
 from aliquot.distributed.membership import Run
 
 module, folder = sys.argv[1], Path.cwd()
@@ -27,8 +28,8 @@ start = ForkServerProcess.start
 {changed}
 run = Run("", lambda: (0, 0), print, lambda: True)
 launch = LaunchSection(device="cpu", ranks={ranks}, nodes="1:1")
-logs = prepare(folder / "logs")
-sys.exit(start_elastic_ranks(launch, ["-m", module], folder, logs, 5, False, run, [module]))
+program = RankProgram(["-m", module], prepare_log_directory(folder / "logs"), 5, (module,))
+sys.exit(start_elastic_ranks(launch, program, folder, False, run))
 """
 
 

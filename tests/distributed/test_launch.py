@@ -14,7 +14,7 @@ import pytest
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
-from aliquot.distributed.launcher import mode, with_environment
+from aliquot.distributed.launcher import apply_environment, launch_mode
 from aliquot.distributed.watchdog import describe_stuck_ranks
 from tests import warm
 from tests.distributed.launcher import JOIN, environment, run, start
@@ -43,37 +43,37 @@ TRAIN_JOB = {
     ],
 )
 def test_mode(launch: LaunchSection, environ: dict[str, str], expected: str) -> None:
-    assert mode(launch, environ) == expected
+    assert launch_mode(launch, environ) == expected
 
 
 def test_train_job_variables_win() -> None:
-    launch = with_environment(LaunchSection(ranks=8, threads_per_rank=4), TRAIN_JOB)
+    launch = apply_environment(LaunchSection(ranks=8, threads_per_rank=4), TRAIN_JOB)
     assert launch == LaunchSection(
         ranks=3, threads_per_rank=4, nodes=2, node_rank=1, master_address="job-node-0-0", master_port=29400
     )
     for automatic in ("auto", "cpu"):
-        assert with_environment(LaunchSection(ranks=8), TRAIN_JOB | {"PET_NPROC_PER_NODE": automatic}).ranks == 8
+        assert apply_environment(LaunchSection(ranks=8), TRAIN_JOB | {"PET_NPROC_PER_NODE": automatic}).ranks == 8
 
 
 def test_what_people_export_for_torchrun_counts_where_nothing_is_configured() -> None:
     exported = {"WORLD_SIZE": "4", "MASTER_ADDR": "first", "MASTER_PORT": "29555"}
-    launch = with_environment(LaunchSection(), exported)
+    launch = apply_environment(LaunchSection(), exported)
     assert (launch.ranks, launch.master_address, launch.master_port) == (4, "first", 29555)
-    assert mode(LaunchSection(device="cpu"), exported) == "launcher"
-    assert with_environment(LaunchSection(nodes=2), exported).ranks == 2
+    assert launch_mode(LaunchSection(device="cpu"), exported) == "launcher"
+    assert apply_environment(LaunchSection(nodes=2), exported).ranks == 2
     own = LaunchSection(ranks=3, master_address="other", master_port=1234)
-    assert with_environment(own, exported) == own
+    assert apply_environment(own, exported) == own
     with pytest.raises(UserError, match="WORLD_SIZE is 4, which 3 nodes cannot share"):
-        with_environment(LaunchSection(nodes=3), exported)
+        apply_environment(LaunchSection(nodes=3), exported)
 
 
 def test_senseless_environment_is_a_user_error() -> None:
     with pytest.raises(UserError, match="PET_NNODES"):
-        mode(LaunchSection(), TRAIN_JOB | {"PET_NNODES": "2:1"})
+        launch_mode(LaunchSection(), TRAIN_JOB | {"PET_NNODES": "2:1"})
     with pytest.raises(UserError, match="PET_NPROC_PER_NODE"):
-        mode(LaunchSection(), TRAIN_JOB | {"PET_NPROC_PER_NODE": "0"})
+        launch_mode(LaunchSection(), TRAIN_JOB | {"PET_NPROC_PER_NODE": "0"})
     with pytest.raises(UserError, match="MASTER_ADDR"):
-        mode(LaunchSection(), {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+        launch_mode(LaunchSection(), {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
 
 
 def test_streams_arguments_and_environment_of_the_ranks(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError
-from aliquot.distributed.config_consistency import check_same, common_settings, differences
+from aliquot.distributed.config_consistency import check_equal_on_ranks, common_settings, describe_differences
 from aliquot.distributed.topology import Topology
 from aliquot.observe import run_directory
 from aliquot.observe.run_directory import RunDirectory
@@ -169,16 +169,16 @@ class Gathered:
 def test_what_differs_is_named_with_both_values() -> None:
     own = {"train": {"max_steps": 5, "seed": 1}, "model.config": {"layer_types": ["a", "b"]}, "tuple": (1, 2)}
     other = {"train.max_steps": 5, "train.seed": 1, "model.config.layer_types": ["a", "b"], "tuple": [1, 2]}
-    check_same(Gathered(other), lambda: own)  # type: ignore[arg-type]
-    check_same(Gathered({**other, "train.max_steps": 5.0}), lambda: own)  # type: ignore[arg-type]
+    check_equal_on_ranks(Gathered(other), lambda: own)  # type: ignore[arg-type]
+    check_equal_on_ranks(Gathered({**other, "train.max_steps": 5.0}), lambda: own)  # type: ignore[arg-type]
     differing = {**other, "train.max_steps": 7, "new": 3}
     del differing["train.seed"]
     with pytest.raises(UserError) as told:
-        check_same(Gathered(differing), lambda: own)  # type: ignore[arg-type]
+        check_equal_on_ranks(Gathered(differing), lambda: own)  # type: ignore[arg-type]
     assert "node 1 (rank 1) does not train what node 0 does: train.max_steps is 5 there and 7 here;" in str(told.value)
     assert "train.seed is 1 there and not set here; new is not set there and 3 here" in str(told.value)
     with pytest.raises(UserError, match=r"^rank 1 does not train what rank 0 does: train\.max_steps is 5 there and 7"):
-        check_same(Gathered(differing, node=0), lambda: own)  # type: ignore[arg-type]
+        check_equal_on_ranks(Gathered(differing, node=0), lambda: own)  # type: ignore[arg-type]
 
 
 def test_a_configuration_is_compared_but_for_what_is_a_nodes_own(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_size_of_a_tokenizer_and_the_code_are_compared_and_where_a_template_
         )
         for size, place in ((300, "a.jinja"), (320, "b.jinja"))
     )
-    assert differences(one, other) == "data.tokenizer_vocab_size is 300 there and 320 here"
+    assert describe_differences(one, other) == "data.tokenizer_vocab_size is 300 there and 320 here"
     assert len(one["files of aliquot (hash)"]) == 12
 
 

@@ -29,7 +29,7 @@ from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
-from aliquot.distributed.auto_ranks import with_automatic_ranks
+from aliquot.distributed.auto_ranks import resolve_auto_ranks
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe.run_directory import RunDirectory
 from tests import plain, warm
@@ -147,7 +147,7 @@ def test_ranks_that_nobody_counted_give_the_same_curve(folder: Path, alone: Path
     assert result.returncode == 0, result.stderr
     assert curve(folder / "automatic") == pytest.approx(curve(alone), rel=1e-5)
     settings = read_config(config, [])
-    ranks = with_automatic_ranks(settings.launch, settings)[0].ranks
+    ranks = resolve_auto_ranks(settings.launch, settings)[0].ranks
     assert f"{ranks} rank{'s' if ranks != 1 else ''} x " in result.stdout
 
 

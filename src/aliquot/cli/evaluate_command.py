@@ -46,7 +46,7 @@ def command(
     """
     from aliquot.config.evaluation_config import read_evaluation_config
     from aliquot.distributed import launcher
-    from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
+    from aliquot.distributed.auto_ranks import crowding_warning, resolve_auto_ranks
     from aliquot.machine.allocator import restart_with_allocator
 
     with one_line_errors(debug):
@@ -54,8 +54,8 @@ def command(
         given = [f"{key}={value}" for key, value in options.items() if value is not None]
         quiet = ["observe.console=quiet"] if as_json else []
         settings = read_evaluation_config(model, data, [*(overrides or []), *given, *quiet], base)
-        placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
-        if launcher.mode(placed, os.environ) == "launcher":
+        placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
+        if launcher.launch_mode(placed, os.environ) == "launcher":
             if reason is None and (warning := crowding_warning(placed, settings)) is not None:
                 print(f"aliquot: {warning}", file=sys.stderr, flush=True)
             arguments, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s

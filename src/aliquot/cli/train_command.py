@@ -29,7 +29,7 @@ def command(
     from aliquot.config.key_locations import locate_errors
     from aliquot.config.read_config import read_with_locations
     from aliquot.distributed import launcher
-    from aliquot.distributed.auto_ranks import crowding_warning, with_automatic_ranks
+    from aliquot.distributed.auto_ranks import crowding_warning, resolve_auto_ranks
     from aliquot.machine.allocator import restart_with_allocator
     from aliquot.machine.memory import memory_limit
     from aliquot.observe.run_directory import RunDirectory
@@ -40,8 +40,8 @@ def command(
         given = [*(overrides or []), *(["observe.console=quiet"] if quiet else [])]
         settings, written = read_with_locations(config, given)
         places.update(written)
-        placed, reason = with_automatic_ranks(launcher.with_environment(settings.launch, os.environ), settings)
-        mode = launcher.mode(placed, os.environ)
+        placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
+        mode = launcher.launch_mode(placed, os.environ)
         if mode != "rank" and not force:
             check_start(settings, int(placed.ranks), memory_limit())
         if mode == "launcher":
@@ -80,7 +80,7 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
 
     from aliquot.checkpoint.directories import newest, step_of
     from aliquot.core.errors import LaunchError, StorageError
-    from aliquot.distributed.launcher import prepare
+    from aliquot.distributed.launcher import prepare_log_directory
     from aliquot.distributed.leader_lease import is_finished
     from aliquot.observe.run_directory import RunDirectory
 
@@ -91,6 +91,7 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
     directory = RunDirectory(settings.run.directory)
     from aliquot.distributed.config_consistency import common_settings
     from aliquot.distributed.elastic import start_elastic_ranks
+    from aliquot.distributed.local_group import RankProgram
     from aliquot.distributed.membership import Run
     from aliquot.observe.events import Events
     from aliquot.observe.metrics import last_step
@@ -112,6 +113,6 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
     run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell, whole)
     if not (whole() and is_finished(directory.path, run.finish_mark())):
         directory.check(settings)
-    logs = prepare(directory.logs)
-    grace_s = settings.checkpoint.grace_s
-    return start_elastic_ranks(launch, arguments, directory.path, logs, grace_s, automatic, run, ["aliquot.run.train"])
+    logs = prepare_log_directory(directory.logs)
+    program = RankProgram(arguments, logs, settings.checkpoint.grace_s, ("aliquot.run.train",))
+    return start_elastic_ranks(launch, program, directory.path, automatic, run)

@@ -1,18 +1,16 @@
-"""`launch.ranks: auto`: how many ranks a machine gets when nobody says.
+"""`launch.ranks: auto`: choose the number of ranks of a machine.
 
-One rank a GPU. On CPU:
+On GPUs, one rank per GPU. On CPU, ranks never span NUMA nodes, and their number depends on the engine:
 
-- Engine host, and auto, which takes it where it fits: ranks compute from one copy of the weights, so a further rank
-  costs only its process and its activations, and many ranks of few threads waste less than a few of many threads:
-  whatever lies between two matrix products runs on one core or waits for the slowest thread. At most: a rank a core up
-  to four a NUMA node, then one for every four cores (each keeps a socket to each other, and activations of its own), as
-  far as the memory limit holds their processes. Up to that, the number is taken with which a step's micro-batches
-  should take the least time, the largest of equals: rounds of micro-batches x time of one, a fifth of it (an estimate)
-  on one core.
-- The other engines gather or hold layers in every rank: one rank a NUMA node.
-- Without `train.global_batch_size` a batch is so much *a rank*, and more ranks would train something else: likewise.
-
-No rank lies on two nodes.
+- Engine host (and auto, which prefers engine host if the model fits): ranks compute from one copy of the weights, so
+  another rank costs only its process and its activations. Many ranks of few threads waste less time than few ranks of
+  many threads, because the work between two matrix products runs on one core or waits for the slowest thread.
+  The maximum is one rank per core up to four per NUMA node, then one rank per four cores, because every rank has a
+  socket to every other and its own activations; the memory limit must hold all processes. Below the maximum, the number
+  with the shortest estimated step wins, and the largest of equal ones: (micro-batches per rank) x (time of one
+  micro-batch), a fifth of which, an estimate, runs on one core.
+- Other engines gather or hold layers in every rank: one rank per NUMA node.
+- Without `train.global_batch_size` the batch is *per rank*, and more ranks would enlarge it: one rank per NUMA node.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from aliquot.distributed.topology import threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
 
-_MOST_RANKS_OF_ONE_CORE = 4  # a NUMA node
+_MAX_SINGLE_CORE_RANKS = 4  # per NUMA node
 _CORES_PER_RANK = 4
-_ON_ONE_CORE = 0.2
-_CROWDED = 2  # ranks a core; up to here ranks hide each other's waits
+_SERIAL_PART = 0.2  # of a micro-batch, which runs on one core
+_CROWDED = 2  # ranks per core; up to this number ranks hide each other's waits
 _RANK_BYTES = 2 << 30  # Python, torch and transformers, the gradients' ring, a small micro-batch
 
 
-def with_automatic_ranks(launch: LaunchSection, config: RunConfig) -> tuple[LaunchSection, str | None]:
-    """`launch` with a number for `ranks`, and why it is that one; None where it was a number already."""
+def resolve_auto_ranks(launch: LaunchSection, config: RunConfig) -> tuple[LaunchSection, str | None]:
+    """Return `launch` with a number of ranks, and the reason for the number; None if `launch` had a number already."""
     if launch.ranks != "auto":
         return launch, None
     if gpus := visible_gpus(launch):
@@ -44,7 +42,7 @@ def with_automatic_ranks(launch: LaunchSection, config: RunConfig) -> tuple[Laun
 
 
 def crowding_warning(launch: LaunchSection, config: RunConfig) -> str | None:
-    """The line to print before many more local ranks start than this machine has cores; None for a usual number."""
+    """Return a warning if many more local ranks will start than this machine has cores, or None."""
     cpu, memory_bytes = read_cpu(), memory_limit()
     if launch.ranks == "auto" or launch.ranks <= _CROWDED * cpu.usable_cores or _has_gpus(launch):
         return None
@@ -62,7 +60,7 @@ def _has_gpus(launch: LaunchSection) -> bool:
 
 
 def visible_gpus(launch: LaunchSection) -> int:
-    """GPUs that ranks are to have. torch is slow to import: it is asked only where there is a GPU to ask about."""
+    """Return the number of GPUs for ranks. Imports torch only if the machine has a GPU, because the import is slow."""
     if not _has_gpus(launch):
         return 0
     import torch
@@ -71,37 +69,37 @@ def visible_gpus(launch: LaunchSection) -> int:
 
 
 def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
-    """Local ranks of each of `nodes` machines like this one, and which rule decided."""
-    train, fewest = config.train, _fewest(cpu)
+    """Return the local ranks of each of `nodes` machines like this one, and the rule that decided."""
+    train, fewest = config.train, _min_ranks(cpu)
     deepspeed = config.shard.engine == "auto" and config.shard.deepspeed_config is not None
     if deepspeed or config.shard.engine not in ("auto", "host"):
         return fewest, f"engine {'deepspeed' if deepspeed else config.shard.engine}: one a NUMA node"
     if train.global_batch_size is None:
         return fewest, "one a NUMA node: without train.global_batch_size more ranks would make a larger batch"
     sequences = train.global_batch_size / nodes
-    least = train.gradient_accumulation_steps or train.per_device_train_batch_size  # sequences of a rank that works
+    least = train.gradient_accumulation_steps or train.per_device_train_batch_size  # sequences per busy rank
 
     def relative_time(ranks: int) -> float:
         threads, _ = threads_per_rank(LaunchSection(), {}, cpu, ranks)
-        return math.ceil(sequences / (least * ranks)) * (_ON_ONE_CORE + (1 - _ON_ONE_CORE) / threads)
+        return math.ceil(sequences / (least * ranks)) * (_SERIAL_PART + (1 - _SERIAL_PART) / threads)
 
-    most, reason = most_cpu_ranks(cpu, limit_bytes)
+    most, reason = max_cpu_ranks(cpu, limit_bytes)
     ranks = min(range(fewest, most + 1), key=lambda ranks: (round(relative_time(ranks), 9), -ranks))
     return ranks, reason if ranks == most else "micro-batches of a step / cores"
 
 
-def most_cpu_ranks(cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
-    """Local ranks of engine host when there are micro-batches for all, and which rule decided."""
+def max_cpu_ranks(cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
+    """Return the local ranks of engine host if there are micro-batches for all, and the rule that decided."""
     sizes = [len(cores) for cores in cpu.cores_by_node]
-    if cpu.is_throttled:  # the quota is for all of them together
+    if cpu.is_throttled:  # all nodes share one quota
         sizes = [max(1, size * cpu.usable_cores // len(cpu.cores)) for size in sizes]
-    by_cores = sum(min(size, max(_MOST_RANKS_OF_ONE_CORE, size // _CORES_PER_RANK)) for size in sizes)
-    by_cores = min(by_cores, cpu.usable_cores)  # a quota may be less than a core for each node
-    by_memory = limit_bytes // _RANK_BYTES
-    reason = "physical cores" if by_cores <= by_memory else f"memory, {_RANK_BYTES >> 30} GiB a rank"
-    return max(_fewest(cpu), min(by_cores, by_memory)), reason
+    core_limit = sum(min(size, max(_MAX_SINGLE_CORE_RANKS, size // _CORES_PER_RANK)) for size in sizes)
+    core_limit = min(core_limit, cpu.usable_cores)  # a quota may be less than one core per node
+    memory_ranks = limit_bytes // _RANK_BYTES
+    reason = "physical cores" if core_limit <= memory_ranks else f"memory, {_RANK_BYTES >> 30} GiB a rank"
+    return max(_min_ranks(cpu), min(core_limit, memory_ranks)), reason
 
 
-def _fewest(cpu: CpuFacts) -> int:
-    """Ranks of which none lies on two NUMA nodes."""
+def _min_ranks(cpu: CpuFacts) -> int:
+    """Return the smallest number of ranks with which no rank spans two NUMA nodes."""
     return min(len(cpu.cores_by_node), cpu.usable_cores)

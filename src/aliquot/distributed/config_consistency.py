@@ -1,7 +1,7 @@
-"""Whether all ranks of a run do the same: told and compared when they have joined, and when data and model are known.
+"""Check that all ranks of a run have the same settings, data and software.
 
-A node with another text, another batch size or other weights would train to the end without a word, on a mixture; so
-would a rank that somebody starts by hand beside others of its host.
+The ranks compare themselves when they have joined, and again when data and model are known. Without the check, a node
+with another text, batch size or weights would silently train a mixture until the end.
 """
 
 from __future__ import annotations
@@ -18,31 +18,39 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import NodesDifferError
 from aliquot.distributed.ranks import Ranks
 
-# A node's own: where it finds things (what it finds there is compared), how many processes it has, what it shows.
-_OWN = (
+# Keys that may differ between nodes: paths (the contents are compared), numbers of processes, console output.
+_LOCAL_KEYS = (
     "cluster", "launch", "run.directory", "model.path", "data.path", "data.eval_path", "data.tokenizer",
     "data.dataset", "data.chat_template", "data.cache_directory", "data.num_proc", "observe.console", "adapter.path",
     "shard.offload_directory",
 )  # fmt: skip
 _PACKAGES = ("aliquot", "torch", "transformers")
-_MOST_TOLD = 3
+_MAX_SHOWN = 3
 
 
 def check_configs(ranks: Ranks, config: RunConfig) -> None:
-    """Settings, versions and what is trained on. Collective; raises NodesDifferError on every rank."""
-    check_same(ranks, lambda: {**common_settings(config), "launch.device": ranks.topology.device})
+    """Compare settings, versions and device over all ranks. Collective.
+
+    Raises:
+        NodesDifferError: on every rank, if one of them differs.
+    """
+    check_equal_on_ranks(ranks, lambda: {**common_settings(config), "launch.device": ranks.topology.device})
 
 
 def common_settings(config: RunConfig) -> dict[str, Any]:
-    """What must be the same on all nodes, by key, and the versions of the software."""
+    """Return the settings that must be equal on all nodes, by key, and the versions of the software."""
     settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
-    common = {key: _anywhere(key, value) for key, value in settings.items() if not _is_own(key)}
-    return {**common, **{f"version of {name}": version(name) for name in _PACKAGES}, "files of aliquot (hash)": _code()}
+    common = {key: _without_paths(key, value) for key, value in settings.items() if not _is_local(key)}
+    return {
+        **common,
+        **{f"version of {name}": version(name) for name in _PACKAGES},
+        "files of aliquot (hash)": _source_hash(),
+    }
 
 
 @cache
-def _code() -> str:
-    """Two checkouts of one version may differ."""
+def _source_hash() -> str:
+    """Hash the source files of aliquot, because two checkouts of one version may differ."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -51,41 +59,45 @@ def _code() -> str:
     return total.hexdigest()[:12]
 
 
-def _is_own(key: str) -> bool:
-    return any(key == own or key.startswith(f"{own}.") for own in _OWN)
+def _is_local(key: str) -> bool:
+    return any(key == local or key.startswith(f"{local}.") for local in _LOCAL_KEYS)
 
 
-def _anywhere(key: str, value: Any) -> Any:
-    """A setting without where this node finds what it names."""
+def _without_paths(key: str, value: Any) -> Any:
+    """Return a setting without paths of this node."""
     if key in ("data.sources", "data.eval_sources") and isinstance(value, list):
-        return [{name: each for name, each in source.items() if name != "path"} for source in value]
+        return [{name: setting for name, setting in source.items() if name != "path"} for source in value]
     if key in ("model.config", "checkpoint.resume") and isinstance(value, str) and value not in ("auto", "never"):
         return value if "://" in value else "a path"
     return value
 
 
-def check_same(ranks: Ranks, tell: Callable[[], Mapping[str, Any]]) -> None:
-    """Whether each rank tells the same. Collective; raises NodesDifferError on every rank."""
-    own = dict(_flat(tell()))
-    digests = ranks.gather(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest())
+def check_equal_on_ranks(ranks: Ranks, describe: Callable[[], Mapping[str, Any]]) -> None:
+    """Check that `describe` returns equal JSON values on all ranks. Collective.
+
+    Raises:
+        NodesDifferError: on every rank, with the first keys that differ.
+    """
+    values = dict(_flat(describe()))
+    digests = ranks.gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     differs = digests[ranks.rank] != digests[0]
-    everybody = ranks.gather([ranks.topology.node_rank, own] if ranks.rank == 0 or differs else None)
-    first_node, first = everybody[0]
-    for rank, (node, told) in ((rank, each) for rank, each in enumerate(everybody[1:], 1) if each is not None):
-        words = differences(first, told)
-        if not words:  # one value written in two ways, like 10000 and 10000.0
+    entries = ranks.gather([ranks.topology.node_rank, values] if ranks.rank == 0 or differs else None)
+    first_node, first = entries[0]
+    for rank, (node, there) in ((rank, entry) for rank, entry in enumerate(entries[1:], 1) if entry is not None):
+        words = describe_differences(first, there)
+        if not words:  # equal values in two spellings, like 10000 and 10000.0
             continue
-        who, others = (f"node {node} (rank {rank})", "node 0") if node != first_node else (f"rank {rank}", "rank 0")
-        raise NodesDifferError(f"{who} does not train what {others} does: {words}")
+        who, first_name = (f"node {node} (rank {rank})", "node 0") if node != first_node else (f"rank {rank}", "rank 0")
+        raise NodesDifferError(f"{who} does not train what {first_name} does: {words}")
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The first keys of which both tell something else, and their values."""
+def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Describe the first keys whose values differ; empty if the values are equal."""
     different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    words = [f"{key} is {_shown(there, key)} there and {_shown(here, key)} here" for key in different[:_MOST_TOLD]]
-    more = f", and {len(different) - _MOST_TOLD} more" if len(different) > _MOST_TOLD else ""
+    words = [f"{key} is {_shown(there, key)} there and {_shown(here, key)} here" for key in different[:_MAX_SHOWN]]
+    more = f", and {len(different) - _MAX_SHOWN} more" if len(different) > _MAX_SHOWN else ""
     return "; ".join(words) + more
 
 
@@ -94,7 +106,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{key}.")
         else:
-            yield f"{before}{key}", json.loads(json.dumps(value, default=str))  # as others will get it
+            yield f"{before}{key}", json.loads(json.dumps(value, default=str))  # as it arrives on other ranks
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

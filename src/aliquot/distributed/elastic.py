@@ -1,7 +1,7 @@
-"""A node of a run whose nodes come and go: it finds the leader or becomes it, and runs its ranks in each round.
+"""A node of an elastic run: it finds the leader or becomes the leader, and runs its ranks in every round.
 
-When nodes go or come, a round ends on all nodes and the next one goes on from the newest checkpoint with those that
-are there: who leads and decides that is in membership.py, who may lead in claims.py.
+When a node leaves or comes, the round ends on all nodes, and the next round resumes from the newest checkpoint with the
+present nodes. membership.py has the leader, which decides that; leader_lease.py decides which node may lead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -25,81 +24,74 @@ import psutil
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import RendezvousError, TrainingError
-from aliquot.distributed.forked_rank import forked_ranks, start_server, wait_for_server
+from aliquot.distributed.forked_rank import live_forked_ranks, start_server, wait_for_server
 from aliquot.distributed.gloo_interface import group_address
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims
-from aliquot.distributed.local_group import Ended, run_local_ranks
-from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, Leader, Run
+from aliquot.distributed.local_group import Ended, RankProgram, run_local_ranks
+from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, Leader, PreviousRound, Run
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import STOP_SIGNALS, first_and_second_signal
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
-_SEEN_S = 2.0  # a leader's file must stand still for so long here, too: clocks of machines may differ
-_MEET_S = 60.0  # all members of a round live, and begin at once
-_SAY_EVERY_S = 30.0
-_PORTS = 20  # that are tried for a leader
+_SEEN_S = 2.0  # a lease must also be unchanged for so long by the clock of this node, because clocks differ
+_MEET_S = 60.0  # all members of a round are alive and start together
+_REPORT_INTERVAL_S = 30.0
+_PORTS = 20  # tried by a new leader
 
 
 def start_elastic_ranks(
-    launch: LaunchSection, argv: list[str], run_directory: Path, logs: Path, grace_s: float, automatic: bool, run: Run,
-    modules: Sequence[str],
-) -> int:  # fmt: skip
-    """Run `python ARGV` as the ranks of this node, in as many rounds as it takes; the exit code of this process.
+    launch: LaunchSection, program: RankProgram, run_directory: Path, automatic: bool, run: Run
+) -> int:
+    """Run the program as the ranks of this node, round after round, and return the exit code as `start_ranks` does.
 
-    `launch` as `with_environment` has left it, `logs` as `prepare` has; `automatic`: launch.ranks was auto; `modules`:
-    what the ranks import. Returns as `start_ranks` does.
+    Args:
+        launch: after `apply_environment`.
+        automatic: whether launch.ranks was auto.
     """
-    start_server(logs, modules)
+    start_server(program.log_directory, program.modules)
     claims = Claims(run_directory)
     node = _Node(launch, claims, automatic, run)
     with first_and_second_signal(node.told_to_stop, node.told_again):
-        return _all_rounds(node, claims, launch, argv, logs, grace_s, run, modules)
+        return _all_rounds(node, claims, launch, program, run)
 
 
-def _all_rounds(
-    node: _Node, claims: Claims, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float, run: Run,
-    modules: Sequence[str],
-) -> int:  # fmt: skip
+def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: RankProgram, run: Run) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     try:
         secret = common_secret(os.environ, claims.directory)
         _obey_signals()
         if not _is_finished(claims, run):
-            wait_for_server()  # before the others end their round for this node
+            wait_for_server()  # before the other nodes end their round because this one has come
         while True:
             _obey_signals()
             order = node.next_order()
             if order["what"] == "end":
                 _print(order["lines"])
                 return int(order["code"])
-            start_server(logs, modules)  # anew where it has ended since
-            ended = _run_round(node, order, launch, argv, logs, grace_s, secret)
+            start_server(program.log_directory, program.modules)  # again, if it has ended since
+            ended = _run_round(node, order, launch, program, secret)
             if ended.told:
                 _print(ended.lines)
                 return ended.code
             node.report(order["round"], ended)
-    except SignalException as told:
-        _print([f"aliquot: stopped by {signal.Signals(told.sigval).name}"])
-        return 128 + told.sigval
-    except (
-        RendezvousError,
-        TrainingError,
-    ) as error:  # of other nodes, not of the input: where pods are replaced, another one may do
+    except SignalException as stopped:
+        _print([f"aliquot: stopped by {signal.Signals(stopped.sigval).name}"])
+        return 128 + stopped.sigval
+    except (RendezvousError, TrainingError) as error:
+        # Exit code 1: the error lies with other nodes, not with the input, and a replaced pod may succeed.
         _print([f"aliquot: {error.line}"])
         return 1
     finally:
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # it leaves already, in a second or two
+            signal.signal(number, signal.SIG_IGN)  # this node is leaving already
         node.leave()
 
 
-def _run_round(
-    node: _Node, order: Message, launch: LaunchSection, argv: list[str], logs: Path, grace_s: float, secret: str
-) -> Ended:
+def _run_round(node: _Node, order: Message, launch: LaunchSection, program: RankProgram, secret: str) -> Ended:
     assert node.link is not None
     own = launch.model_copy(
         update={
@@ -117,7 +109,7 @@ def _run_round(
         node.link.in_round.set()
         run_id = f"{node.link.claim.nonce}-{order['round']}"
         group = meet_round(own, order["nodes"], run_id, secret, _MEET_S)
-        return run_local_ranks(order["ranks"], group, argv, logs, grace_s, order["round"])
+        return run_local_ranks(order["ranks"], group, program, order["round"])
     except (RendezvousError, TrainingError) as error:
         return Ended(1, (f"aliquot: {error.line}",), "crash")
     finally:
@@ -125,17 +117,17 @@ def _run_round(
 
 
 class _Link(threading.Thread):
-    """This node's connection to the leader, and its hand on the ranks while they run."""
+    """The connection of this node to the leader; forwards the leader's signals to the ranks."""
 
     def __init__(self, claim: Claim, peer: Peer, said: list[Message]) -> None:
-        """`said`: what has come with its greeting."""
+        """`said`: messages that have come with the greeting."""
         super().__init__(name="aliquot-member", daemon=True)
         self.claim, self.peer = claim, peer
         self.orders: queue.Queue[Message] = queue.Queue()
         self.in_round = threading.Event()
         self.lost = threading.Event()
-        self.dismissed = False  # the leader has said that it leaves
-        self._pending: signal.Signals | None = None  # for the ranks
+        self.dismissed = False  # whether the leader has left
+        self._pending: signal.Signals | None = None  # not yet sent to the ranks
         for message in said:
             self._obey(message)
         self.start()
@@ -152,7 +144,7 @@ class _Link(threading.Thread):
             if self.peer.closed or time.monotonic() - heard > SILENT_S:
                 self.lost.set()
             self._signal_ranks()
-        # A leader that leaves has had its ranks saved, and those here with them.
+        # A leaving leader has had its ranks saved, and these ranks with them.
         until = time.monotonic() + (ENDING_S if self.dismissed else 0)
         while self.in_round.is_set():
             if time.monotonic() > until:
@@ -179,10 +171,10 @@ class _Link(threading.Thread):
             self.dismissed = True
 
     def _signal_ranks(self) -> None:
-        """Again and again until the round ends where they are to be killed: they may only just be starting."""
+        """Send the pending signal; repeat SIGKILL until the round ends, because ranks may still be starting."""
         if self._pending is None or not self.in_round.is_set():
             return
-        ranks = forked_ranks()
+        ranks = live_forked_ranks()
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(self._pending)
@@ -191,24 +183,28 @@ class _Link(threading.Thread):
 
 
 class _Node:
-    """Where this node stands: whom it is linked to, and whether it leads."""
+    """The state of this node: its link to the leader, and whether this node leads."""
 
     def __init__(self, launch: LaunchSection, claims: Claims, automatic: bool, run: Run) -> None:
         self.link: _Link | None = None
         self._id = secrets.token_hex(8)
         self._launch, self._claims, self._automatic, self._run = launch, claims, automatic, run
         self._leader: Leader | None = None
-        self._last: frozenset[str] | None = None  # ids of the last round, but its leader's
-        self._still: tuple[int, float, float] = (0, 0.0, 0.0)  # a round, its last beat, and when that was seen first
+        self._last: frozenset[str] | None = None  # ids of the last round, without its leader
+        self._still: tuple[int, float, float] = (
+            0,
+            0.0,
+            0.0,
+        )  # a round, its last beat, and when this node first saw that beat
 
     def next_order(self) -> Message:
-        """`start` or `end`, of a leader that lives. Raises RendezvousError."""
+        """Return the next `start` or `end` message of a living leader. Raises RendezvousError."""
         while True:
             if self.link is None or (self.link.lost.is_set() and self.link.orders.empty()):
-                found = self._find_leader()
-                if found is None:
+                link = self._find_leader()
+                if link is None:
                     return {"what": "end", "code": 0, "lines": ["aliquot: the run is finished: nothing to do here"]}
-                self.link = found
+                self.link = link
             with suppress(queue.Empty):
                 order = self.link.orders.get(timeout=_POLL_S)
                 if order["what"] == "end":
@@ -240,8 +236,8 @@ class _Node:
             self.link.join()
 
     def _find_leader(self) -> _Link | None:
-        """None: the run is finished."""
-        begun = said = time.monotonic()
+        """Return a link to the leader, which may be this node; None if the run is finished."""
+        start = reported = time.monotonic()
         while True:
             newest = self._claims.newest()
             if _is_finished(self._claims, self._run):
@@ -251,19 +247,19 @@ class _Node:
             if (newest is None or self._is_gone(newest)) and (link := self._lead(newest)) is not None:
                 return link
             where = f"{newest.name}, which leads round {newest.number}," if newest is not None else "a leader"
-            if time.monotonic() - begun > self._launch.join_timeout_s:
+            if time.monotonic() - start > self._launch.join_timeout_s:
                 raise RendezvousError(
                     f"{where} was not reached within {self._launch.join_timeout_s:g} s (launch.join_timeout_s):"
                     " nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
                 )
-            if time.monotonic() - said > _SAY_EVERY_S:
-                said = time.monotonic()
-                _print([f"aliquot: {where} is not reached since {said - begun:.0f} s"])
+            if time.monotonic() - reported > _REPORT_INTERVAL_S:
+                reported = time.monotonic()
+                _print([f"aliquot: {where} is not reached since {reported - start:.0f} s"])
             time.sleep(_POLL_S)
 
     def _reach(self, claim: Claim) -> _Link | None:
-        own = self._leader is not None and self._leader.leads(claim)
-        for address in ("127.0.0.1",) if own else claim.addresses:
+        is_leader = self._leader is not None and self._leader.leads(claim)
+        for address in ("127.0.0.1",) if is_leader else claim.addresses:
             with suppress(OSError):
                 peer = Peer(socket.create_connection((address, claim.port), timeout=_CONNECT_S))
                 peer.send(
@@ -271,7 +267,7 @@ class _Node:
                     automatic=self._automatic, mark=self._run.mark,
                 )  # fmt: skip
                 answer = peer.receive(_CONNECT_S)
-                if answer and answer[0].get("nonce") == claim.nonce:  # else another's, at an address that is nobody's
+                if answer and answer[0].get("nonce") == claim.nonce:  # otherwise another program answers there
                     return _Link(claim, peer, answer[1:])
                 peer.close()
         return None
@@ -287,7 +283,7 @@ class _Node:
         return ago_s > DEAD_S and time.monotonic() - self._still[2] > _SEEN_S
 
     def _lead(self, newest: Claim | None) -> _Link | None:
-        """None: another node was first."""
+        """Become the leader of the next round; None if another node was first."""
         listeners = _listen(group_address())
         address, port = listeners[0].getsockname()[:2]
         number = 1 if newest is None else newest.number + 1
@@ -296,9 +292,10 @@ class _Node:
             for listener in listeners:
                 listener.close()
             return None
-        # Of a run that is only started again nobody has gone.
+        # In a run that a person starts again no leader has gone.
         reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
-        self._leader = Leader(self._claims, claim, listeners, self._id, self._launch, self._run, self._last, reasons)
+        previous = PreviousRound(self._last, reasons)
+        self._leader = Leader(self._claims, claim, listeners, self._id, self._launch, self._run, previous)
         return self._reach(claim)
 
 
@@ -326,7 +323,7 @@ def _listen(address: str) -> list[socket.socket]:
 
 
 def _refuses(address: str, port: int) -> bool:
-    """Whether the machine lives and nobody listens there."""
+    """Whether the machine is up and nobody listens at that port."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except ConnectionRefusedError:
@@ -337,15 +334,15 @@ def _refuses(address: str, port: int) -> bool:
 
 
 def _obey_signals() -> None:
-    """As torch's elastic launcher does from when it has started ranks."""
+    """Raise SignalException on a signal, as torch's elastic agent does once it has started ranks."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    def told(number: int, _frame: FrameType | None) -> NoReturn:
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
         raise SignalException("told to stop", signal.Signals(number))
 
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, told)
+            signal.signal(number, stop)
 
 
 def _print(lines: list[str] | tuple[str, ...]) -> None:

@@ -1,8 +1,8 @@
-"""Ranks that begin without importing anything: forked from a process that has imported what they need, and waits.
+"""Elastic ranks are forked from a server process that has already imported torch and transformers.
 
-In a run whose nodes come and go each round starts ranks, and importing torch and transformers takes longer than all the
-rest of a round's beginning. The process is multiprocessing's fork server: one a node, which computes nothing, so that
-it has no threads that a fork would lose. What it has imported its ranks share with it.
+Every round of an elastic run starts ranks, and the imports would take longer than the rest of the start. The process is
+the fork server of multiprocessing, one per node. It computes nothing, so it has no threads that a fork would lose, and
+ranks share the memory of its imported modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aliquot.core.errors import TrainingError
 from aliquot.distributed.rank_errors import report_error
 from aliquot.distributed.rank_process import die_with_parent, rank_environment, redirect_output
 
-_HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.api", "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "aliquot.cli.main",
@@ -33,16 +33,16 @@ _IMPORTED = (
 
 
 def start_server(log_directory: Path, modules: Sequence[str]) -> None:
-    """Have it import `modules` beside what models need; returns at once, and does nothing while it lives.
+    """Start the fork server, which imports `modules` and the usual modules of models. Return at once.
 
-    The environment is that of all ranks.
+    Does nothing while a server lives. All ranks inherit the present environment.
     """
     os.environ.update(rank_environment(os.environ, log_directory))
     os.environ["ALIQUOT_FORK_SERVER_IMPORTS"] = " ".join([*_IMPORTED, *modules])
     multiprocessing.set_forkserver_preload(["aliquot.distributed.fork_server"])
-    resource_tracker.ensure_running()  # what the server starts with; it would unblock what is blocked below
-    # What is sent to all processes of a group, as Ctrl-C is, is the launcher's: ranks save before they and this end.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)  # inherited
+    resource_tracker.ensure_running()  # first, because starting it would unblock the signals that are blocked below
+    # A signal to the process group, such as Ctrl-C, is for the launcher: ranks save before they and the server end.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the server inherits the mask
     try:
         forkserver.ensure_running()
     finally:
@@ -50,39 +50,39 @@ def start_server(log_directory: Path, modules: Sequence[str]) -> None:
 
 
 def wait_for_server() -> None:
-    """Until it has imported all. Raises TrainingError where it has ended."""
+    """Wait until the server has imported all modules. Raises TrainingError if it has ended."""
     process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
-    with forking():
+    with fork_server_errors():
         process.start()
     process.join()
 
 
 @contextmanager
-def forking() -> Iterator[None]:
-    """Raise what multiprocessing raises of a server that has ended as TrainingError."""
+def fork_server_errors() -> Iterator[None]:
+    """Raise TrainingError if multiprocessing finds that the server has ended."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
         raise TrainingError("the process that ranks are forked from has ended (out of memory?)") from error
 
 
-def forked_ranks() -> list[psutil.Process]:
-    """Those of this launcher that live."""
-    found: list[psutil.Process] = []
+def live_forked_ranks() -> list[psutil.Process]:
+    """Return the living ranks of this launcher."""
+    ranks: list[psutil.Process] = []
     for server in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has just ended
-            found += server.children()
-    return found
+            ranks += server.children()
+    return ranks
 
 
 def end_forked_ranks() -> None:
-    """Kill those that still live, and wait until multiprocessing knows: when this process ends it waits for them.
+    """Kill the remaining ranks and reap them, because multiprocessing waits for them when this process ends.
 
-    The elastic launcher knows no ranks before all are started, so a signal that comes meanwhile leaves them to us.
+    The elastic agent knows its ranks only when all have started, so it does not end them after an earlier signal.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
-        for rank in forked_ranks():
+        for rank in live_forked_ranks():
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
         for process in multiprocessing.active_children():
@@ -91,21 +91,24 @@ def end_forked_ranks() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Sequence[str]) -> None:
-    """Do what `python ARGV` does, which is `-m MODULE ARGUMENT...`, in a process that was forked for it.
+def run_forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Sequence[str]) -> None:
+    """Run `python ARGV` (`-m MODULE ARGUMENT...`) in this process, which was forked for it.
 
-    `environ`: what is new in it since the server was started. Ends by SystemExit where the exit code is not 0: torch
-    would put any other exception into a file that nobody reads.
+    Args:
+        environ: variables to add to the environment of the server.
+
+    Raises:
+        SystemExit: the exit code is not 0. The agent would write any other exception into a file that nobody reads.
     """
-    from aliquot.distributed import fork_server  # as the server has imported it
+    from aliquot.distributed import fork_server  # the server has imported it
 
-    gc.freeze()  # else each collection would write to all that is shared
+    gc.freeze()  # otherwise a collection would write to all shared pages
     os.setsid()
-    die_with_parent()  # the server
-    if os.getppid() != fork_server.PID:  # it died before the line above
+    die_with_parent()  # its parent is the server
+    if os.getppid() != fork_server.PID:  # the server died before the line above
         os._exit(1)
     threading.Thread(target=_end_with_launcher, name="aliquot-launcher", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
     os.environ.update(environ)
     try:
         redirect_output(log_directory, int(os.environ["RANK"]))
@@ -120,7 +123,7 @@ def forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Sequence[
 
 
 def _end_with_launcher() -> None:
-    """The server, whose death the kernel would tell, lives on as long as a rank does."""
+    """End this rank with its launcher: the kernel only signals the death of the server, which outlives the launcher."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

@@ -1,4 +1,4 @@
-"""Which network interface and address a run listens on, and which one leads to another machine."""
+"""The network interface and address that a run listens on, and the interface that leads to another machine."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import psutil
 from aliquot.core.errors import RendezvousError
 from aliquot.distributed.topology import Topology
 
-_ANYWHERE = "192.0.2.1"  # an address for documentation: packets to it would take the default route
+_ANYWHERE = "192.0.2.1"  # an address reserved for documentation, which the default route would lead to
 
 
 def interface_towards(address: str) -> str | None:
-    """Name of the interface that packets to `address` leave through, or None where the address does not resolve.
+    """Return the interface that packets to `address` leave through, or None if the address does not resolve.
 
-    A host's own name often resolves to a loopback address, and gloo would then listen where no peer can reach it.
-    For an address of this machine itself the answer is the interface that holds it.
+    For an address of this machine that is the interface which has the address. gloo itself would resolve the host's
+    name, which often gives a loopback address that no peer can reach.
     """
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # UDP: chooses the route, sends nothing
-            own = probe.getsockname()[0]
+            source = probe.getsockname()[0]
     except OSError:
         return None
-    return _interface_of(own)
+    return _interface_of(source)
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface of this machine that has `address`."""
+    """Return the interface of this machine that has `address`, or None."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
@@ -40,11 +40,13 @@ def _interface_of(address: str) -> str | None:
 
 
 def listening_address(master: str) -> str:
-    """Return the one address on which the first process of a group listens, if the others know it as `master`.
+    """Return the address that the server of a group listens on, if the other processes know it as `master`.
 
-    That is `master` itself if this machine has that address. The machine's own name often resolves to loopback, and
-    behind a translated address the machine has another one: then it is the address of the group's interface. Raises
-    OSError if `master` does not resolve.
+    That is `master` itself if this machine has the address. Otherwise it is the address of the group's interface: the
+    machine's own name often resolves to loopback, and a translated address belongs to another machine.
+
+    Raises:
+        OSError: `master` does not resolve.
     """
     address = str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0])
     chosen = gloo_interface()
@@ -54,27 +56,32 @@ def listening_address(master: str) -> str:
 
 
 def address_here(master: str) -> str:
-    """Return the address by which this machine reaches `master`: its own name may resolve to loopback, where the first
-    process of a group does not listen if others reach it elsewhere."""
+    """Return the address by which this machine reaches `master`.
+
+    The machine's own name may resolve to loopback, where a server that other machines reach does not listen.
+    """
     try:
-        own = _is_loopback(str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0]))
+        is_local = _is_loopback(str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0]))
     except OSError:
         return master
-    return listening_address(master) if own else master
+    return listening_address(master) if is_local else master
 
 
 def group_address() -> str:
-    """Return the address at which nodes reach this one before they know each other: of gloo's interface, else of the
-    interface with the default route, else of the first one that is up.
+    """Return the address at which unknown nodes reach this one.
 
-    Raises UserError.
+    It belongs to gloo's interface if set, otherwise to the interface of the default route, otherwise to the first
+    interface that is up.
+
+    Raises:
+        RendezvousError: GLOO_SOCKET_IFNAME names no interface of this machine.
     """
     check_interface()
-    interface = gloo_interface() or interface_towards(_ANYWHERE) or next(_others_that_are_up(), None)
+    interface = gloo_interface() or interface_towards(_ANYWHERE) or next(_active_interfaces(), None)
     return "127.0.0.1" if interface is None else address_of(interface)
 
 
-def _others_that_are_up() -> Iterator[str]:
+def _active_interfaces() -> Iterator[str]:
     addresses = psutil.net_if_addrs()
     for name, state in psutil.net_if_stats().items():
         if state.isup and name != "lo" and any(entry.family == socket.AF_INET for entry in addresses.get(name, [])):
@@ -86,13 +93,15 @@ def _is_loopback(address: str) -> bool:
 
 
 def gloo_interface() -> str | None:
-    """The interface that gloo is told to use, or the first of several."""
+    """Return the (first) interface in GLOO_SOCKET_IFNAME, or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or None
 
 
 def choose_interface(topology: Topology) -> None:
-    """Have gloo and NCCL, which authenticate nobody, listen on the group's interface only, unless the person says
-    otherwise; on one node that is loopback, which needs no resolvable host name."""
+    """Let gloo and NCCL listen only on the group's interface, because they authenticate nobody.
+
+    On one node that is loopback, which needs no resolvable host name. Variables that a person has set are kept.
+    """
     interface = "lo" if topology.nodes == 1 else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -100,7 +109,7 @@ def choose_interface(topology: Topology) -> None:
 
 
 def check_interface() -> None:
-    """Raises UserError where GLOO_SOCKET_IFNAME names an interface that this machine has not."""
+    """Raise RendezvousError if GLOO_SOCKET_IFNAME names an interface that this machine does not have."""
     name, known = gloo_interface(), sorted(psutil.net_if_addrs())
     if name is not None and name not in known:
         raise RendezvousError(
@@ -109,7 +118,7 @@ def check_interface() -> None:
 
 
 def address_of(interface: str | None) -> str:
-    """Its IPv4 address, else IPv6; without an interface that of this host's name, as gloo has it."""
+    """Return the IPv4 address of `interface`, otherwise IPv6; for None the address of the host name, as gloo does."""
     if interface is None:
         try:
             return socket.gethostbyname(socket.gethostname())

@@ -1,4 +1,4 @@
-"""Messages between a node and the leader of its round: a JSON object a line, over TCP."""
+"""Messages between a node and the leader of an elastic run: one JSON object per line, over TCP."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from aliquot.core.decode import decode_json
 
 Message = dict[str, Any]
 
-_SEND_S = 2.0  # a message is far smaller than what a socket takes without anybody reading
+_SEND_S = 2.0  # a message is far smaller than the buffer of a socket
 _LONGEST = 1 << 20
-_LONGEST_FIRST = 1 << 16  # of who has not said yet that it belongs to the run
+_LONGEST_UNKNOWN = 1 << 16  # from a peer that has not sent the nonce
 
 
 class Peer:
-    """The other end of a connection. One thread reads; any may write."""
+    """One end of a connection to another node. One thread reads; any thread may write."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_SEND_S)
         self.socket = connection
         self.closed = False
-        self.is_known = False  # has said the nonce
-        self._beginning = b""
+        self.is_known = False  # has sent the nonce of the run
+        self._partial_line = b""
         self._writing = threading.Lock()
         self.address = _plain(connection.getpeername()[0])
         self.own_address = _plain(connection.getsockname()[0])
 
     def send(self, what: str, **fields: Any) -> None:
-        """To one that has gone it does nothing: the reader finds out."""
+        """Send a message. If the peer has gone, only set `closed`, which the reader checks."""
         line = json.dumps({"what": what, **fields}).encode() + b"\n"
         with self._writing:
             try:
@@ -42,27 +42,29 @@ class Peer:
                 self.closed = True
 
     def receive(self, wait_s: float = 0.0) -> list[Message]:
-        """What has come by then. `closed` is true afterwards where nothing more will."""
+        """Return messages that arrive within `wait_s`. `closed` is true afterwards if no more can arrive."""
         try:
             with selectors.PollSelector() as selector:
                 selector.register(self.socket, selectors.EVENT_READ)
                 if not selector.select(wait_s):
                     return []
             read = self.socket.recv(1 << 16)
-        except (OSError, ValueError):  # ValueError: closed by ourselves
+        except (OSError, ValueError):  # ValueError: this process has closed the socket
             read = b""
-        *lines, self._beginning = (self._beginning + read).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + read).split(b"\n")
         try:
-            found = [decode_json(line) for line in lines]
-        except ValueError:  # none of ours
-            found, read = [], b""
-        longest = _LONGEST if self.is_known else _LONGEST_FIRST
-        self.closed = self.closed or not read or len(self._beginning) > longest
-        return [message for message in found if isinstance(message, dict)]
+            messages = [decode_json(line) for line in lines]
+        except ValueError:  # not from a node of this run
+            messages, read = [], b""
+        longest = _LONGEST if self.is_known else _LONGEST_UNKNOWN
+        self.closed = self.closed or not read or len(self._partial_line) > longest
+        return [message for message in messages if isinstance(message, dict)]
 
     def see_off(self, until: float) -> None:
-        """Close once the other end has read all and closed: what is closed with something unread takes back what it
-        has sent."""
+        """Close the connection after the peer has closed its end.
+
+        A socket that is closed with unread input discards messages that it has sent.
+        """
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         while not self.closed and time.monotonic() < until:
@@ -75,5 +77,5 @@ class Peer:
 
 
 def _plain(address: str) -> str:
-    """Of an IPv4 peer of a socket that takes both."""
+    """Return the IPv4 address of a peer of a socket for IPv4 and IPv6."""
     return address.removeprefix("::ffff:")

@@ -1,7 +1,7 @@
-"""Which of the four ways this process was started, and starting the ranks where it must do so itself.
+"""Decide whether this process is a rank, a launcher or alone, and start the ranks of a launcher.
 
-A rank already (torchrun, or ourselves); a node of a Kubeflow TrainJob, told by PET_* variables; a launcher of several
-ranks; or alone.
+A process is a rank if torchrun, srun or aliquot's launcher has set the variables of a rank. Otherwise the configuration
+and the environment, such as the PET_* variables of a Kubeflow TrainJob, say how many ranks and nodes there are.
 """
 
 from __future__ import annotations
@@ -23,37 +23,41 @@ from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.topology import check_port
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # the rest is inferred: rendezvous.infer_local_ranks
-_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's, in seconds, where its command line says none
-_TORCHRUN_SHUTDOWN_S = 30  # its default
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # rendezvous.infer_local_ranks infers the others
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds, read by torchrun unless its command line has the option
+_TORCHRUN_SHUTDOWN_S = 30  # the default of torchrun
 
 
-def mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
-    """What this process is to do: be a rank of many, start ranks, or train alone.
+def launch_mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
+    """Return the role of this process: one rank of many, the launcher of ranks, or a process that trains alone.
 
-    `launch` as `with_environment` and `with_automatic_ranks` have left it.
+    Args:
+        launch: after `apply_environment` and `resolve_auto_ranks`.
     """
     missing = [name for name in RANK_VARIABLES if name not in environ]
     if not missing:
         return "rank"
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
         raise LaunchError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
-    launch = with_environment(launch, environ)
+    launch = apply_environment(launch, environ)
     several = launch.most_nodes > 1 or launch.is_elastic
     return "launcher" if several or launch.ranks not in (1, "auto") else "alone"
 
 
-def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
-    """`launch` with what the environment says about nodes, ranks and the master.
+def apply_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
+    """Return `launch` with the nodes, ranks and master that the environment names.
 
-    The PET_* variables of a TrainJob win over the configuration. WORLD_SIZE, MASTER_ADDR and MASTER_PORT without RANK,
-    as people export them for torchrun, count where the configuration says nothing. In a rank they have done their work
-    already, and `launch` is returned as it is.
+    The PET_* variables of a TrainJob override the configuration. WORLD_SIZE, MASTER_ADDR and MASTER_PORT without RANK,
+    as people export them for torchrun, apply to keys that the configuration leaves out. In a rank `launch` is returned
+    unchanged, because its launcher has applied the variables.
+
+    Raises:
+        LaunchError: a variable has no usable value.
     """
     if all(name in environ for name in RANK_VARIABLES):
         return launch
     if "PET_NNODES" not in environ:
-        return _with_exported(launch, environ)
+        return _apply_exported(launch, environ)
     update: dict[str, object] = {"nodes": _nodes(launch, environ)}
     if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
         update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE", 1)
@@ -72,7 +76,7 @@ def with_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Launc
 
 
 def _nodes(launch: LaunchSection, environ: Mapping[str, str]) -> int | str:
-    """Of PET_NNODES, a number or MIN:MAX. A number is the most of nodes that may come and go by the configuration."""
+    """Return the nodes of PET_NNODES, a number or MIN:MAX; a number is the maximum if the configuration is elastic."""
     text = environ["PET_NNODES"]
     if ":" in text:
         try:
@@ -83,7 +87,7 @@ def _nodes(launch: LaunchSection, environ: Mapping[str, str]) -> int | str:
     return f"{min(launch.fewest_nodes, nodes)}:{nodes}" if launch.is_elastic else nodes
 
 
-def _with_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
+def _apply_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
     update: dict[str, object] = {}
     if "WORLD_SIZE" in environ and "RANK" not in environ and launch.ranks == "auto":
         world_size = _integer(environ, "WORLD_SIZE", 1)
@@ -103,31 +107,34 @@ def start_ranks(
     launch: LaunchSection, argv: list[str], log_directory: Path, grace_s: float, automatic: bool = False,
     run_directory: Path | None = None,
 ) -> int:  # fmt: skip
-    """Run `python ARGV` as every local rank and wait for them; the exit code of this process.
+    """Run `python ARGV` as every local rank, wait for the ranks, and return the exit code of this process.
 
-    Rank 0 talks on this console, rank N into rank-N.log of `log_directory`. When a rank dies, all end and the one
-    that failed first is named in a line or two. `automatic`: launch.ranks was auto, so several nodes agree on the
-    smallest number that one of them chose. `run_directory`: where they share a secret.
-    Returns 2 for bad input, 128 + signal if this process was told to stop.
+    Rank 0 prints to this console, rank N to rank-N.log of `log_directory`. When a rank dies, all ranks end, and a line
+    or two name the rank that failed first. The exit code is 2 for bad input and 128 + signal if this process was told
+    to stop.
+
+    Args:
+        automatic: whether launch.ranks was auto: then all nodes start the smallest number that a node has chosen.
+        run_directory: shared by the nodes, for their secret.
     """
-    log_directory = prepare(log_directory)
-    launch = with_environment(launch, os.environ)
-    from aliquot.distributed.local_group import run_local_ranks
+    log_directory = prepare_log_directory(log_directory)
+    launch = apply_environment(launch, os.environ)
+    from aliquot.distributed.local_group import RankProgram, run_local_ranks
     from aliquot.distributed.rendezvous import meet_nodes, single_node
 
     if launch.most_nodes > 1:
-        with _ended_by_sigterm():
+        with _sigterm_ends():
             group, ranks = meet_nodes(launch, automatic, common_secret(os.environ, run_directory))
     else:
         group, ranks = single_node(), int(launch.ranks)
-    ended = run_local_ranks(ranks, group, argv, log_directory, grace_s)
+    ended = run_local_ranks(ranks, group, RankProgram(argv, log_directory, grace_s))
     if ended.lines:
         print("\n".join(ended.lines), file=sys.stderr)
     return ended.code
 
 
-def prepare(directory: Path) -> Path:
-    """Where the ranks' logs go, made. Raises StorageError."""
+def prepare_log_directory(directory: Path) -> Path:
+    """Create the directory of the ranks' logs and return its absolute path. Raises StorageError."""
     directory = directory.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -137,12 +144,12 @@ def prepare(directory: Path) -> Path:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A container's first process does not get a signal that it has no handler for."""
+def _sigterm_ends() -> Iterator[None]:
+    """End this process on SIGTERM: the first process of a container ignores a signal without a handler."""
 
     def end(number: int, _: object) -> None:
-        told = f"aliquot: stopped by {signal.Signals(number).name} before the nodes had met"
-        print(told, file=sys.stderr, flush=True)
+        text = f"aliquot: stopped by {signal.Signals(number).name} before the nodes had met"
+        print(text, file=sys.stderr, flush=True)
         sys.exit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -153,15 +160,15 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
-    """What to tell a person whose torchrun would kill the ranks before they have saved; nothing elsewhere."""
-    told = environ.get(_SHUTDOWN_TIMEOUT, "")
-    shutdown_s = int(told) if told.isdecimal() else _TORCHRUN_SHUTDOWN_S
+    """Return a warning for a person whose torchrun would kill ranks before they have saved; empty otherwise."""
+    timeout = environ.get(_SHUTDOWN_TIMEOUT, "")
+    shutdown_s = int(timeout) if timeout.isdecimal() else _TORCHRUN_SHUTDOWN_S
     if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= shutdown_s:
         return []
-    wanted = math.ceil(grace_s) + 10
+    enough_s = math.ceil(grace_s) + 10
     return [
-        f"on SIGTERM torchrun kills its ranks after {shutdown_s} s: start it with --shutdown-timeout {wanted}, or"
-        f" {_SHUTDOWN_TIMEOUT}={wanted} in its environment"
+        f"on SIGTERM torchrun kills its ranks after {shutdown_s} s: start it with --shutdown-timeout {enough_s}, or"
+        f" {_SHUTDOWN_TIMEOUT}={enough_s} in its environment"
     ]
 
 

@@ -1,10 +1,11 @@
-"""Who leads a round of a run whose nodes come and go: a file in the run directory that one node alone can make.
+"""The lease of the leader of an elastic run: a file per round in the run directory, which only one node can create.
 
-A run whose `launch.nodes` is MIN:MAX goes in rounds: in one the same nodes train. Whoever makes the file of a round
-leads it; the directory is the run's, shared by all nodes, so there is one leader whatever the network does. A node
-that was cut off finds a newer round when it comes back: it goes on in no older one, and publishes nothing of it.
+A run whose `launch.nodes` is MIN:MAX proceeds in rounds, in each of which the same nodes train. The node that creates
+the file of a round leads the round. All nodes share the run directory, so there is one leader whatever happens to the
+network. A node that was cut off finds a newer round when it comes back, and publishes nothing of the older round.
 
-Making is a hard link to a complete file, which on a network file system, too, either makes the name or finds it made.
+The file is created as a hard link to a complete file: also on a network file system, linking either creates the name or
+fails because the name exists.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from aliquot.core.errors import CutOffError, storage_error
 from aliquot.core.small_files import open_unlinked
 
 ROUNDS = ".rounds"  # in the run directory
-ROUND = "ALIQUOT_ROUND"  # set by the launcher in its ranks: of which round they are
-DEAD_S = 10.0  # a leader that leaves its file untouched for so long has ended, or does not reach the directory
-_KEPT = 8
+ROUND = "ALIQUOT_ROUND"  # the number of the round, which the launcher sets for its ranks
+DEAD_S = 10.0  # a leader that has not touched its file for so long has ended, or cannot reach the directory
+_RETAINED = 8
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Of the leader of round `number`: where it is reached, and the word by which it knows the nodes of its run."""
+    """The address of the leader of round `number`, and the nonce by which the leader recognises nodes of the run."""
 
     number: int
     host: str
@@ -41,16 +42,16 @@ class Claim:
 
 
 class Claims:
-    """The rounds of the run in `directory`. Methods raise StorageError where it cannot be read or written."""
+    """The lease files of the run in `directory`. Methods raise StorageError if it cannot be read or written."""
 
     def __init__(self, directory: Path) -> None:
         self._rounds = directory.absolute() / ROUNDS
-        self._own = self._rounds / f".{secrets.token_hex(8)}"
+        self._draft = self._rounds / f".{secrets.token_hex(8)}"
         try:
             self._rounds.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            told = f"cannot write the run directory, which all nodes share: {error.strerror}"
-            raise storage_error(told, error, directory) from None
+            text = f"cannot write the run directory, which all nodes share: {error.strerror}"
+            raise storage_error(text, error, directory) from None
 
     @property
     def directory(self) -> Path:
@@ -65,51 +66,51 @@ class Claims:
             return None
         try:
             fields = json.loads(self._file(number).read_text())
-        except FileNotFoundError:  # a newer one has taken its place meanwhile
+        except FileNotFoundError:  # a newer round has replaced it meanwhile
             return self.newest()
         return Claim(**{**fields, "addresses": tuple(fields["addresses"])})
 
     def make(self, claim: Claim) -> bool:
-        """False: another node was first."""
+        """Create the lease of a round. Return False if another node was first."""
         try:
             # Only its owner may read the nonce in the file.
-            with open_unlinked(self._own, "x", permissions=0o600, encoding="utf-8") as file:
+            with open_unlinked(self._draft, "x", permissions=0o600, encoding="utf-8") as file:
                 file.write(json.dumps(asdict(claim)))
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(self._own, self._file(claim.number))
+            os.link(self._draft, self._file(claim.number))
         except FileExistsError:
             return False
         except OSError as error:
             raise storage_error(f"cannot claim a round: {error.strerror}", error, self._rounds) from None
         finally:
-            self._own.unlink(missing_ok=True)
+            self._draft.unlink(missing_ok=True)
         for number in _numbers(self._rounds):
-            if number <= claim.number - _KEPT:
+            if number <= claim.number - _RETAINED:
                 with suppress(OSError):
                     self._file(number).unlink(missing_ok=True)
         return True
 
     def beat(self, number: int) -> None:
-        """Say that the leader of this round lives, and has nodes enough. Raises OSError."""
+        """Renew the lease: the leader of this round is alive and has enough nodes. Raises OSError."""
         os.utime(self._file(number))
 
     def beaten(self, number: int) -> tuple[float, float]:
-        """When that was said last, and how many seconds ago, both by the clock of who keeps the directory."""
+        """Return when the lease was last renewed, and how many seconds ago, both by the clock of the file server."""
         try:
-            self._own.touch()
-            now = self._own.stat().st_mtime
-            with self._file(number).open() as file:  # opened: an NFS client then asks its server, else it may not
+            self._draft.touch()
+            now = self._draft.stat().st_mtime
+            with self._file(number).open() as file:  # an NFS client only asks its server for an open file
                 then = os.fstat(file.fileno()).st_mtime
         except OSError:
             return 0.0, 0.0
         finally:
-            self._own.unlink(missing_ok=True)
+            self._draft.unlink(missing_ok=True)
         return then, now - then
 
     def finish(self, mark: str) -> None:
-        """Nodes that come later to the run of the configuration `mark` have nothing to do."""
-        with suppress(OSError):  # they find it complete themselves
+        """Record that the run with the configuration `mark` is finished, for nodes that come later."""
+        with suppress(OSError):  # later nodes see that the run is complete
             (self._rounds / "finished").write_text(mark)
 
     def finished(self, mark: str) -> bool:
@@ -120,34 +121,35 @@ class Claims:
 
 
 def is_finished(directory: Path, mark: str) -> bool:
-    """Whether the run of the configuration `mark` in `directory` has come to its end. Makes nothing there."""
+    """Whether the run with the configuration `mark` in `directory` is finished. Creates nothing there."""
     with suppress(OSError):
         return (directory / ROUNDS / "finished").read_text() == mark
     return False
 
 
 def newest_round(directory: Path) -> int | None:
-    """Of the run in `directory`; None: it has had none."""
+    """Return the number of the newest round of the run in `directory`, or None."""
     return max(_numbers(directory / ROUNDS), default=None)
 
 
-def goes_on() -> bool:
-    """Whether this is a rank of a round that follows another: a person has seen the run begin."""
+def follows_earlier_round() -> bool:
+    """Whether this rank belongs to a round after the first, so that a person has already seen the run start."""
     return int(os.environ.get(ROUND, "1")) > 1
 
 
 def check_round(directory: Path) -> None:
-    """As a rank of a round, before it publishes something: raises CutOffError where a newer one has begun."""
-    if (own := os.environ.get(ROUND)) is None:
+    """Raise CutOffError if a round newer than this rank's has started. Call this before publishing anything."""
+    if (number := os.environ.get(ROUND)) is None:
         return
-    with suppress(OSError):  # an NFS client asks its server for the names in a directory that it has changed itself
+    with suppress(OSError):  # an NFS client asks its server about a directory that the client has changed
         changed = directory / ROUNDS / f".{secrets.token_hex(8)}"
         changed.touch()
         changed.unlink()
     newest = newest_round(directory)
-    if newest is not None and newest > int(own):
+    if newest is not None and newest > int(number):
         raise CutOffError(
-            f"this node was cut off: round {newest} of the run has begun without it, so nothing of round {own} is saved"
+            f"this node was cut off: round {newest} of the run has begun without it, so nothing of round {number} is"
+            " saved"
         )
 
 

@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from aliquot.core.errors import RendezvousError
 from aliquot.core.interpreter import python_command
-from aliquot.distributed.forked_rank import end_forked_ranks, forked_rank, forking
+from aliquot.distributed.forked_rank import end_forked_ranks, fork_server_errors, run_forked_rank
 from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import ERROR_LOG, ErrorLog, explain_failure, explain_stop
 from aliquot.distributed.rendezvous import NodeGroup
@@ -33,6 +33,16 @@ from aliquot.distributed.signals import STOP_SIGNALS
 
 _BACKEND = "aliquot"
 _GROUP = "group"
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What every local rank runs."""
+
+    argv: list[str]  # of the Python interpreter
+    log_directory: Path
+    grace_s: float  # for a save after a signal, before the rank is killed
+    modules: tuple[str, ...] = ()  # imported once by the server that elastic ranks are forked from
 
 
 @dataclass(frozen=True)
@@ -45,12 +55,10 @@ class Ended:
     told: bool = False  # whether this launcher itself received the signal
 
 
-def run_local_ranks(
-    ranks: int, group: NodeGroup, argv: list[str], log_directory: Path, grace_s: float, round: int | None = None
-) -> Ended:
-    """Run `python ARGV` as the local `ranks` of a node of `group` and wait for them.
+def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: int | None = None) -> Ended:
+    """Run the program as the local `ranks` of a node of `group` and wait for them.
 
-    Rank 0 prints to this console, rank N to rank-N.log of `log_directory`. When a rank dies, all ranks end.
+    Rank 0 prints to this console, rank N to rank-N.log of the log directory. When a rank dies, all ranks end.
 
     Args:
         round: number of the elastic round, whose ranks are forked from the server of forked_rank.py; None: start
@@ -79,7 +87,7 @@ def run_local_ranks(
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        shutdown_timeout=math.ceil(grace_s) + 10,  # then the agent kills ranks, which must have saved by then
+        shutdown_timeout=math.ceil(program.grace_s) + 10,  # then the agent kills ranks, which must have saved by then
         # A handler would undo that a shell (nohup, a job in the background) ignores a signal, here and in the ranks.
         signals_to_handle=",".join(
             number.name
@@ -88,20 +96,22 @@ def run_local_ranks(
         ),
     )
     # The agent substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
-    program, *command = python_command(
-        "-m", "aliquot.distributed.rank_process", str(os.getpid()), str(log_directory), *argv
+    interpreter, *command = python_command(
+        "-m", "aliquot.distributed.rank_process", str(os.getpid()), str(program.log_directory), *program.argv
     )
     errors = ErrorLog()
     environ = {ERROR_LOG: errors.path, SECRET_VARIABLE: group.secret}
     os.environ.update(environ)
     try:
         if round is None:
-            elastic_launch(config, program)(*(argument.replace("$", "$$") for argument in command))
+            elastic_launch(config, interpreter)(*(argument.replace("$", "$$") for argument in command))
         else:
-            with forking():
-                elastic_launch(config, forked_rank)({ROUND: str(round), **environ}, log_directory, argv)
+            with fork_server_errors():
+                elastic_launch(config, run_forked_rank)(
+                    {ROUND: str(round), **environ}, program.log_directory, program.argv
+                )
     except ChildFailedError as failed:
-        lines, code, kind = explain_failure(failed.failures, errors.read(), log_directory)
+        lines, code, kind = explain_failure(failed.failures, errors.read(), program.log_directory)
         return Ended(code, tuple(lines), kind)
     except SignalException as stopped:
         lines, code = explain_stop(signal.Signals(stopped.sigval), errors.read())

@@ -1,8 +1,9 @@
-"""The leader of the rounds of a run whose nodes come and go: who is here, who trains, what follows when that changes.
+"""The leader of an elastic run: it knows the present nodes, starts rounds, and decides what follows a change.
 
-It lives in the launcher of one node, which is its member as the others are. A member says `hello`, then `beat` again
-and again, `ended` when its ranks have, `leave` when it was told to stop. The leader says `start`, `stop` (finish the
-step, save), `kill`, `wait`, `end` (of the run), and `leave` when its own node was told to stop: another one leads then.
+The leader lives in the launcher of one node, which is a member like all others. A member sends `hello`, then `beat`
+every second, `ended` when its ranks have ended, and `leave` when it was told to stop. The leader sends `start`, `stop`
+(finish the step and save), `kill`, `wait`, `end` (of the run), and `leave` when its own node was told to stop, after
+which another node leads.
 """
 
 from __future__ import annotations
@@ -19,87 +20,94 @@ from dataclasses import dataclass, field, replace
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import NodesDifferError, RendezvousError, StorageError, UserError
-from aliquot.distributed.config_consistency import differences
+from aliquot.distributed.config_consistency import describe_differences
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import Claim, Claims
 
 BEAT_S = 1.0
-SILENT_S = 6.0  # without a word for so long, a node is taken for lost
-ENDING_S = 15.0  # ranks that have not ended so long after the first of them are stuck
-_SETTLE_S = 3.0  # nodes that come within it begin together
-_MINORITY_S = 15.0  # longer than claims.DEAD_S: the larger part of nodes that lost each other claims first
+SILENT_S = 6.0  # a node that is silent for so long counts as lost
+ENDING_S = 15.0  # ranks that end so much later than the first are stuck
+_SETTLE_S = 3.0  # nodes that come within this time start together
+_MINORITY_S = 15.0  # longer than leader_lease.DEAD_S: after a network split the larger part claims first
 _POLL_S = 0.1
 _FAREWELL_S = 2.0
-_MOST_STRANGERS = 64  # connections that have not said the nonce
-_FATAL = ("[diverged]", "[engine-check]")  # with all of the same input and state they would come again
-_AGAIN = ("[rendezvous]", "[cut-off]")
+_MOST_STRANGERS = 64  # connections that have not sent the nonce
+_RECURRING = ("[diverged]", "[engine-check]")  # these recur with the same input and state
+_TRANSIENT = ("[rendezvous]", "[cut-off]")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the leader must know of the run."""
+    """Facts and actions of the run that the leader needs."""
 
-    mark: str  # JSON of settings and versions: the same on nodes that do the same
+    mark: str  # JSON of settings and versions, equal on nodes of one run
     progress: Callable[[], tuple[int, int]]  # steps of the newest checkpoint, and steps done
-    tell: Callable[[str], None]  # the person
-    whole: Callable[[], bool]  # whether all is there that it leaves when it is finished
+    tell: Callable[[str], None]  # shows a line to the person
+    whole: Callable[[], bool]  # whether all results of a finished run exist
 
     def finish_mark(self) -> str:
-        """Of the run with the checkpoint that it has now: another one, or none, is not the end of it."""
+        """Return the mark of the finished run with its newest checkpoint, without which the run is not finished."""
         return f"{self.mark} {self.progress()[0]}"
+
+
+@dataclass(frozen=True)
+class PreviousRound:
+    """What a new leader knows of the round before."""
+
+    survivors: frozenset[str] | None  # ids of its nodes that live as far as known; None: there was none
+    reasons: list[str]  # why this node leads
 
 
 @dataclass
 class Member:
+    """A node that is connected to the leader."""
+
     peer: Peer
     heard: float
     id: str = ""
     ranks: int = 0
     automatic: bool = False
-    name: str = ""  # for the person
-    ended: Message | None = None  # of the present round
+    name: str = ""  # for people
+    ended: Message | None = None  # its report of the present round
 
     @property
     def finished(self) -> bool:
-        """Its ranks are done with the whole run: the others can do without it."""
+        """Whether its ranks have finished the whole run, so that the others no longer need this node."""
         return self.ended is not None and self.ended["code"] == 0
 
 
 @dataclass
 class _Round:
-    """The present round, or between two the last one, and what has happened since it began."""
+    """The present round, or the last one between two rounds, and the events since its start."""
 
-    members: list[Member]  # those that train and have not gone
+    members: list[Member]  # nodes that train and are still connected
     running: bool
-    size: int  # nodes that it began with, but those that left by will
-    expected: frozenset[str] | None  # of those of the last round that live; None: it is not known who will come
-    reasons: list[str] = field(default_factory=list)  # for another round
-    ending: float | None = None  # since when its ranks end
+    size: int  # nodes at its start, without those that left on request
+    expected: frozenset[str] | None  # ids of survivors of the last round; None: unknown
+    reasons: list[str] = field(default_factory=list)  # for the next round
+    ending: float | None = None  # when the first ranks ended
     killed: bool = False
-    came: float | None = None  # when a node did that could take part
+    came: float | None = None  # when a node came that could take part
 
 
 class Leader:
     """Leads from round `claim.number` on, in a thread, until the run ends or another node leads a newer round."""
 
     def __init__(
-        self, claims: Claims, claim: Claim, listeners: Sequence[socket.socket], own: str, launch: LaunchSection,
-        run: Run, expected: frozenset[str] | None, reasons: list[str],
+        self, claims: Claims, claim: Claim, listeners: Sequence[socket.socket], own_id: str, launch: LaunchSection,
+        run: Run, previous: PreviousRound,
     ) -> None:  # fmt: skip
-        """`own`: the id of this node; `expected`: those of the last round that live as far as is known, None: none;
-        `reasons`: why it leads.
-        """
-        self._claims, self._claim, self._listeners, self._own = claims, claim, listeners, own
+        self._claims, self._claim, self._listeners, self._own_id = claims, claim, listeners, own_id
         self._launch, self._run = launch, run
         self._members: list[Member] = []
-        self._round = _Round([], False, len(expected or ()), expected, reasons)
-        self._claim_used = False  # by a round
+        self._round = _Round([], False, len(previous.survivors or ()), previous.survivors, previous.reasons)
+        self._claim_used = False  # whether a round has used it
         self._changed = self._said = self._waiting_since = time.monotonic()
         self._failed_at: int | None = None  # steps saved at the last failure
-        self._proven = set(expected or ())  # ids of those that have trained
+        self._proven = set(previous.survivors or ())  # ids of nodes that have trained
         self._over = threading.Event()
         self._superseded = self._enough = False
-        self._claiming = threading.Lock()  # an own claim is not another node's
+        self._claiming = threading.Lock()  # so that a new claim of this node is not taken for another node's
         self._thread = threading.Thread(target=self._lead, name="aliquot-leader", daemon=True)
         self._thread.start()
         threading.Thread(target=self._keep, name="aliquot-claim", daemon=True).start()
@@ -108,12 +116,12 @@ class Leader:
         return claim.nonce == self._claim.nonce and not self._over.is_set()
 
     def leave(self) -> None:
-        """This node was told to stop, or has failed: another one leads from here on."""
+        """Stop leading, because this node was told to stop or has failed; another node leads afterwards."""
         self._over.set()
         self._thread.join()
 
     def _keep(self) -> None:
-        """In a thread of its own, which a file system that hangs keeps from nothing else."""
+        """Renew the lease, in a thread of its own, because a file system that hangs must not block the leader."""
         while not self._over.wait(BEAT_S):
             with suppress(OSError, StorageError):
                 if self._enough:
@@ -125,7 +133,7 @@ class Leader:
     def _lead(self) -> None:
         try:
             self._rounds()
-        except (OSError, UserError) as error:  # of the run directory; a node that can write it leads from here on
+        except (OSError, UserError) as error:  # of the run directory; a node that can write there leads afterwards
             self._run.tell(f"{self._claim.name} leads no longer: {error}")
         finally:
             self._over.set()
@@ -140,7 +148,7 @@ class Leader:
     def _rounds(self) -> None:
         while not self._over.is_set():
             self._listen()
-            for member in [each for each in self._members if time.monotonic() - each.heard > SILENT_S]:
+            for member in [member for member in self._members if time.monotonic() - member.heard > SILENT_S]:
                 self._lost(member, f"was not heard of for {SILENT_S:g} s")
             if self._superseded:
                 self._run.tell(f"round {self._claim.number} is over: another node has begun a newer one")
@@ -162,20 +170,20 @@ class Leader:
             for connection in (*self._listeners, *(member.peer.socket for member in self._members)):
                 selector.register(connection, selectors.EVENT_READ)
             ready = {key.fileobj for key, _ in selector.select(_POLL_S)}
-        for listener in [each for each in self._listeners if each in ready]:
+        for listener in [socket_ for socket_ in self._listeners if socket_ in ready]:
             with suppress(OSError):
                 self._members.append(Member(Peer(listener.accept()[0]), time.monotonic()))
-        for member in [each for each in self._members if each.peer.socket in ready]:
+        for member in [member for member in self._members if member.peer.socket in ready]:
             try:
                 for message in member.peer.receive():
                     member.heard = time.monotonic()
                     self._heard(member, message)
-            except (KeyError, TypeError, ValueError) as error:  # of a message that none of ours sends
+            except (KeyError, TypeError, ValueError) as error:  # a message that no node of this run sends
                 self._lost(member, f"sent a message that cannot be read ({type(error).__name__}: {error})")
             if member.peer.closed and member in self._members:
                 self._lost(member, "was lost")
         strangers = [member for member in self._members if not member.id]
-        for member in strangers[:-_MOST_STRANGERS]:  # the oldest: a node says at once who it is
+        for member in strangers[:-_MOST_STRANGERS]:  # the oldest first: a node introduces itself at once
             self._remove(member)
 
     def _heard(self, member: Member, message: Message) -> None:
@@ -199,13 +207,13 @@ class Leader:
         if not hmac.compare_digest(str(message.get("nonce")).encode(), self._claim.nonce.encode()):
             self._remove(member)
             return
-        address = self._claim.addresses[0] if message["id"] == self._own else member.peer.address
+        address = self._claim.addresses[0] if message["id"] == self._own_id else member.peer.address
         member.name = f"{message['host']} ({address})"
         member.ranks, member.automatic = message["ranks"], message["automatic"]
         member.id, member.peer.is_known = message["id"], True
         member.peer.send("hello", nonce=self._claim.nonce)
         if message["mark"] != self._run.mark:
-            words = differences(json.loads(self._run.mark), json.loads(message["mark"]))
+            words = describe_differences(json.loads(self._run.mark), json.loads(message["mark"]))
             error = NodesDifferError(f"{member.name} does not train what {self._claim.name} does: {words}")
             self._run.tell(f"sent away: {error}")
             member.peer.send("end", code=error.exit_code, lines=[f"aliquot: {error.line}"])
@@ -233,7 +241,7 @@ class Leader:
         if member not in self._members:
             return
         self._members.remove(member)
-        self._round.members = [each for each in self._round.members if each is not member]
+        self._round.members = [node for node in self._round.members if node is not member]
         if member.id:
             self._changed = time.monotonic()
         member.peer.close()
@@ -248,18 +256,20 @@ class Leader:
         expected = self._round.expected
         all_here = expected is not None and expected <= {member.id for member in here}
         if self._enough and (len(here) >= most or all_here or now - self._changed > _SETTLE_S):
-            # Those that trained go on to; of the others who came first.
-            here.sort(key=lambda member: (member.id != self._own, member not in self._round.members))
+            # Nodes of the last round take precedence, then nodes that came first.
+            here.sort(key=lambda member: (member.id != self._own_id, member not in self._round.members))
             self._start(here[:most], here[most:])
         elif now - self._waiting_since > self._launch.join_timeout_s:
             names = ", ".join(member.name for member in here)
-            told = "; ".join(self._round.reasons)
+            reasons = "; ".join(self._round.reasons)
             error = RendezvousError(
                 f"{len(here)} of at least {fewest} nodes (launch.nodes {self._launch.nodes}) came within"
-                f" {self._launch.join_timeout_s:g} s (launch.join_timeout_s): {names}{'; ' * bool(told)}{told}; they"
-                f" find each other by the run directory {self._claims.directory}, which all must share"
+                f" {self._launch.join_timeout_s:g} s (launch.join_timeout_s): {names}{'; ' * bool(reasons)}{reasons};"
+                f" they find each other by the run directory {self._claims.directory}, which all must share"
             )
-            self._end(1, f"aliquot: {error.line}")  # not 2, as for bad input: where pods are replaced, others may come
+            self._end(
+                1, f"aliquot: {error.line}"
+            )  # not 2, as for bad input: in a cluster that replaces pods, other nodes may come
 
     def _start(self, members: list[Member], spare: list[Member]) -> None:
         number = self._claim.number + self._claim_used
@@ -275,19 +285,19 @@ class Leader:
         again = f", {done - saved} of {done} are done again" if done > saved else ""
         self._run.tell(f"round {number}: {_nodes(len(members))} ({names}) from step {saved}{again}{why}")
         if number == 1 and (more := self._launch.most_nodes - len(members)):
-            # Without a common directory each would be the first of a run of its own.
+            # Without a common directory every node would start a run of its own.
             may = "1 more node may come: one" if more == 1 else f"{more} more nodes may come: those"
             self._run.tell(f"{may} with the same run directory, {self._claims.directory}")
         ranks = min(member.ranks for member in members) if all(member.automatic for member in members) else None
         with socket.socket(self._listeners[0].family) as probe:
-            probe.bind((self._listeners[0].getsockname()[0], 0))  # it does not listen
+            probe.bind((self._listeners[0].getsockname()[0], 0))  # bound, not listening
             port = probe.getsockname()[1]
         address = members[1].peer.own_address if len(members) > 1 else "127.0.0.1"
         for node, member in enumerate(members):
             member.ended = None
             member.peer.send(
                 "start", round=number, node=node, nodes=len(members), address=address if node == 0 else None,
-                port=port, ranks=ranks or member.ranks, ids=[each.id for each in members],
+                port=port, ranks=ranks or member.ranks, ids=[node.id for node in members],
             )  # fmt: skip
         for member in spare:
             member.peer.send("wait", text=f"{_nodes(len(members))}, the most: this one waits for a place")
@@ -308,16 +318,16 @@ class Leader:
                 member.peer.send("stop")
 
     def _kill(self) -> None:
-        """Ranks that have lost one have nothing to save, and may wait for it for long."""
+        """Kill the ranks: after the loss of a rank they have nothing to save, and would wait long for it."""
         self._round.killed = True
         for member in self._round.members:
             member.peer.send("kill")
 
     def _judge(self, ended: list[Message]) -> None:
-        """What follows, once all ranks that are left have ended."""
-        causes = [each for each in ended if each["code"] and each["kind"] != "peer_lost"] or ended
-        worst = next((each for each in causes if _is_final(each)), None)
-        if ended and not any(each["code"] for each in ended):
+        """Decide what follows, once all remaining ranks have ended."""
+        causes = [report for report in ended if report["code"] and report["kind"] != "peer_lost"] or ended
+        worst = next((report for report in causes if _is_final(report)), None)
+        if ended and not any(report["code"] for report in ended):
             self._claims.finish(self._run.finish_mark())
             self._end(0)
         elif worst is not None and worst["code"] == 2 and (new := self._new_beside_proven()):
@@ -325,7 +335,7 @@ class Leader:
             self._next_round()
         elif worst is not None:
             self._end(worst["code"], *worst["lines"])
-        elif not self._round.reasons and causes[0]["code"] > 2:  # a signal to ranks, not to a launcher
+        elif not self._round.reasons and causes[0]["code"] > 2:  # somebody sent a signal to ranks, not to a launcher
             self._end(causes[0]["code"], *causes[0]["lines"])
         elif not self._round.reasons and self._failed_at == self._run.progress()[0]:
             self._end(causes[0]["code"], *causes[0]["lines"], "  twice since the last checkpoint: the run ends")
@@ -333,7 +343,7 @@ class Leader:
             if not self._round.reasons:
                 self._failed_at = self._run.progress()[0]
                 self._round.reasons.append(causes[0]["lines"][0].removeprefix("aliquot: "))
-            else:  # it would have gone on
+            else:  # the round would have continued
                 self._proven |= {member.id for member in self._round.members}
             self._next_round()
 
@@ -342,12 +352,12 @@ class Leader:
         self._changed = self._waiting_since = time.monotonic()
 
     def _new_beside_proven(self) -> list[Member]:
-        """Of the members of a round, at whose input it must lie that those who have trained together do so no more."""
+        """Return the members that have never trained, if others have: then the new ones caused the failure."""
         new = [member for member in self._round.members if member.id not in self._proven]
         return new if len(new) < len(self._round.members) else []
 
     def _send_away(self, members: list[Member], lines: list[str]) -> None:
-        """Nodes with other data, or without some: the others go on without them."""
+        """End the run on nodes whose data differ or are missing; the others continue without them."""
         names = ", ".join(member.name for member in members)
         self._round.reasons = [f"{names} cannot take part: {lines[0].removeprefix('aliquot: ')}"]
         self._round.size -= len(members)
@@ -362,9 +372,10 @@ class Leader:
 
 
 def _is_final(ended: Message) -> bool:
-    """Whether it would come again: bad input, and what follows from input and state alone."""
-    told = " ".join(ended["lines"])
-    return (ended["code"] == 2 and not any(each in told for each in _AGAIN)) or any(each in told for each in _FATAL)
+    """Whether the failure would recur: bad input, or an error that follows from input and state alone."""
+    text = " ".join(ended["lines"])
+    is_bad_input = ended["code"] == 2 and not any(mark in text for mark in _TRANSIENT)
+    return is_bad_input or any(mark in text for mark in _RECURRING)
 
 
 def _nodes(count: int) -> str:

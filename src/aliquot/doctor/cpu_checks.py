@@ -8,7 +8,7 @@ import platform
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
-from aliquot.distributed.auto_ranks import most_cpu_ranks
+from aliquot.distributed.auto_ranks import max_cpu_ranks
 from aliquot.distributed.numa_binding import core_sets, has_memory_policy, set_preferred_node
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.doctor.finding import Finding, Level, Subject
@@ -130,7 +130,7 @@ def check_numa(subject: Subject) -> Finding:
 def check_threads(subject: Subject) -> Finding:
     """Threads of a rank by the environment, against the cores."""
     cpu = subject.cpu
-    ranks, _ = most_cpu_ranks(cpu, memory_limit(subject.root))
+    ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:
         threads, source = threads_per_rank(LaunchSection(), subject.environ, cpu, ranks)
     except UserError as error:
@@ -149,7 +149,7 @@ def check_threads(subject: Subject) -> Finding:
 def check_pinning(subject: Subject) -> Finding:
     """Whether ranks can have cores of their own."""
     cpu = subject.cpu
-    ranks, _ = most_cpu_ranks(cpu, memory_limit(subject.root))
+    ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:

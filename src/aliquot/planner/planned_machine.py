@@ -14,7 +14,7 @@ from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DeviceError, PlanError
 from aliquot.distributed.auto_ranks import cpu_ranks
-from aliquot.distributed.launcher import with_environment
+from aliquot.distributed.launcher import apply_environment
 from aliquot.distributed.topology import RankLayout, threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
@@ -116,7 +116,7 @@ class Machine:
 
     def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
         """How `config` would run on such machines; `nodes` and `ranks_per_node` win over it."""
-        launch = with_environment(config.launch, os.environ) if self.here else config.launch
+        launch = apply_environment(config.launch, os.environ) if self.here else config.launch
         device = self.device(launch.device)
         if ranks_per_node is not None:
             ranks = ranks_per_node

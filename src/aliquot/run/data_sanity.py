@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from aliquot.data.data_summary import examples, warnings
-from aliquot.distributed.config_consistency import check_same
+from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
@@ -42,7 +42,7 @@ def check_inputs(run: RunContext, inputs: Inputs) -> None:
             "adapter (hash of samples)": None if adapter is None else fingerprint(adapter),
         }
 
-    check_same(run.ranks, identities)
+    check_equal_on_ranks(run.ranks, identities)
 
 
 def show_data(run: RunContext, inputs: Inputs) -> None:

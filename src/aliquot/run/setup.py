@@ -25,7 +25,7 @@ from aliquot.data.prepare import prepare_together
 from aliquot.data.token_store import answer_ends
 from aliquot.data.tokenizer import largest_token
 from aliquot.distributed.launcher import torchrun_advice
-from aliquot.distributed.leader_lease import goes_on
+from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import group_lines
 from aliquot.engines.base import Engine, PhaseHooks
 from aliquot.engines.select import engine_class, engine_spec
@@ -126,7 +126,7 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
             steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
         )  # fmt: skip
         # Advice needs a dozen plans, and seconds in which all nodes wait: not in later rounds of an elastic run.
-        result = plan_run(request, force, not goes_on(), run.display.warning)
+        result = plan_run(request, force, not follows_earlier_round(), run.display.warning)
         return None if result is None else result.as_json()
 
     values = run_on_rank_0(run.ranks, plan)
