@@ -31,7 +31,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "WATCH_S", 0.5)
 
 
-def test_a_second_run_is_refused_and_the_first_leaves_nothing(tmp_path: Path) -> None:
+def test_second_run_is_refused_and_first_leaves_no_lock(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run").locked():
         (tmp_path / "run" / "config.yaml").write_text("")
         with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path / "run").locked():
@@ -42,7 +42,7 @@ def test_a_second_run_is_refused_and_the_first_leaves_nothing(tmp_path: Path) ->
         pass
 
 
-def test_a_run_whose_lock_another_one_has_taken_publishes_nothing(tmp_path: Path) -> None:
+def test_run_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
     """A machine that stood still for long was taken for dead."""
     first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
     with first.locked():
@@ -54,7 +54,7 @@ def test_a_run_whose_lock_another_one_has_taken_publishes_nothing(tmp_path: Path
                 first.check_publish()
 
 
-def test_so_it_is_where_locks_are_of_one_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beating_lock_replaces_locks_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Lustre's and NFS's may be: on another machine each run gets one."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     for local in (False, True):
@@ -65,7 +65,7 @@ def test_so_it_is_where_locks_are_of_one_machine_alone(tmp_path: Path, monkeypat
             pass
 
 
-def test_how_the_nearest_directory_above_is_mounted(tmp_path: Path) -> None:
+def test_mount_of_the_nearest_directory_above(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     lines = ["/dev/a / ext4 rw,relatime 0 0", "fsx:/x /fsx lustre rw,localflock 0 0", "srv:/h /my\\040home nfs4 rw 0 0"]
     lines += [
@@ -81,7 +81,7 @@ def test_how_the_nearest_directory_above_is_mounted(tmp_path: Path) -> None:
     assert mount_of(Path("/x"), tmp_path / "none").kind == "unknown file system"
 
 
-def test_of_a_killed_run_on_this_machine_it_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_killed_local_run_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -90,7 +90,7 @@ def test_of_a_killed_run_on_this_machine_it_is_taken_at_once(tmp_path: Path, mon
         pass
 
 
-def test_a_process_with_the_id_of_the_dead_one_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_process_id_is_not_the_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that is started again has the process ids that it had, and that of its namespace."""
     monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
     before = {"machine": run_lock.machine_id(), "pid": os.getpid(), "started": 1, "mark": "x"}
@@ -100,7 +100,7 @@ def test_a_process_with_the_id_of_the_dead_one_is_another(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_of_another_machine_it_is_watched(tmp_path: Path, beats: bool) -> None:
+def test_lock_of_another_machine_is_watched(tmp_path: Path, beats: bool) -> None:
     file = tmp_path / BEATING_LOCK
     file.write_text(json.dumps({"machine": "another", "pid": 1, "mark": "x"}))
     over = threading.Event()
@@ -124,7 +124,7 @@ def test_of_another_machine_it_is_watched(tmp_path: Path, beats: bool) -> None:
     assert file.exists()  # it is the other one's
 
 
-def test_the_lock_of_who_was_faster_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_process_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have found the holder dead; the other one takes its lock between a last look at it and its removal."""
     file = tmp_path / BEATING_LOCK
     file.write_text(json.dumps({"machine": run_lock.machine_id(), "pid": 0, "mark": "dead"}))
@@ -144,9 +144,7 @@ def test_the_lock_of_who_was_faster_is_left_to_it(tmp_path: Path, monkeypatch: p
     assert {path.name for path in tmp_path.iterdir()} == {file.name, LOCK}
 
 
-def test_a_beat_is_seen_whatever_a_client_of_a_file_server_remembers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beat_is_seen_despite_cached_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / BEATING_LOCK
     file.write_text("")
     remembered, stat = file.stat(), Path.stat

@@ -36,7 +36,7 @@ assert not gloo_threads(), gloo_threads()
 
 
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.long)])  # one that really ends
-def test_the_host_engine_leaves_no_thread_of_gloos(tmp_path: Path, cold: bool) -> None:
+def test_host_engine_leaves_no_gloo_thread(tmp_path: Path, cold: bool) -> None:
     config = write_config(tmp_path, shard={"engine": "host"}, train={"max_steps": 2})
     run = warm.run("-c", SCRIPT, config, cold=cold)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -72,7 +72,7 @@ def test_kinds(error: Exception, kind: str) -> None:
         "Read error [10.77.0.2]:47324: Connection reset by peer. This is typically caused by a remote worker hanging.",
     ],
 )
-def test_what_gloo_knows_of_a_lost_rank_is_its_address(what: str) -> None:
+def test_lost_gloo_peer_is_named_by_its_address(what: str) -> None:
     message = f"RuntimeError: [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] {what}"
     line = RankError(3, "peer_lost", message, "", 0.0).line
     assert line == "rank 3 lost the connection to a rank at 10.77.0.2, which may say why [peer-lost]"
@@ -86,7 +86,7 @@ def first_line(failures: dict[int, Dead], *words: RankError) -> str:
     return explain_failure(failures, words, NO_LOGS)[0][0]
 
 
-def test_cause_comes_before_echo_and_before_the_launchers_own_signal() -> None:
+def test_cause_precedes_echo_and_signals_of_the_launcher() -> None:
     words = said(0, "peer_lost", 100.1), said(2, "crash", 100.4)
     failures = {0: Dead(1), 1: Dead(-signal.SIGTERM), 2: Dead(1), 3: Dead(-signal.SIGABRT)}
     assert first_line(failures, *words) == "aliquot: rank 2 failed: what happened [crash]"
@@ -94,7 +94,7 @@ def test_cause_comes_before_echo_and_before_the_launchers_own_signal() -> None:
     assert first_line(failures, *words) == "aliquot: rank 1 was killed by SIGSEGV [killed]"
 
 
-def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was() -> None:
+def test_run_stopped_through_another_node_exits_with_143() -> None:
     saved = [RankError(0, "training", "saved [terminated]", "", 7.0, 143)]
     assert explain_failure({0: Dead(143)}, saved, NO_LOGS) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
     assert explain_stop(signal.SIGTERM, saved) == (["aliquot: rank 0: saved [terminated]"], 143)
@@ -103,14 +103,14 @@ def test_a_run_that_saved_because_another_node_was_stopped_ends_as_one_that_was(
     assert explain_stop(signal.SIGTERM, words) == (["aliquot: rank 1: no space left [disk]"], 1)
 
 
-def test_of_two_causes_the_earlier_is_shown_whatever_the_clock_says() -> None:
+def test_earlier_of_two_causes_is_shown_despite_clocks() -> None:
     words = said(1, "training", 160.1, "loss is nan"), said(0, "training", 100.2)  # it was set back between them
     assert first_line({0: Dead(1), 1: Dead(1)}, *words) == "aliquot: rank 1: loss is nan"
     # A rank that had to be killed half a minute later did not start it.
     assert first_line({0: Dead(1), 5: Dead(-signal.SIGKILL, 200)}, *words) == "aliquot: rank 0: what happened"
 
 
-def test_the_cause_of_an_echo_is_looked_for_in_ranks_that_torch_does_not_tell_of() -> None:
+def test_cause_is_found_in_ranks_that_torch_does_not_name() -> None:
     echo, cause = said(0, "peer_lost", 100.1), said(2, "crash", 100.4)
     assert "lost the connection" in first_line({0: Dead(1)}, echo)
     assert first_line({0: Dead(1)}, echo, cause) == "aliquot: rank 2 failed: what happened [crash]"
@@ -158,7 +158,7 @@ def test_a_file_server_in_trouble_is_no_bad_input(number: int, code: int) -> Non
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device [disk]"),
     ],
 )
-def test_what_the_system_refuses_is_one_line_with_the_cause(
+def test_refusal_of_the_system_is_one_line_with_its_cause(
     error: Exception, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report_error(error) == 2
@@ -167,9 +167,7 @@ def test_what_the_system_refuses_is_one_line_with_the_cause(
     assert "RuntimeError: of our own [crash]" in capsys.readouterr().err
 
 
-def test_what_is_recorded_is_read_by_the_launcher_and_lies_beside_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_error_reaches_launcher_and_log_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RankError(3, "crash", 'KeyError: "ö"', "Traceback ...\n", 12.5)
     assert not record_error(error)
     words = ErrorLog()
@@ -196,7 +194,7 @@ def test_long_words_of_many_ranks_stay_apart(monkeypatch: pytest.MonkeyPatch) ->
     words.close()
 
 
-def test_a_full_disk_takes_no_words_from_the_launcher(
+def test_launcher_gets_errors_despite_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rank-0.log").symlink_to("/dev/full")

@@ -45,7 +45,7 @@ WAITS = """
 """
 
 
-def test_a_run_in_which_nobody_does_anything_says_who_stands_where(tmp_path: Path) -> None:
+def test_idle_run_ends_and_names_the_stuck_rank(tmp_path: Path) -> None:
     body = WATCHED + WAITS
     code, _, err = run(tmp_path, body, str(tmp_path))
     assert code == 1
@@ -59,7 +59,7 @@ def test_a_run_in_which_nobody_does_anything_says_who_stands_where(tmp_path: Pat
     assert "barrier" in (tmp_path / "still-rank-0.txt").read_text()
 
 
-def test_a_log_that_cannot_be_written_keeps_no_run_from_ending(tmp_path: Path) -> None:
+def test_idle_run_ends_though_stacks_cannot_be_written(tmp_path: Path) -> None:
     """As on a file server that does not answer: to open a pipe that nobody reads waits, too."""
     body = WATCHED.replace("with IdleWatchdog", "os.mkfifo(own)\nwith IdleWatchdog") + WAITS
     code, _, err = run(tmp_path, body, str(tmp_path))
@@ -67,7 +67,7 @@ def test_a_log_that_cannot_be_written_keeps_no_run_from_ending(tmp_path: Path) -
     assert "no rank has computed, read or written anything for 2 s (launch.step_timeout_s)" in err.splitlines()[0]
 
 
-def test_what_the_kernel_writes_for_one_who_waits_for_it_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_watchdog_counts_writes_of_the_kernel_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
     left, waits = iter([9, 7, 8, 7, 6, 5]), iter([True, True, False])
     monkeypatch.setattr(watchdog, "unwritten_bytes", lambda: next(left))
     monkeypatch.setattr(watchdog, "_waits_for_disk", lambda: next(waits))
@@ -79,14 +79,14 @@ def test_what_the_kernel_writes_for_one_who_waits_for_it_is_progress(monkeypatch
 @pytest.mark.parametrize(
     "work", ["has_it_computed", *(pytest.param(work, marks=pytest.mark.long) for work in ("computes", "writes"))]
 )
-def test_one_rank_that_does_something_is_enough(tmp_path: Path, work: str) -> None:
+def test_one_working_rank_keeps_run_alive(tmp_path: Path, work: str) -> None:
     body = WATCHED + f"    {work}(4) if ranks.rank == 1 else None\n    ranks.barrier()\nprint('done')\n"
     code, out, err = run(tmp_path, body, str(tmp_path))
     assert (code, err) == (0, "") and "done" in out
     assert not list(tmp_path.glob("still-rank-*"))
 
 
-def test_a_rank_that_was_stopped_has_not_stood_still(tmp_path: Path) -> None:
+def test_stopped_process_is_not_idle(tmp_path: Path) -> None:
     """As with a run that is stopped to let another one pass: the clock went on, but nobody has looked."""
     body = """
         import os, signal, subprocess, sys, time

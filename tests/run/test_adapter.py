@@ -123,7 +123,7 @@ def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path
 
 
 @pytest.mark.long
-def test_what_is_merged_may_have_another_name_in_the_model_s_files(tmp_path: Path) -> None:
+def test_merged_weights_keep_the_names_of_the_base_files(tmp_path: Path) -> None:
     shape = json.loads(narrow(AutoConfig.for_model("nemotron_h")).to_json_string()) | {"vocab_size": 300}
     base = write_config(tmp_path, "base", model={"config": shape}, train={"max_steps": 1})
     trained(base)
@@ -164,7 +164,7 @@ def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lor
     assert list(curve(folder / "continued").values()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_adapter_is_evaluated_and_continues_texts_beside_its_model(folder: Path, base: Path, lora: Path) -> None:
+def test_adapter_is_evaluated_and_generates_with_its_base(folder: Path, base: Path, lora: Path) -> None:
     """As an export, as a checkpoint."""
     found = curve(lora, "eval_loss")[6]
     for directory in (lora / "export", lora / "checkpoints" / "step-00000006"):
@@ -174,9 +174,7 @@ def test_an_adapter_is_evaluated_and_continues_texts_beside_its_model(folder: Pa
     assert said[0] == said[1]
 
 
-def test_an_adapter_whose_model_has_moved_says_so_and_takes_its_new_place(
-    folder: Path, base: Path, lora: Path, tmp_path: Path
-) -> None:
+def test_adapter_names_moved_base_and_takes_its_new_path(folder: Path, base: Path, lora: Path, tmp_path: Path) -> None:
     own, config = shutil.copytree(lora / "export", tmp_path / "own"), str(folder / "lora.yaml")
     settings = json.loads((own / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = str(tmp_path / "gone")

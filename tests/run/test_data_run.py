@@ -59,7 +59,7 @@ def alone(config: Path) -> tuple[Path, str]:
     return config.with_suffix(""), trained(config)
 
 
-def test_what_is_said_of_the_data_before_they_are_trained_on(alone: tuple[Path, str]) -> None:
+def test_data_is_described_before_training(alone: tuple[Path, str]) -> None:
     _, output = alone
     assert "tiny-text: 60 texts; " in output
     assert "chats: 31 chats (messages); " in output

@@ -18,7 +18,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positi
         "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip
 
 
-def test_a_prefix_comes_before_each_document_and_is_not_predicted() -> None:
+def test_prefix_precedes_documents_and_is_not_predicted() -> None:
     labels = torch.tensor([6, IGNORE, 8, 9, IGNORE])
     batch = MicroBatch(torch.tensor([5, 6, 7, 8, 9]), labels, torch.tensor([0, 1, 0, 1, 2]), (0, 2, 5))
     found = with_prefix(batch, [1])
@@ -28,7 +28,7 @@ def test_a_prefix_comes_before_each_document_and_is_not_predicted() -> None:
 
 
 @pytest.mark.long
-def test_a_warning_says_what_to_try(tmp_path: Path) -> None:
+def test_bad_first_loss_warns_with_advice(tmp_path: Path) -> None:
     """A model that knows a text by its positions, each of which is one off without bos."""
     words = random.Random(0).choices(["the", "a", "rank", "waits"], k=12)
     text = tmp_path / "song.txt"

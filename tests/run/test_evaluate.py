@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("model", "step"), [("export", 6), ("checkpoints/step-00000003", 3)])
-def test_as_the_run_has_found_it(run: Path, model: str, step: int) -> None:
+def test_evaluate_agrees_with_the_run(run: Path, model: str, step: int) -> None:
     directory = run.parent / "run"
     found = evaluate_model(read_evaluation_config(str(directory / model), str(run), []))[""]
     assert found.loss == pytest.approx(curve(directory, "eval_loss")[step], rel=1e-6)
@@ -107,6 +107,6 @@ def test_bad_input_is_one_line(run: Path, model: str, data: str, overrides: list
     ("model", "told"),
     [("", "MODEL is empty"), ("a\0b", "MODEL has characters that no text file can hold")],
 )
-def test_a_model_that_nothing_can_be_called_is_one_line(run: Path, model: str, told: str) -> None:
+def test_adapter_on_model_without_targets_is_one_line(run: Path, model: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         read_evaluation_config(model, str(run), [])

@@ -31,17 +31,17 @@ BESIDE = {"config.json", "tokenizer.json", "aliquot.json"}
         ("notes.txt", False),
     ],
 )
-def test_own_files_of_an_export(tmp_path: Path, name: str, own: bool) -> None:
+def test_export_files_are_recognised(tmp_path: Path, name: str, own: bool) -> None:
     (tmp_path / name).write_text("")
     assert _is_export_file(tmp_path / name, BESIDE) is own
 
 
-def test_a_directory_is_a_persons(tmp_path: Path) -> None:
+def test_directory_in_export_is_foreign(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
     assert not _is_export_file(tmp_path / "model.safetensors", BESIDE)
 
 
-def test_a_file_that_comes_while_an_export_is_made_is_kept_with_what_was_there(tmp_path: Path) -> None:
+def test_foreign_file_that_appears_during_export_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "export"
     errors = io.StringIO()
     display = Display("plain", errors=Console(file=errors))

@@ -68,7 +68,7 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
     assert not directory.exists()
 
 
-def test_a_run_that_has_taken_its_place_is_left_alone(tmp_path: Path) -> None:
+def test_run_that_took_the_directory_is_left_alone(tmp_path: Path) -> None:
     """Its checkpoints, its logs, its curve and its events: here of the same steps, and with a lock of its own."""
     settings = {"checkpoint": {"every": 1, "export": False}, "train": {"logging_steps": 1}}
     aliquot.train(aliquot.read_config(write_config(tmp_path, "other", **settings), ["train.max_steps=3"]))
@@ -92,9 +92,7 @@ def test_a_run_that_has_taken_its_place_is_left_alone(tmp_path: Path) -> None:
     assert max(curve(moved)) >= int(newest.name.removeprefix("step-"))
 
 
-def test_a_save_that_begins_in_another_runs_directory_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_begun_in_another_runs_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run's directory takes the path after the check, and before the checkpoint's first file."""
     directory, other, begin = tmp_path / "run", tmp_path / "other", Draft.begin
     (other / "checkpoints").mkdir(parents=True)
@@ -110,7 +108,7 @@ def test_a_save_that_begins_in_another_runs_directory_is_taken_back(
     assert contents(directory) == {"checkpoints": ""}
 
 
-def test_a_lock_that_another_process_has_made_anew_is_not_ones_own(tmp_path: Path) -> None:
+def test_lock_replaced_by_another_process_is_lost(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     with directory.locked():
         (tmp_path / "run" / "config.yaml").write_text("")
@@ -123,7 +121,7 @@ def test_a_lock_that_another_process_has_made_anew_is_not_ones_own(tmp_path: Pat
 
 
 @pytest.mark.parametrize("left", [None, ""])
-def test_a_run_whose_configuration_is_lost_is_known_by_its_checkpoints(tmp_path: Path, left: str | None) -> None:
+def test_run_without_config_is_recognised_by_checkpoints(tmp_path: Path, left: str | None) -> None:
     config, directory = write_config(tmp_path, checkpoint={"every": 2, "export": False}), tmp_path / "run"
     aliquot.train(aliquot.read_config(config, ["train.max_steps=2"]))
     (directory / "config.yaml").unlink()
@@ -139,7 +137,7 @@ def test_a_run_whose_configuration_is_lost_is_known_by_its_checkpoints(tmp_path:
         aliquot.train(aliquot.read_config(config))
 
 
-def test_another_engine_than_the_checkpoints_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_another_engine_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, checkpoint={"every": 1, "export": False}, observe={"console": "quiet"})
     for engine, steps in (("host", 1), ("host", 2), ("fsdp", 3)):
         aliquot.train(aliquot.read_config(config, [f"shard.engine={engine}", f"train.max_steps={steps}"]))

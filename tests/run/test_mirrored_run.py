@@ -36,7 +36,7 @@ def settings(**checkpoint: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_a_run_whose_disk_is_lost_goes_on_on_the_same_curve(tmp_path: Path, server: S3Server) -> None:
+def test_run_with_lost_disk_continues_from_mirror_exactly(tmp_path: Path, server: S3Server) -> None:
     runs.trained(runs.write_config(tmp_path, "whole", **settings(mirror=None)))
     config = runs.write_config(tmp_path, "run", **settings())
     printed = runs.trained(config, "train.num_train_epochs=1", "checkpoint.every=3", "train.max_steps=6")
@@ -63,9 +63,7 @@ def test_a_run_whose_disk_is_lost_goes_on_on_the_same_curve(tmp_path: Path, serv
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_while_it_copies_leaves_nothing_that_looks_complete(
-    tmp_path: Path, server: S3Server
-) -> None:
+def test_rank_killed_in_upload_leaves_no_complete_checkpoint(tmp_path: Path, server: S3Server) -> None:
     def slow(environ: dict[str, Any]) -> str | None:
         if environ["REQUEST_METHOD"] == "PUT" and "step-00000004" in environ["PATH_INFO"]:
             time.sleep(2)
@@ -94,7 +92,7 @@ def damage(checkpoint: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_takes_the_copy_of_it(tmp_path: Path) -> None:
+def test_damaged_newest_checkpoint_is_fetched_from_mirror(tmp_path: Path) -> None:
     checkpoint = {"mirror": f"file://{tmp_path}/mirror", "every": 2, "export": False}
     config, directory = runs.write_config(tmp_path, checkpoint=checkpoint), tmp_path / "run"
     aliquot.train(aliquot.read_config(config, ["train.max_steps=4"]))
@@ -105,7 +103,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_takes_the_copy_of_it(tmp_path:
     verify(directory / "checkpoints" / "step-00000004")
 
 
-def test_what_is_said_of_a_run_without_a_whole_checkpoint_works(tmp_path: Path) -> None:
+def test_advice_for_run_without_complete_checkpoint_works(tmp_path: Path) -> None:
     """Moved away, it begins anew, or where checkpoint.resume says."""
     config = runs.write_config(tmp_path, checkpoint={"every": 2, "export": False}, train={"max_steps": 4})
     checkpoints = tmp_path / "run" / "checkpoints"

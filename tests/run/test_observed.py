@@ -67,7 +67,7 @@ def test_an_export_that_holds_a_persons_files_is_kept(run: Path) -> None:
     }
 
 
-def test_events_tell_of_both_attempts(run: Path) -> None:
+def test_events_hold_both_starts(run: Path) -> None:
     told = events(run)
     kinds = [event["event"] for event in told if event["event"] not in ("slow_ranks", "warning")]
     assert kinds == ["start", "checkpoint", "checkpoint", "end", "resume", "checkpoint", "end"]
@@ -107,7 +107,7 @@ def test_a_run_too_short_to_trace_says_so(folder: Path) -> None:
     assert not (folder / "short" / "profile").exists()
 
 
-def test_metrics_are_served_while_it_trains_and_a_killed_run_is_reported(folder: Path) -> None:
+def test_metrics_are_served_and_killed_run_is_reported(folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

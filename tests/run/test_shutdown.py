@@ -59,7 +59,7 @@ def started(grace_s: float, how: str, program: str = RANK) -> Iterator[subproces
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
+def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
     with started(60, "hangs") as process:
         process.send_signal(number)
         assert process.stdout is not None and process.stdout.readline() == f"{int(number)}\n"
@@ -76,7 +76,7 @@ def test_the_first_asks_and_the_second_ends(number: signal.Signals) -> None:
     ]
 
 
-def test_who_only_copies_what_is_saved_when_the_time_is_over_has_saved_it() -> None:
+def test_grace_over_while_copying_reports_saved_step() -> None:
     saved = "    stop.enter(Phase.COPYING, 5)\n"
     program = RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")
     with started(0.3, "hangs", program) as process:
@@ -86,7 +86,7 @@ def test_who_only_copies_what_is_saved_when_the_time_is_over_has_saved_it() -> N
     assert "stopped by SIGTERM after step 5, which is saved" in errors and "not saved" not in errors
 
 
-def test_who_only_copies_what_is_saved_loses_nothing_when_told_again() -> None:
+def test_second_signal_while_copying_reports_saved_step() -> None:
     saved = "    stop.enter(Phase.COPYING, 5)\n"
     with started(60, "hangs", RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")) as process:
         process.send_signal(signal.SIGTERM)
@@ -99,7 +99,7 @@ def test_who_only_copies_what_is_saved_loses_nothing_when_told_again() -> None:
     assert errors.splitlines()[1] == f"aliquot: SIGINT, told to stop again: {ended}"
 
 
-def test_a_run_directory_that_does_not_answer_keeps_no_signal_from_being_obeyed() -> None:
+def test_signal_is_obeyed_though_run_directory_does_not_answer() -> None:
     program = RANK.replace('describe_loss=lambda: "losing 3 steps"', "describe_loss=lambda: time.sleep(600)")
     with started(4, "hangs", program) as process:
         process.send_signal(signal.SIGTERM)
@@ -111,7 +111,7 @@ def test_a_run_directory_that_does_not_answer_keeps_no_signal_from_being_obeyed(
     )
 
 
-def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_a_round_ignores_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIQUOT_ROUND", "1")
     with started(1, "hangs") as process:
         process.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_a_node_and_the_leader_may_both_tell_a_rank_of_a_round(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_rank_that_obeys_has_its_signals_back(number: signal.Signals) -> None:
+def test_shutdown_restores_the_signal_handlers(number: signal.Signals) -> None:
     with started(60, "obeys") as process:
         process.send_signal(number)
         output, errors = process.communicate(timeout=20)
@@ -130,7 +130,7 @@ def test_a_rank_that_obeys_has_its_signals_back(number: signal.Signals) -> None:
     assert output.splitlines() == [str(int(number)), "over", "interrupted"]
 
 
-def test_nobody_reads_what_it_says() -> None:
+def test_shutdown_obeys_with_a_full_stderr() -> None:
     with started(0.5, "hangs") as process:
         assert process.stderr is not None
         with contextlib.suppress(BlockingIOError):  # fill the pipe
@@ -143,7 +143,7 @@ def test_nobody_reads_what_it_says() -> None:
         os.close(descriptor)
 
 
-def test_a_thread_has_no_signals() -> None:
+def test_shutdown_needs_the_main_thread() -> None:
     raised: list[Exception] = []
 
     def inside() -> None:
@@ -158,7 +158,7 @@ def test_a_thread_has_no_signals() -> None:
     assert "main thread" in str(raised[0])
 
 
-def test_ctrl_c_is_not_meant_for_what_runs_in_the_background() -> None:
+def test_ctrl_c_is_ignored_in_the_background() -> None:
     with started(60, "background") as process:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
@@ -166,14 +166,14 @@ def test_ctrl_c_is_not_meant_for_what_runs_in_the_background() -> None:
         process.kill()
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+def test_signal_before_the_first_step_ends_at_once() -> None:
     with started(60, "hangs", BEFORE_ITS_FIRST_STEP) as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 143 and "before the first step was done: nothing is lost" in errors
 
 
-def test_a_main_thread_that_cannot_hear_it_ends_all_the_same() -> None:
+def test_signal_ends_process_whose_main_thread_blocks() -> None:
     """As while a library trains a tokenizer. Other nodes are told, too."""
     never = "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = bytes(64); lock(mutex); lock(mutex)"
     program = BEFORE_ITS_FIRST_STEP.replace("as stop", ", announce_end=print) as stop")
@@ -185,14 +185,14 @@ def test_a_main_thread_that_cannot_hear_it_ends_all_the_same() -> None:
     assert output == "stopped by SIGINT\n"
 
 
-def test_what_is_not_saved_in_time_is_said() -> None:
+def test_end_of_the_grace_period_says_what_is_lost() -> None:
     with started(0.1, "hangs") as process:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1 and "not saved within checkpoint.grace_s = 0.1 s of SIGINT" in errors
 
 
-def test_when_all_is_saved_a_report_may_take_its_time() -> None:
+def test_disarmed_shutdown_has_no_deadline() -> None:
     """Or dashboards that do not answer: the run has done what it was asked for."""
     program = RANK.replace("    while sys.argv[2] !=", "    stop.disarm()\n    time.sleep(1)\n    while sys.argv[2] !=")
     with started(0.5, "obeys", program) as process:
@@ -201,7 +201,7 @@ def test_when_all_is_saved_a_report_may_take_its_time() -> None:
     assert output == f"{int(signal.SIGTERM)}\nover\n" and "not saved" not in errors
 
 
-def test_after_the_last_save_a_signal_ends_at_once() -> None:
+def test_signal_after_the_last_save_ends_at_once() -> None:
     with started(60, "saved") as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)

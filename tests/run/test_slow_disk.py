@@ -53,7 +53,7 @@ def test_a_signal_in_the_export_loses_nothing(tmp_path: Path, ranks: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_in_the_export_of_what_is_not_saved_saves_it(tmp_path: Path, ranks: int) -> None:
+def test_signal_in_sole_export_saves_a_checkpoint(tmp_path: Path, ranks: int) -> None:
     """Each file of the export takes the disk a second, and the signal finds the first."""
     checkpoint = {"last": False, "grace_s": 30}
     process = started(tmp_path, "/.export.", 1.0, launch={"ranks": ranks}, checkpoint=checkpoint)
@@ -66,7 +66,7 @@ def test_a_signal_in_the_export_of_what_is_not_saved_saves_it(tmp_path: Path, ra
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_when_the_export_is_almost_done_lets_it_be_done(tmp_path: Path, ranks: int) -> None:
+def test_signal_late_in_export_lets_export_finish(tmp_path: Path, ranks: int) -> None:
     process = started(tmp_path, "model.safetensors", 2.0, launch={"ranks": ranks}, checkpoint={"last": False})
     (tmp_path / "now").unlink()  # its header
     wait_for(tmp_path / "now")
@@ -77,7 +77,7 @@ def test_a_signal_when_the_export_is_almost_done_lets_it_be_done(tmp_path: Path,
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
 
-def test_no_second_save_is_begun_when_the_grace_is_short(tmp_path: Path) -> None:
+def test_short_grace_begins_no_second_save(tmp_path: Path) -> None:
     sections: dict[str, dict[str, Any]] = {
         "train": {"max_steps": 100_000, "lr_scheduler_type": "constant"},
         "checkpoint": {"every": 2, "grace_s": 16},
@@ -90,14 +90,14 @@ def test_no_second_save_is_begun_when_the_grace_is_short(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
-def test_a_save_that_hangs_ends_with_the_grace(tmp_path: Path) -> None:
+def test_hanging_save_ends_with_the_grace_period(tmp_path: Path) -> None:
     process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2, "grace_s": 3})
     process.send_signal(signal.SIGTERM)
     errors = process.communicate(timeout=30)[1]
     assert process.returncode == 1 and "not saved within checkpoint.grace_s = 3 s of SIGTERM" in errors
 
 
-def test_a_second_ctrl_c_ends_a_node_that_may_come_and_go(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_an_elastic_node(tmp_path: Path) -> None:
     """Its ranks are in groups of their own, and told to stop once by it, and once more by the leader."""
     launch = {"ranks": 1, "nodes": "1:2"}
     process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2, "grace_s": 300}, launch=launch)
@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_ends_a_node_that_may_come_and_go(tmp_path: Path) -> Non
     assert "SIGINT, told to stop again: this node's ranks are ended, saved or not" in errors
 
 
-def test_a_rank_that_is_killed_while_its_save_hangs_is_named(tmp_path: Path) -> None:
+def test_rank_killed_while_its_save_hangs_is_named(tmp_path: Path) -> None:
     process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2}, launch={"ranks": 2})
     ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if each.environ().get("RANK") == "1"]
     os.kill(ranks[0].pid, signal.SIGKILL)

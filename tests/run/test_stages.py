@@ -45,7 +45,7 @@ def state(directory: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def test_more_epochs_go_on_behind_a_batch_that_was_cut_short(epochs: tuple[Path, int, int]) -> None:
+def test_more_epochs_continue_after_a_partial_batch(epochs: tuple[Path, int, int]) -> None:
     """The curve is that of a plain loop over the same batches: each sequence once an epoch, in order."""
     file, first, second = epochs
     config, directory = aliquot.read_config(file), file.parent / "epochs"
@@ -115,7 +115,7 @@ def evaluation_loss(export: Path, file: Path) -> float:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_best_is_kept_and_exported_and_patience_ends_the_run(tmp_path: Path, ranks: int) -> None:
+def test_best_is_kept_and_exported_and_patience_ends_run(tmp_path: Path, ranks: int) -> None:
     file = overfitting(tmp_path, "run", train={"early_stopping_patience": 3}, launch={"ranks": ranks})
     told, directory = trained(file), tmp_path / "run"
     losses = curve(directory, "eval_loss")
@@ -142,7 +142,7 @@ def test_the_best_is_kept_and_exported_and_patience_ends_the_run(tmp_path: Path,
         assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
 
 
-def test_what_was_best_on_other_data_is_forgotten(tmp_path: Path) -> None:
+def test_best_on_other_data_is_forgotten(tmp_path: Path) -> None:
     file = overfitting(tmp_path, "run", train={"max_steps": 4})
     trained(file)
     (tmp_path / "else.txt").write_text("words that nobody has seen before\n" * 3)
@@ -151,9 +151,7 @@ def test_what_was_best_on_other_data_is_forgotten(tmp_path: Path) -> None:
     assert state(tmp_path / "run", 6)["evaluations"]["best_step"] == 6
 
 
-def test_the_best_before_is_kept_where_a_better_one_cannot_be_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_previous_best_remains_if_better_one_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"train": {"max_steps": 12}, "checkpoint": {"on_error": "warn"}}
     aliquot.train(aliquot.read_config(overfitting(tmp_path, "whole", **copy.deepcopy(sections))))
     losses = curve(tmp_path / "whole", "eval_loss")
@@ -178,7 +176,7 @@ def test_the_best_before_is_kept_where_a_better_one_cannot_be_saved(
 
 
 @pytest.mark.long
-def test_the_first_evaluation_set_says_what_is_best_and_a_mirror_that_lost_it_gets_it_again(tmp_path: Path) -> None:
+def test_first_evaluation_set_decides_best_and_mirror_gets_it_again(tmp_path: Path) -> None:
     """The other set, which is what is learned, is predicted best by the last weights."""
     file = overfitting(
         tmp_path, "run", train={"max_steps": 12}, checkpoint={"mirror": f"file://{tmp_path}/mirror", "export": False}
@@ -224,7 +222,7 @@ def test_without_patience_the_best_outlives_later_checkpoints(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_best_that_is_damaged_is_taken_from_the_mirror(tmp_path: Path) -> None:
+def test_damaged_best_checkpoint_is_fetched_from_mirror(tmp_path: Path) -> None:
     file = overfitting(tmp_path, "run", checkpoint={"mirror": f"file://{tmp_path}/mirror"})
     trained(file)
     directory = tmp_path / "run"
@@ -251,9 +249,7 @@ def full_disk(path: Path, data: bytes) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
-def test_a_file_server_in_trouble_ends_a_run_as_a_lost_node_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_server_failure_ends_run_like_a_lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not as bad input does, at which a job is given up."""
 
     def stale(*_: object) -> int:
@@ -265,9 +261,7 @@ def test_a_file_server_in_trouble_ends_a_run_as_a_lost_node_does(
     assert it.value.exit_code == 1
 
 
-def test_the_export_is_of_the_last_step_whatever_an_earlier_stage_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_holds_last_step_despite_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, directory = write_config(tmp_path, train={"max_steps": 2}), tmp_path / "run"
     export = directory / "export"
 
@@ -294,7 +288,7 @@ def test_the_export_is_of_the_last_step_whatever_an_earlier_stage_has_left(
     assert is_of(4) and (directory / "export-1" / "notes.txt").read_text() == "mine"
 
 
-def test_what_another_run_evaluated_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+def test_evaluations_of_another_run_are_not_inherited(tmp_path: Path) -> None:
     """Of a run that begins from a URL. And what was best comes back out of the mirror."""
     best, mirror = {"best": True, "keep": 1, "export": False}, f"file://{tmp_path}/mirror"
     first = overfitting(tmp_path, "first", train={"max_steps": 12}, checkpoint={**best, "mirror": mirror})

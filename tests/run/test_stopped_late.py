@@ -42,7 +42,7 @@ def saved(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
 
 
-def test_what_would_only_be_exported_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_saves_weights_that_only_an_export_would_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_config(tmp_path, train={"max_steps": 3}, checkpoint={"every": 0, "last": False})
     with monkeypatch.context() as signals:
         stopped_after(signals, 3)
@@ -54,7 +54,7 @@ def test_what_would_only_be_exported_is_saved(tmp_path: Path, monkeypatch: pytes
     assert list(curve(tmp_path / "run")) == [1, 2, 3]
 
 
-def test_what_could_not_be_exported_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_saves_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_config(tmp_path, train={"max_steps": 3}, checkpoint={"every": 0, "last": False})
 
     def full(*_: object) -> None:
@@ -69,7 +69,7 @@ def test_what_could_not_be_exported_is_saved(tmp_path: Path, monkeypatch: pytest
     assert list(curve(tmp_path / "run")) == [1, 2, 3], "nothing is trained again"
 
 
-def test_what_could_not_be_saved_is_not_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_is_not_reported_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_config(tmp_path, train={"max_steps": 6}, checkpoint={"every": 2, "on_error": "warn"})
     stopped_after(monkeypatch, 3)
     space = save.check_space
@@ -85,7 +85,7 @@ def test_what_could_not_be_saved_is_not_said_to_be(tmp_path: Path, monkeypatch: 
     assert saved(tmp_path / "run") == ["step-00000002"]
 
 
-def test_the_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal has kept the run from it: whether the last weights are the best was never looked at. Once."""
     data = {"eval_path": str(other_text(tmp_path)), "eval_fraction": 0.0}
     file = write_config(
@@ -105,7 +105,7 @@ def test_the_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads((tmp_path / "run" / "export" / "aliquot.json").read_text())["step"] == 4
 
 
-def test_what_is_saved_again_ends_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_saved_again_keeps_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer epochs than have been done: the step is not of those data."""
     epochs = {"max_steps": None, "num_train_epochs": 2, "global_batch_size": 7, "eval_steps": 50}
     data = {"eval_path": str(other_text(tmp_path)), "eval_fraction": 0.0}
@@ -123,7 +123,7 @@ def test_what_is_saved_again_ends_where_it_ended(tmp_path: Path, monkeypatch: py
     run(file)
 
 
-def test_memory_of_an_attempt_that_only_exports_is_not_the_runs(tmp_path: Path) -> None:
+def test_export_only_start_leaves_the_ledger_unchanged(tmp_path: Path) -> None:
     file = write_config(tmp_path, train={"max_steps": 2})
     run(file)
     ledger = (tmp_path / "run" / "ledger.json").read_bytes()
@@ -133,7 +133,7 @@ def test_memory_of_an_attempt_that_only_exports_is_not_the_runs(tmp_path: Path) 
     assert (tmp_path / "run" / "ledger.json").read_bytes() == ledger
 
 
-def test_logs_that_somebody_removes_are_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_logs_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = Recorder.end
 
     def ended(self: Recorder, *arguments: Any) -> None:

@@ -54,7 +54,7 @@ def alone(folder: Path) -> Path:
     return folder / "alone"
 
 
-def test_a_run_leaves_what_it_promises(alone: Path) -> None:
+def test_run_leaves_all_its_files(alone: Path) -> None:
     left = {path.name for path in alone.iterdir()}
     assert left >= {"config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "export", "logs", "tensorboard"}
     assert list((alone / "tensorboard").glob("events.*"))
@@ -141,7 +141,7 @@ def test_traffic_is_in_the_metrics(two_ranks: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_nobody_counted_give_the_same_curve(folder: Path, alone: Path) -> None:
+def test_automatic_ranks_give_the_same_curve(folder: Path, alone: Path) -> None:
     config = write_config(folder, "automatic", launch={"ranks": "auto"})
     result = command("train", config)
     assert result.returncode == 0, result.stderr
@@ -236,7 +236,7 @@ def test_ctrl_c_saves_and_says_how_to_continue(folder: Path, ranks: int) -> None
 
 
 @pytest.mark.long
-def test_a_terminal_that_goes_saves_and_one_under_nohup_does_not_matter(folder: Path) -> None:
+def test_closed_terminal_saves_and_nohup_ignores_it(folder: Path) -> None:
     config, directory = write_config(folder, "terminal", launch={"ranks": 2}), folder / "terminal"
     told_to_stop(signal.SIGHUP, directory, config, "train.max_steps=100000")
     config, directory = write_config(folder, "nohup", launch={"ranks": 2}), folder / "nohup"
@@ -272,7 +272,7 @@ def test_a_signal_to_the_launcher_and_all_ranks_saves(folder: Path) -> None:
     assert sorted(curve(directory))[-1] == max(int(each.name[5:]) for each in (directory / "checkpoints").iterdir())
 
 
-def test_a_signal_during_an_evaluation_saves_and_gives_it_up(folder: Path) -> None:
+def test_signal_during_evaluation_saves_and_skips_it(folder: Path) -> None:
     config, directory = write_config(folder, "evaluating", launch={"ranks": 2}), folder / "evaluating"
     lines = (folder / "text.txt").read_text().splitlines()
     (folder / "much.txt").write_text("\n".join(lines * 100) + "\n")
@@ -284,7 +284,7 @@ def test_a_signal_during_an_evaluation_saves_and_gives_it_up(folder: Path) -> No
 
 
 @pytest.mark.long
-def test_what_evaluates_is_compiled_after_the_first_step(folder: Path) -> None:
+def test_evaluation_is_compiled_after_the_first_step(folder: Path) -> None:
     """In an evaluation a signal would find steps that are not saved, and half a minute is more than most have."""
     kernels = folder / "kernels"
     sections = {"train": {"compile": "layers", "max_steps": 4, "eval_steps": 4, "logging_steps": 1}}
@@ -344,7 +344,7 @@ def test_frugal_states_go_on_bit_for_bit(folder: Path, states: str) -> None:
             assert (directory / "checkpoints" / "step-00000006" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_export_is_a_model_of_transformers_and_trains_on_with_the_same_loss(folder: Path, alone: Path) -> None:
+def test_export_loads_in_transformers_and_trains_with_same_loss(folder: Path, alone: Path) -> None:
     directory = alone / "export"
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.float32  # what it was trained in
@@ -382,7 +382,7 @@ def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
     assert {name: (alone / name).read_bytes() for name in kept} == kept
 
 
-def test_without_a_last_checkpoint_the_export_alone_is_left_and_stays(folder: Path, alone: Path) -> None:
+def test_without_last_checkpoint_only_the_export_remains(folder: Path, alone: Path) -> None:
     file, directory = folder / "alone.yaml", folder / "export-alone"
     own = [f"run.directory={directory}", "checkpoint.every=0", "checkpoint.last=false"]
     assert "the run would save nothing" in refused(file, *own, "checkpoint.export=false")
@@ -393,7 +393,7 @@ def test_without_a_last_checkpoint_the_export_alone_is_left_and_stays(folder: Pa
     assert "no checkpoint is left to go on from" in refused(file, *own)
 
 
-def test_a_complete_run_ends_a_retention_that_was_killed(folder: Path, alone: Path) -> None:
+def test_complete_run_finishes_a_killed_retention(folder: Path, alone: Path) -> None:
     copy = folder / "killed-in-retention"
     shutil.copytree(alone, copy)
     (copy / "checkpoints" / ".step-00000001.trash-0123abcd").mkdir()
@@ -415,7 +415,7 @@ def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_p
 
 
 @pytest.mark.long
-def test_resume_from_a_path_starts_there_and_goes_on_from_its_own(folder: Path, alone: Path) -> None:
+def test_resume_from_path_then_from_checkpoints_of_the_run(folder: Path, alone: Path) -> None:
     shutil.copytree(alone / "checkpoints" / "step-00000003", folder / "best")
     config = write_config(folder, "branch", checkpoint={"resume": str(folder / "best")})
     aliquot.train(aliquot.read_config(config))
@@ -467,7 +467,7 @@ def test_a_file_where_the_run_directory_should_be(tmp_path: Path, below: str) ->
     assert file.read_text() == "x"
 
 
-def test_what_a_run_raises_is_not_taken_for_its_directory(tmp_path: Path) -> None:
+def test_error_of_the_run_is_not_blamed_on_its_directory(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="of the body"), RunDirectory(tmp_path / "run").locked():
         shutil.rmtree(tmp_path / "run")  # then there is nothing to clean up, which is not told
         raise PermissionError("of the body")
@@ -554,7 +554,7 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
     assert batch_size(again.train, 1) == BatchSize(8, 4)
 
 
-def test_sequences_beyond_the_models_positions_are_refused_before_anything_is_tokenised(tmp_path: Path) -> None:
+def test_too_long_sequences_are_refused_before_tokenising(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     file = write_config(tmp_path, data={"sequence_length": 65, "cache_directory": str(cache)})
     assert "data.sequence_length is 65, but the model has 64 positions" in refused(file)
