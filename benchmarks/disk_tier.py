@@ -262,7 +262,7 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     """Of a model of one weight, exact states and gradient on disk, one rank."""
     import torch
 
-    from aliquot.distributed.collectives.shared_memory import Memory
+    from aliquot.distributed.collectives.shared_memory import SharedMemory
     from aliquot.engines.host.host_disk import HostDisk, StateFormat
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.host_sums import HostSums
@@ -280,7 +280,7 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     sums = HostSums(weights, alone, torch.float32, "fp32", disk)
     sums.zero(0, 0)
     sums.flush()
-    memory = Memory.create(2 * numel)
+    memory = SharedMemory.create(2 * numel)
     shards = [WeightShard((memory,), 0, torch.bfloat16, numel, 0, 1000, trainable=True, decays=True)]
     states = HostStates(shards, sums, "fp32", disk, frozenset(), compiled=False)
     optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.1)

@@ -40,7 +40,7 @@ def measured(model_directory: Path, text: Path, rate: float, steps: int) -> Row:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from aliquot.distributed.collectives.weight_patch import WeightPatches, most_bytes
+    from aliquot.distributed.collectives.weight_patch import WeightPatches, max_patch_bytes
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def measured(model_directory: Path, text: Path, rate: float, steps: int) -> Row:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     patches, found = WeightPatches(), defaultdict(list)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    room = torch.empty(most_bytes(max(weight.numel() for weight in weights)), dtype=torch.uint8)
+    room = torch.empty(max_patch_bytes(max(weight.numel() for weight in weights)), dtype=torch.uint8)
     for step in range(WARM_UP + steps):
         row = ids[None, step * TOKENS : (step + 1) * TOKENS]
         model(input_ids=row, labels=row, use_cache=False).loss.backward()

@@ -89,7 +89,7 @@ FAULTS = (
     Fault(
         "last-host-left-out", "distributed/collectives/wire.py",
         "the sum over hosts leaves out the last one",
-        "        if host > own_host:\n", "        if own_host < host < max(received):\n",
+        "        if host > local_host:\n", "        if local_host < host < max(received):\n",
         ("tests/collectives", "tests/engines/test_host.py"),
     ),
     Fault(

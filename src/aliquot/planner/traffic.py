@@ -9,7 +9,7 @@ from functools import cache
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.batch_size import micro_batch_tokens
-from aliquot.distributed.collectives.buffer_sizes import BLOCK, CODE_BYTES
+from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK, PATCH_CODE_BYTES
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
@@ -124,10 +124,10 @@ def _published(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_b
     vocabulary, width = shape.embedding
     moved = micro_batch_tokens(config, layout.world_size) * micro_batches * layout.world_size
     moving = _different(vocabulary, int(moved / (1 - config.train.adam_beta1)))
-    blocks = vocabulary * width / BLOCK
+    blocks = vocabulary * width / PATCH_BLOCK
     told = blocks if config.train.weight_decay else -blocks * math.expm1(-moving / blocks)
-    of_embedding = min(told * BLOCK, vocabulary * width) * CODE_BYTES
-    of_embedding += moving * width * (each - CODE_BYTES)
+    of_embedding = min(told * PATCH_BLOCK, vocabulary * width) * PATCH_CODE_BYTES
+    of_embedding += moving * width * (each - PATCH_CODE_BYTES)
     return (shape.learned_numel - vocabulary * width) * each + of_embedding
 
 

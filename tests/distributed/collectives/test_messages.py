@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.distributed.collectives.messages import Rooms, Tally
+from aliquot.distributed.collectives.messages import BufferPool, Tally
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -15,7 +15,7 @@ def tally(messages: list[torch.Tensor]) -> int:
     found = Tally()
     for message in messages:
         found.add(message)
-    return int(found.told())
+    return int(found.value())
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 1 << 30), data=st.data())
@@ -35,7 +35,7 @@ def test_order_counts() -> None:
 
 
 def test_a_room_is_used_again_and_what_fits_nothing_makes_way() -> None:
-    rooms = Rooms(torch.float32, most_bytes=4000)
+    rooms = BufferPool(torch.float32, limit_bytes=4000)
     first, second = rooms.take(500), rooms.take(500)
     rooms.give(first)
     rooms.give(second)
@@ -47,7 +47,7 @@ def test_a_room_is_used_again_and_what_fits_nothing_makes_way() -> None:
 
 
 def test_no_more_is_kept_than_there_is_room_for() -> None:
-    rooms = Rooms(torch.uint8, most_bytes=10)
+    rooms = BufferPool(torch.uint8, limit_bytes=10)
     kept, dropped = rooms.take(8), rooms.take(8)
     rooms.give(kept)
     rooms.give(dropped)

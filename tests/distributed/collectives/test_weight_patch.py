@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives import weight_patch
-from aliquot.distributed.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
+from aliquot.distributed.collectives.weight_patch import WeightPatches, check_weights, max_patch_bytes, weight_checksums
 
 PATCHES = WeightPatches()
 
@@ -24,7 +24,7 @@ def weights(numel: int, seed: int = 0) -> Tensor:
 
 
 def message(old: Tensor, new: Tensor) -> Tensor:
-    room = torch.zeros(most_bytes(new.numel()), dtype=torch.uint8)
+    room = torch.zeros(max_patch_bytes(new.numel()), dtype=torch.uint8)
     return room[: PATCHES.encode(old, new, room)]
 
 
@@ -45,11 +45,11 @@ def changed(old: Tensor, part: float, most: int, seed: int) -> Tensor:
 )
 def test_what_is_decoded_is_what_was_encoded(numel: int, part: float, most: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_patch, "BLOCK", 64)  # several blocks, and a rest
+        patch.setattr(weight_patch, "PATCH_BLOCK", 64)  # several blocks, and a rest
         old = weights(numel, seed)
         new = changed(old, part, most, seed)
         told = message(old, new)
-        assert len(told) <= most_bytes(numel)
+        assert len(told) <= max_patch_bytes(numel)
         PATCHES.decode(told, old, "weights")
     assert torch.equal(bits(old), bits(new))
 
@@ -66,7 +66,7 @@ def test_a_patch_takes_two_bits_a_weight_and_a_byte_for_each_large_change(
 def test_what_is_not_shorter_is_sent_as_it_is() -> None:
     old, new = weights(100_000), weights(100_000, seed=1)
     told = message(old, new)
-    assert len(told) < most_bytes(100_000) + 1
+    assert len(told) < max_patch_bytes(100_000) + 1
     PATCHES.decode(told, old, "weights")
     assert torch.equal(bits(old), bits(new))
 
@@ -74,11 +74,11 @@ def test_what_is_not_shorter_is_sent_as_it_is() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_that_are_sent_as_they_are_are_checked(dtype: torch.dtype) -> None:
     new = weights(70_001).to(dtype)
-    expected = checksums(new)
-    check(new, expected, "weights")
+    expected = weight_checksums(new)
+    check_weights(new, expected, "weights")
     bits(new)[69_999] ^= 4
     with pytest.raises(SelfTestError, match="weights of layer 3 are not those that were sent"):
-        check(new, expected, "weights of layer 3")
+        check_weights(new, expected, "weights of layer 3")
 
 
 @settings(max_examples=60, deadline=None)

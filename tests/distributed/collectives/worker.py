@@ -52,7 +52,7 @@ def sums(peers: Peers, seed: int, delays: bool = True) -> None:
             checked.append(number)
 
         piece = ring.stage(numel * dtype.itemsize)
-        ring.own(piece, dtype, (numel,)).copy_(values(seed * 1000 + number, peers.index, numel, dtype))
+        ring.local_view(piece, dtype, (numel,)).copy_(values(seed * 1000 + number, peers.index, numel, dtype))
         if delays and own_draw.random() < 0.1:
             time.sleep(own_draw.random() * 0.02)
         ring.publish(piece, check)
@@ -116,24 +116,24 @@ def hosts(rank: int, world_size: int) -> None:
         gradients = [of(rank, host) for host in range(len(found.table))]
         found.wire.reduce_scatter(TensorSums(gradients, torch.float32), ahead=2)
         counterparts = [ranks[found.peers.index] for ranks in found.table]
-        for index, summed in enumerate(gradients[found.own]):
-            parts = [of(sender, found.own)[index] for sender in counterparts]
+        for index, summed in enumerate(gradients[found.host]):
+            parts = [of(sender, found.host)[index] for sender in counterparts]
             expected = parts[0].clone()
             for part in parts[1:]:
                 expected += part
             assert torch.equal(summed, expected)
-        sent = sum(4 * n for host, own in enumerate(lengths) for n in own if host != found.own)
+        sent = sum(4 * n for host, own in enumerate(lengths) for n in own if host != found.host)
         assert found.wire.sent_bytes == sent + 8 * (len(found.table) - 1)  # and a checksum for each other host
 
         # Messages shorter than the room for them, on several connections, arrive as they were sent.
         draw = random.Random(7)
         lengths = [draw.choice([1, 8, 5000, 300_000]) for _ in range(20)]
-        sent = [found.wire.send(of_length(rank, i, n), h) for i, n in enumerate(lengths) for h in found.wire.others]
-        rooms = [[torch.zeros(300_008, dtype=torch.uint8) for _ in lengths] for _ in found.wire.others]
+        sent = [found.wire.send(of_length(rank, i, n), h) for i, n in enumerate(lengths) for h in found.wire.peer_hosts]
+        rooms = [[torch.zeros(300_008, dtype=torch.uint8) for _ in lengths] for _ in found.wire.peer_hosts]
         arrivals = [
-            [found.wire.receive(room, h) for room in row] for h, row in zip(found.wire.others, rooms, strict=True)
+            [found.wire.receive(room, h) for room in row] for h, row in zip(found.wire.peer_hosts, rooms, strict=True)
         ]
-        for h, row, arriving in zip(found.wire.others, rooms, arrivals, strict=True):
+        for h, row, arriving in zip(found.wire.peer_hosts, rooms, arrivals, strict=True):
             for i, (room, arrival) in enumerate(zip(row, arriving, strict=True)):
                 arrival.result()
                 assert torch.equal(room[: lengths[i]], of_length(counterparts[h], i, lengths[i]))

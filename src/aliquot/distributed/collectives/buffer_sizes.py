@@ -1,12 +1,10 @@
-"""Sizes of the buffers that ranks exchange; without torch, because the planner computes with them."""
+"""Sizes of buffers that ranks exchange; without torch, because the planner computes with them."""
 
-from __future__ import annotations
-
-BLOCK = 1 << 18  # weights: so many that some forty calls of numpy hardly count, and half a MiB each to work on
-CODE_BYTES = 1 / 4  # of each weight, in a block with one that has changed
-ALIGN_BYTES = 64  # a cache line: tensors of two ranks never share one
+PATCH_BLOCK = 1 << 18  # weights per block of a patch: half a MiB, and some forty calls of numpy per block hardly count
+PATCH_CODE_BYTES = 1 / 4  # per weight of a changed block (weight_patch.py)
+_CACHE_LINE_BYTES = 64  # tensors of two ranks never share a cache line
 
 
-def aligned(size_bytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+def align(size_bytes: int) -> int:
+    """Round a size up to whole cache lines."""
+    return -(-size_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES

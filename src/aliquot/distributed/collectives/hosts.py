@@ -1,4 +1,4 @@
-"""Where all ranks are: those of this host, connected through shared memory, and their counterparts on other hosts."""
+"""All ranks by host: peers share memory with this rank, counterparts on other hosts are reached by the wire."""
 
 from __future__ import annotations
 
@@ -11,74 +11,86 @@ import torch
 
 from aliquot.core.errors import LaunchError
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.distributed.collectives.shared_memory import Memory
+from aliquot.distributed.collectives.shared_memory import SharedMemory
 from aliquot.distributed.collectives.wire import Wire
 
 
 @dataclass(frozen=True)
 class Hosts:
+    """The hosts of a run, and this rank's connections within its host and to others."""
+
     peers: Peers  # the ranks of this host
-    table: tuple[tuple[int, ...], ...]  # [host][index on it]: the global rank
-    own: int  # this rank's host
-    numa: tuple[int, ...]  # NUMA node of each member of `peers`
-    wire: Wire | None  # None: there is one host only
+    table: tuple[tuple[int, ...], ...]  # global rank by [host][member of its peers]
+    host: int  # this rank's host
+    numa_nodes: tuple[int, ...]  # NUMA node of every member of `peers`
+    wire: Wire | None  # None: a single host
 
     @classmethod
     def join(cls, rank: int, numa_node: int, gather: Callable[[Any], list[Any]], identity: str | None = None) -> Self:
-        """Collective over all ranks; `gather` returns every rank's JSON value, by rank.
+        """Connect all ranks. Collective.
 
-        Raises UserError if the hosts have unequal numbers of ranks, PeerLost if a rank of this host does not come.
+        Args:
+            gather: returns the JSON values of all ranks, by rank.
+
+        Raises:
+            LaunchError: the hosts have unequal numbers of ranks.
+            PeerLost: a rank of this host does not come.
         """
         peers = Peers.join(rank, gather, identity)
-        told = gather([list(peers.ranks), numa_node])
-        table = tuple(sorted({tuple(ranks) for ranks, _ in told}))
+        entries = gather([list(peers.ranks), numa_node])
+        table = tuple(sorted({tuple(ranks) for ranks, _ in entries}))
         if len({len(ranks) for ranks in table}) > 1:
             counts = ", ".join(str(len(ranks)) for ranks in table)
             raise LaunchError(
                 f"the host engine needs equally many ranks on every host, and there are {counts}: give all nodes the"
                 " same launch.ranks, or set shard.engine: fsdp"
             )
-        own = table.index(peers.ranks)
-        wire = Wire([ranks[peers.index] for ranks in table], own, peers.size) if len(table) > 1 else None
-        return cls(peers, table, own, tuple(told[member][1] for member in peers.ranks), wire)
+        host = table.index(peers.ranks)
+        wire = Wire([ranks[peers.index] for ranks in table], host, peers.size) if len(table) > 1 else None
+        return cls(peers, table, host, tuple(entries[member][1] for member in peers.ranks), wire)
 
     @property
     def counterparts(self) -> list[int]:
-        """The rank on each host that this one exchanges with; on its own host itself."""
+        """The ranks that exchange the same shards, one per host, including this rank."""
         return [ranks[self.peers.index] for ranks in self.table]
 
     @property
     def transport(self) -> str:
-        """What ranks talk through, for people."""
-        found = ["shared memory"] if self.peers.size > 1 else []
+        """The transports between ranks, for people."""
+        names = ["shared memory"] if self.peers.size > 1 else []
         if self.wire is not None:
-            found.append("gloo between hosts")
-        return ", ".join(found) or "one rank"
+            names.append("gloo between hosts")
+        return ", ".join(names) or "one rank"
 
-    def naming(self) -> AbstractContextManager[None]:
-        """Around what is collective over all ranks: where it fails because a host has ended, raises PeerLost."""
-        return nullcontext() if self.wire is None else self.wire.naming()
+    def name_lost_host(self) -> AbstractContextManager[None]:
+        """Wrap a collective over all ranks: if it fails because a host has ended, raise PeerLost with the rank."""
+        return nullcontext() if self.wire is None else self.wire.name_lost_host()
 
-    def share_per_numa_node(self, size_bytes: int, touch: bool = True) -> tuple[Memory, list[Memory]]:
-        """Zeroed memory that all ranks of a NUMA node share: this rank's, and those of the other nodes. Collective.
+    def share_per_numa_node(self, size_bytes: int, touch: bool = True) -> tuple[SharedMemory, list[SharedMemory]]:
+        """Create zeroed memory that all ranks of a NUMA node share. Collective.
 
-        `touch`: all of it is wanted, and where there are several nodes its pages are placed now.
+        Args:
+            touch: place all pages now, if there are several nodes.
+
+        Returns:
+            The memory of this rank's node, and the memories of the other nodes.
         """
-        keeper = {node: self.numa.index(node) for node in self.numa}  # the first rank of a node makes its memory
-        own_node = self.numa[self.peers.index]
-        memories = self.peers.share(size_bytes if keeper[own_node] == self.peers.index else 0)
-        own = memories[keeper[own_node]]
-        others = [memories[index] for node, index in sorted(keeper.items()) if node != own_node]
-        if others and touch:
-            self._touch(own)
-        return own, others
+        creators = {node: self.numa_nodes.index(node) for node in self.numa_nodes}  # the first rank of every node
+        local_node = self.numa_nodes[self.peers.index]
+        memories = self.peers.share(size_bytes if creators[local_node] == self.peers.index else 0)
+        local = memories[creators[local_node]]
+        remote = [memories[index] for node, index in sorted(creators.items()) if node != local_node]
+        if remote and touch:
+            self._touch(local)
+        return local, remote
 
-    def _touch(self, memory: Memory) -> None:
-        """Pages lie where they are touched first: each rank of the node touches its share."""
-        node = [index for index, numa in enumerate(self.numa) if numa == self.numa[self.peers.index]]
-        share = -(-memory.size_bytes // len(node))
-        start = node.index(self.peers.index) * share
+    def _touch(self, memory: SharedMemory) -> None:
+        """Touch this rank's part of the memory: the kernel places a page on the node that touches it first."""
+        local_node = self.numa_nodes[self.peers.index]
+        members = [index for index, node in enumerate(self.numa_nodes) if node == local_node]
+        share = -(-memory.size_bytes // len(members))
+        start = members.index(self.peers.index) * share
         count = min(share, memory.size_bytes - start)
         if count > 0:
             memory.tensor(start, (count,), torch.uint8).zero_()
-        self.peers.barrier()  # nobody writes weights before
+        self.peers.barrier()  # before any rank writes weights

@@ -1,7 +1,7 @@
-"""The ranks of one host, connected by socket pairs: one-byte tokens to wait for each other, descriptors for memory.
+"""The ranks of one host, connected by socket pairs that carry one-byte tokens and descriptors of shared memory.
 
-A token wakes a sleeping peer, orders memory on any CPU (a system call lies between the writes before it and the reads
-after it), and a peer that has died is an end of file, at once. Nothing has a name in the file system.
+A token wakes a sleeping peer. It also orders memory on any CPU, because a system call lies between the writes before it
+and the reads after it. The death of a peer shows at once as an end of file. Nothing has a name in the file system.
 """
 
 from __future__ import annotations
@@ -17,42 +17,50 @@ from pathlib import Path
 from typing import Any, Self
 
 from aliquot.core.boot import boot_id
-from aliquot.distributed.collectives.shared_memory import Memory
+from aliquot.distributed.collectives.shared_memory import SharedMemory
 
-_SPIN_S = 50e-6  # most waits are shorter than what it costs to sleep
+_SPIN_S = 50e-6  # most waits are shorter than the cost of sleeping
 _JOIN_TIMEOUT_S = 300.0
-_BARRIER, _DESCRIPTOR = 0, 255  # the other kinds of token are free for the users of a group
+_BARRIER, _DESCRIPTOR = 0, 255  # users of a group may choose other kinds of token
 
 
 class PeerLost(ConnectionError):
-    """A rank of this host has ended, or could not be reached: an echo of whatever ended it."""
+    """A rank has ended, or cannot be reached; its own error has the cause."""
 
 
 def host_identity() -> str:
-    """The same for two processes exactly if they can reach each other's abstract sockets: one kernel, one network."""
+    """Return a text that is equal for two processes exactly if they share a kernel and a network namespace.
+
+    Such processes can reach each other's abstract sockets.
+    """
     return f"{boot_id()}:{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 class Peers:
-    """Members 0 .. size - 1 of a group, of which this process is `index`. All members make the same calls in order."""
+    """Members 0 to size - 1 of a group; this process is member `index`. All members make the same calls in order."""
 
     def __init__(self, index: int, sockets: dict[int, socket.socket], ranks: Sequence[int]) -> None:
         self.index = index
         self.size = len(sockets) + 1
-        self.ranks = tuple(ranks)  # the global rank of each member, for messages
+        self.ranks = tuple(ranks)  # the global rank of every member
         self._sockets = sockets
         self._received: dict[int, Counter[int]] = {peer: Counter() for peer in sockets}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in sockets}
-        self.sent: Counter[int] = Counter()  # tokens of each kind, to every other member
-        self.waited_s = 0.0  # for other members, since the group was made
+        self.sent: Counter[int] = Counter()  # tokens of every kind that each peer has received from this member
+        self.waited_s = 0.0  # waiting for peers, since the group was created
         for connection in sockets.values():
             connection.setblocking(True)
 
     @classmethod
     def join(cls, rank: int, gather: Callable[[Any], list[Any]], identity: str | None = None) -> Self:
-        """Find the ranks of this host among all ranks and connect to each. Collective over all ranks.
+        """Find the ranks of this host among all ranks and connect to them. Collective over all ranks.
 
-        `gather` returns every rank's JSON value, by rank. Raises PeerLost if a member does not come.
+        Args:
+            gather: returns the JSON values of all ranks, by rank.
+            identity: of the host, if not that of `host_identity`.
+
+        Raises:
+            PeerLost: a member does not come.
         """
         identity = identity or host_identity()
         hosts = gather(identity)
@@ -61,13 +69,13 @@ class Peers:
         listener = None
         if index == 0 and len(ranks) > 1:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(f"\0aliquot-{secret}")  # an abstract name: it is gone with the socket
+            listener.bind(f"\0aliquot-{secret}")  # an abstract name, which ends with the socket
             listener.listen(len(ranks))
         secret = gather(secret)[ranks[0]]
         try:
             if len(ranks) == 1:
                 return cls(0, {}, ranks)
-            sockets = _introduce(listener, ranks) if listener is not None else _be_introduced(index, ranks, secret)
+            sockets = _connect_members(listener, ranks) if listener is not None else _join_leader(index, ranks, secret)
         except (OSError, EOFError, struct.error) as error:
             raise PeerLost(f"rank {rank}: the ranks of this host could not be connected: {error}") from error
         finally:
@@ -76,42 +84,45 @@ class Peers:
         return cls(index, sockets, ranks)
 
     def subgroup(self, members: Sequence[int]) -> Peers | None:
-        """A group of its own among `members`, in their order; None for those outside. Collective over this group."""
+        """Return a new group of `members`, in their order; None for other ranks. Collective over this group."""
         self.barrier()
         if self.index not in members:
             return None
         sockets: dict[int, socket.socket] = {}
-        own = members.index(self.index)
-        for other, member in enumerate(members):
-            if other > own:
+        index = members.index(self.index)
+        for peer, member in enumerate(members):
+            if peer > index:
                 ours, theirs = socket.socketpair()
                 socket.send_fds(self._sockets[member], [bytes((_DESCRIPTOR,))], [theirs.fileno()])
                 theirs.close()
-                sockets[other] = ours
-        for other, member in enumerate(members):
-            if other < own:
-                sockets[other] = socket.socket(fileno=self._receive_descriptor(member))
-        return Peers(own, sockets, [self.ranks[member] for member in members])
+                sockets[peer] = ours
+        for peer, member in enumerate(members):
+            if peer < index:
+                sockets[peer] = socket.socket(fileno=self._receive_descriptor(member))
+        return Peers(index, sockets, [self.ranks[member] for member in members])
 
-    def share(self, own_bytes: int) -> list[Memory]:
-        """Memory of each member, mapped by all; a member of 0 bytes gives none. Collective."""
+    def share(self, size_bytes: int) -> list[SharedMemory]:
+        """Create memory of `size_bytes`, possibly 0, and map the memory of every member. Collective.
+
+        Returns the memories by member.
+        """
         self.barrier()
-        own = Memory.create(own_bytes)
+        created = SharedMemory.create(size_bytes)
         for connection in self._sockets.values():
-            socket.send_fds(connection, [bytes((_DESCRIPTOR,))], [own.descriptor])
+            socket.send_fds(connection, [bytes((_DESCRIPTOR,))], [created.descriptor])
         memories = []
         for member in range(self.size):
             if member == self.index:
-                memories.append(own)
+                memories.append(created)
                 continue
             descriptor = self._receive_descriptor(member)
-            memories.append(Memory(descriptor, os.fstat(descriptor).st_size))
+            memories.append(SharedMemory(descriptor, os.fstat(descriptor).st_size))
         for memory in memories:
             memory.close_descriptor()
         return memories
 
     def send(self, kind: int) -> None:
-        """A token of `kind` (1 .. 254) to every other member."""
+        """Send a token of `kind` (1 to 254) to every peer."""
         self.sent[kind] += 1
         for peer, connection in self._sockets.items():
             try:
@@ -120,26 +131,26 @@ class Peers:
                 raise self._lost(peer) from None
 
     def received(self, kind: int) -> int:
-        """How many tokens of `kind` every other member has sent since the group was made, at least; does not wait."""
+        """Return how many tokens of `kind` all peers have sent, the minimum over peers. Does not wait."""
         for peer in self._sockets:
             self._receive(peer, wait=False)
         return min((counts[kind] for counts in self._received.values()), default=0)
 
     def wait(self, kind: int, count: int) -> None:
-        """Until every other member has sent `count` tokens of `kind`. Raises PeerLost."""
+        """Wait until every peer has sent `count` tokens of `kind` since the group was created. Raises PeerLost."""
         for peer, counts in self._received.items():
-            begun = None
+            start = None
             while counts[kind] < count:
-                if begun is None:
-                    begun = time.perf_counter()
+                if start is None:
+                    start = time.perf_counter()
                     self._receive(peer, wait=False)
                 else:
-                    self._receive(peer, wait=time.perf_counter() > begun + _SPIN_S)
-            if begun is not None:
-                self.waited_s += time.perf_counter() - begun
+                    self._receive(peer, wait=time.perf_counter() > start + _SPIN_S)
+            if start is not None:
+                self.waited_s += time.perf_counter() - start
 
     def barrier(self) -> None:
-        """Nobody leaves before everybody has come; what was written before is seen by all after."""
+        """Wait until all members have called this. Writes before the barrier are visible to all members after it."""
         self.send(_BARRIER)
         self.wait(_BARRIER, self.sent[_BARRIER])
 
@@ -151,7 +162,7 @@ class Peers:
     def _receive(self, peer: int, wait: bool) -> None:
         connection = self._sockets[peer]
         try:
-            # Not socket.recv_fds, which leaves out the flags.
+            # Not socket.recv_fds, which ignores flags.
             tokens, ancillary, _, _ = connection.recvmsg(4096, socket.CMSG_SPACE(4), 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
@@ -171,15 +182,15 @@ class Peers:
         return PeerLost(f"rank {self.ranks[peer]} has ended, rank {self.ranks[self.index]} waits for it in vain")
 
 
-def _introduce(listener: socket.socket, ranks: Sequence[int]) -> dict[int, socket.socket]:
-    """As member 0: take in the others and hand each pair of them a socket pair."""
+def _connect_members(listener: socket.socket, ranks: Sequence[int]) -> dict[int, socket.socket]:
+    """Accept the other members as member 0, and send a socket pair to every two of them."""
     sockets: dict[int, socket.socket] = {}
     until = time.monotonic() + _JOIN_TIMEOUT_S
     while len(sockets) < len(ranks) - 1:
         listener.settimeout(max(0.01, until - time.monotonic()))
         connection, _ = listener.accept()
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        member = struct.unpack("i", _exactly(connection, 4))[0] if user == os.geteuid() else -1
+        member = struct.unpack("i", _receive_exactly(connection, 4))[0] if user == os.geteuid() else -1
         if 0 < member < len(ranks) and member not in sockets:
             sockets[member] = connection
         else:
@@ -189,27 +200,28 @@ def _introduce(listener: socket.socket, ranks: Sequence[int]) -> dict[int, socke
             pair = socket.socketpair()
             for member, end in zip((low, high), pair, strict=True):
                 socket.send_fds(sockets[member], [bytes((_DESCRIPTOR,))], [end.fileno()])
-                end.close()  # an end kept here would hide from one member that the other has died
+                end.close()  # an open end here would hide the death of one member from the other
     return sockets
 
 
-def _be_introduced(index: int, ranks: Sequence[int], secret: str) -> dict[int, socket.socket]:
+def _join_leader(index: int, ranks: Sequence[int], secret: str) -> dict[int, socket.socket]:
+    """Connect to member 0 and receive a socket for every other member."""
     leader = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     leader.settimeout(_JOIN_TIMEOUT_S)
     leader.connect(f"\0aliquot-{secret}")
     leader.sendall(struct.pack("i", index))
     sockets = {0: leader}
-    # The pairs come in the order in which the leader makes them: for a member, by the other's number.
-    for other in range(1, len(ranks)):
-        if other != index:
+    # The pairs arrive in the order in which member 0 creates them: for this member, by the number of the peer.
+    for peer in range(1, len(ranks)):
+        if peer != index:
             _, descriptors, _, _ = socket.recv_fds(leader, 1, 1)
             if not descriptors:
                 raise EOFError("the first rank of this host has ended")
-            sockets[other] = socket.socket(fileno=descriptors[0])
+            sockets[peer] = socket.socket(fileno=descriptors[0])
     return sockets
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     connection.settimeout(_JOIN_TIMEOUT_S)
     received = b""
     while len(received) < count:

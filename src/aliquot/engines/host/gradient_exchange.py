@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import SelfTestError
-from aliquot.distributed.collectives.messages import Rooms, Tally
+from aliquot.distributed.collectives.messages import BufferPool, Tally
 from aliquot.distributed.collectives.wire import Wire, add_hosts
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.host_sums import HostSums
@@ -86,7 +86,7 @@ class GradientExchange:
         self._most_rows = most_rows
         self._local_rows: dict[int, Rows] = {}  # this host's looked-up rows, until those of the other hosts are there
         sums.allocate_transient = self.send_buffer
-        self._local_pieces = [part for piece in pieces if (part := self._part(piece, wire.own)) is not None]
+        self._local_pieces = [part for piece in pieces if (part := self._part(piece, wire.host)) is not None]
         self._completed = 0
         self._local_completed = 0
         self._to_receive: Iterator[ExchangePiece] = iter(())
@@ -95,7 +95,7 @@ class GradientExchange:
         self._added = 0
         self._departures: deque[tuple[Future[None], Tensor, bool]] = deque()  # the last: the tensor is of the pool
         self._departing_bytes = 0
-        self._pool = Rooms(sums.sent_dtype, EXCHANGE_BYTES)
+        self._pool = BufferPool(sums.sent_dtype, EXCHANGE_BYTES)
         self._sent: dict[int, Tally] = {}
         self._received: dict[int, Tally] = {}
 
@@ -103,13 +103,13 @@ class GradientExchange:
         """Post the first receives, when the last micro-batch of the step begins."""
         self._completed = self._local_completed = self._added = 0
         self._to_receive = iter(self._local_pieces)
-        self._sent, self._received = ({host: Tally() for host in self._wire.others} for _ in range(2))
+        self._sent, self._received = ({host: Tally() for host in self._wire.peer_hosts} for _ in range(2))
         self._post_receives()
 
     def send(self, piece: ExchangePiece) -> None:
         """Send a piece whose sums over this host are complete, but for rows that follow separately."""
         self._take_turn(piece)
-        for host in self._wire.others:
+        for host in self._wire.peer_hosts:
             if (part := self._part(piece, host)) is not None:
                 values = self._sums.outgoing(host, part.index, part.start, part.stop)
                 if part.index in self._looked_up:
@@ -124,8 +124,8 @@ class GradientExchange:
         """Send the looked-up rows, fp32, of each host's range of a weight."""
         piece = ExchangePiece(index, 0, self._weights[index].numel, adds_rows=True)
         self._take_turn(piece)
-        self._local_rows[index] = rows_by_host[self._wire.own]
-        for host in self._wire.others:
+        self._local_rows[index] = rows_by_host[self._wire.host]
+        for host in self._wire.peer_hosts:
             if self._part(piece, host) is not None:
                 numbers, values = rows_by_host[host]
                 self._depart(encode_rows((numbers, values.to(self._sums.sent_dtype))), host, from_pool=False)
@@ -136,7 +136,7 @@ class GradientExchange:
             name = self._weights[piece.index].name
             raise SelfTestError(f"a gradient of {name} was complete before its turn: hosts would sum different weights")
         self._completed += 1
-        self._local_completed += self._part(piece, self._wire.own) is not None
+        self._local_completed += self._part(piece, self._wire.host) is not None
 
     def _depart(self, values: Tensor, host: int, from_pool: bool) -> None:
         self._sent[host].add(values)
@@ -157,7 +157,7 @@ class GradientExchange:
             # Another host may first have to receive from this rank what it needs in order to go on.
             wait([oldest], _POLL_S)
             self.poll()
-            self._wire.ask(since)
+            self._wire.probe(since)
 
     def poll(self) -> None:
         """Do everything that is possible without waiting."""
@@ -192,7 +192,7 @@ class GradientExchange:
     def _post_receives(self) -> None:
         """Post receives of the next pieces, as long as they fit into EXCHANGE_BYTES."""
         while self._arriving_bytes < EXCHANGE_BYTES and (piece := next(self._to_receive, None)) is not None:
-            buffers = {host: self._receive_buffer(piece) for host in self._wire.others}
+            buffers = {host: self._receive_buffer(piece) for host in self._wire.peer_hosts}
             transfers = [self._wire.receive(buffer, host) for host, buffer in buffers.items()]
             self._arrivals.append(_Arrival(piece, buffers, transfers))
             self._arriving_bytes += sum(buffer.nbytes for buffer in buffers.values())
@@ -201,16 +201,16 @@ class GradientExchange:
         for transfer in arrival.transfers:
             self._wire.wait(transfer)
         piece, buffers = arrival.piece, arrival.buffers
-        sums = self._sums.in_memory(self._wire.own, piece.index)[piece.start : piece.stop]
+        sums = self._sums.in_memory(self._wire.host, piece.index)[piece.start : piece.stop]
         if piece.adds_rows:
             rows = {host: self._received_rows(buffer, host, piece) for host, buffer in buffers.items()}
-            rows[self._wire.own] = self._local_rows.pop(piece.index)
+            rows[self._wire.host] = self._local_rows.pop(piece.index)
             width = self._weights[piece.index].row_numel
             numbers, values = sum_rows([rows[host] for host in sorted(rows)], width)
             sums.view(-1, width).index_add_(0, numbers, values.to(sums.dtype))
         else:
             received = {host: self._received_values(buffer, host, piece) for host, buffer in buffers.items()}
-            add_hosts(sums, self._wire.own, received)
+            add_hosts(sums, self._wire.host, received)
         self._added += 1
         for buffer in buffers.values():
             self._arriving_bytes -= buffer.nbytes

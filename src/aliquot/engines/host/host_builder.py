@@ -70,7 +70,7 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
     cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
     looked_up = embedding if cuts_look_up else None
 
-    states, counterparts = spec.optimizer_states, Counterparts(hosts.counterparts, hosts.own)
+    states, counterparts = spec.optimizer_states, Counterparts(hosts.counterparts, hosts.host)
     sum_dtype = torch.float32 if states == "fp32" else torch.bfloat16
     disk = None
     if spec.on_disk:

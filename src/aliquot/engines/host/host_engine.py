@@ -232,7 +232,7 @@ class HostEngine:
             # Not after each micro-batch, so that ranks need not wait for each other in between.
             self._gradients.finish()
         # All ranks wait for each other here: no rank computes from the weights any more.
-        with self._hosts.naming():
+        with self._hosts.name_lost_host():
             norm = global_norm(self._sums.squares(), torch.device("cpu"))
         if self._streamed is not None:
             self._streamed.evict_all()

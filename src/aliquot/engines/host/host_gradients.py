@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import SelfTestError
-from aliquot.distributed.collectives.buffer_sizes import aligned
+from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum, add_sum_rounded
 from aliquot.distributed.collectives.ring import Piece, Ring
@@ -59,7 +59,7 @@ class HostGradients:
         self._rows_bytes = looked_up_bytes(tokens, width, compute_dtype.itemsize)
         longest = max(weight.row_numel for weight in weights if weight.trainable)
         self.ring = Ring(self._peers, ring_bytes(longest, self._rows_bytes, compute_dtype.itemsize))
-        self._counterparts = Counterparts(hosts.counterparts, hosts.own)
+        self._counterparts = Counterparts(hosts.counterparts, hosts.host)
         self._sums = sums
         self._order = order.dense
         self._turn = 0  # the place in the order that this micro-batch has reached
@@ -223,14 +223,14 @@ class HostGradients:
         """Sum this rank's own ranges over all hosts; most pieces have been exchanged before."""
         if self._hosts.wire is not None and self._exchange is not None:
             self._exchange.finish()
-            self.ring.beside = None
+            self.ring.while_waiting = None
             self._hosts.wire.reduce_scatter(self._sums, WINDOWS_AHEAD)
 
     def _completes(self, index: int, look_ups_left: int) -> bool:
         """Whether the gradient that is staged now is the last of this step for its weight, except for look-ups."""
         if self._starts_exchange and self._exchange is not None:
             self._exchange.begin()  # not earlier: weights are received until the forward pass has used the last one
-            self.ring.beside = self._exchange.poll
+            self.ring.while_waiting = self._exchange.poll
             self._starts_exchange = False
         return self._is_last and self._staged[index] == self._expected[index] - look_ups_left - 1
 
@@ -299,7 +299,7 @@ class HostGradients:
 
     def _rounding(self, micro_batch: tuple[int, int]) -> RoundingNoise:
         if self._noise is None or self._noise[0] != micro_batch:
-            self._noise = (micro_batch, RoundingNoise(*micro_batch, self._hosts.own))
+            self._noise = (micro_batch, RoundingNoise(*micro_batch, self._hosts.host))
         return self._noise[1]
 
     def _tag(self, piece: Piece, rank: int) -> Tensor:
@@ -308,8 +308,8 @@ class HostGradients:
 
     def _rows_view(self, piece: Piece, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return count [], ids int64 [tokens] and rows [tokens, E] of a piece of `add_rows`."""
-        ids_at = aligned(8) // 8
-        rows_at = (aligned(8) + aligned(8 * self._tokens)) // self._dtype.itemsize
+        ids_at = align(8) // 8
+        rows_at = (align(8) + align(8 * self._tokens)) // self._dtype.itemsize
         return (
             self.ring.view(piece, rank, torch.int64, 0, ()),
             self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
@@ -321,7 +321,7 @@ class HostGradients:
         hosts, ring, ranks = self._hosts, self.ring, self._peers.ranks
         total = torch.zeros(_CHECK_NUMEL)
         piece = ring.stage(4 * _CHECK_NUMEL)
-        ring.own(piece, torch.float32, (_CHECK_NUMEL,)).fill_(ranks[self._peers.index] + 1)
+        ring.local_view(piece, torch.float32, (_CHECK_NUMEL,)).fill_(ranks[self._peers.index] + 1)
 
         def read(piece: Piece) -> None:
             views = [ring.view(piece, member, torch.float32, 0, (_CHECK_NUMEL,)) for member in range(len(ranks))]
@@ -333,7 +333,7 @@ class HostGradients:
         if hosts.wire is not None:
             parts = [[torch.full((_CHECK_NUMEL,), float(self._counterparts.rank + 1))] for _ in hosts.table]
             hosts.wire.reduce_scatter(TensorSums(parts, torch.float32), ahead=1)
-            _expect("the hosts", parts[hosts.own][0], sum(rank + 1 for rank in self._counterparts.ranks))
+            _expect("the hosts", parts[hosts.host][0], sum(rank + 1 for rank in self._counterparts.ranks))
 
 
 def _expect(summed_over: str, total: Tensor, expected: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.batch_size import batch_size, micro_batch_tokens
-from aliquot.distributed.collectives.buffer_sizes import aligned
+from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.rank_memory import RankMemory
 from aliquot.engines.state_placement import OnDisk, streamed_layers
@@ -212,7 +212,7 @@ def ring_bytes(row_numel: int, looked_up: int, itemsize: int) -> int:
 
 def looked_up_bytes(tokens: int, width: int, itemsize: int) -> int:
     """Of the piece in which the gradient of a look-up of so many tokens travels: their count, their ids, their rows."""
-    return aligned(8) + aligned(8 * tokens) + aligned(tokens * width * itemsize)
+    return align(8) + align(8 * tokens) + align(tokens * width * itemsize)
 
 
 def piece_edges(rows: int, row_numel: int, itemsize: int) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.core.errors import SelfTestError
-from aliquot.distributed.collectives.buffer_sizes import aligned
+from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.json_values import gather
-from aliquot.distributed.collectives.shared_memory import Memory
+from aliquot.distributed.collectives.shared_memory import SharedMemory
 from aliquot.models.materialise import replace_tensors, tied_weights
 from aliquot.optim.adamw import decays
 
@@ -69,7 +69,7 @@ class Counterparts:
 class WeightShard:
     """The range of a weight that one rank owns, in every shared copy."""
 
-    memories: Sequence[Memory]  # of this NUMA node, then of the others
+    memories: Sequence[SharedMemory]  # of this NUMA node, then of the others
     offset_bytes: int  # in each of the memories
     dtype: torch.dtype
     numel: int
@@ -89,7 +89,7 @@ class WeightShard:
         last = (self.offset_bytes + self.numel * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
         for memory in self.memories:
             if first < last:
-                memory.give_back(first, last - first)
+                memory.release_pages(first, last - first)
 
 
 class SharedWeights:
@@ -104,7 +104,7 @@ class SharedWeights:
         self._weights = weights
         self._offsets = [0]
         for weight in weights:
-            self._offsets.append(self._offsets[-1] + aligned(weight.numel * weight.dtype.itemsize))
+            self._offsets.append(self._offsets[-1] + align(weight.numel * weight.dtype.itemsize))
         local, others = hosts.share_per_numa_node(self._offsets[-1], touch=touch)
         self._memories = (local, *others)  # of this NUMA node, then of the others
         self.size_bytes = local.size_bytes

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aliquot.distributed.collectives.buffer_sizes import aligned
-from aliquot.distributed.collectives.messages import not_as_sent
+from aliquot.distributed.collectives.buffer_sizes import align
+from aliquot.distributed.collectives.messages import corruption_error
 
 _ALL = -1  # in place of the number of rows
 
@@ -22,7 +22,7 @@ Rows = tuple[Tensor, Tensor]  # row numbers, int64 [n], and values [n, width]
 
 def most_bytes(rows: int, width: int, itemsize: int) -> int:
     """Return the size of the longest message about `rows` rows."""
-    return aligned(4 * (1 + rows)) + rows * width * itemsize
+    return align(4 * (1 + rows)) + rows * width * itemsize
 
 
 def encode_table(values: Tensor, looked_up: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ def encode_rows(rows: Rows) -> Tensor:
 
 def _message(numbers: list[int], values: Tensor) -> Tensor:
     head = torch.tensor(numbers, dtype=torch.int32)
-    message = torch.zeros(aligned(head.nbytes) + values.nbytes, dtype=torch.uint8)
+    message = torch.zeros(align(head.nbytes) + values.nbytes, dtype=torch.uint8)
     message[: head.nbytes] = head.view(torch.uint8)
-    message[aligned(head.nbytes) :] = values.reshape(-1).view(torch.uint8)
+    message[align(head.nbytes) :] = values.reshape(-1).view(torch.uint8)
     return message
 
 
@@ -56,15 +56,15 @@ def message_in(buffer: Tensor, rows: int, width: int, itemsize: int, sender: str
     """
     count = int(buffer[:4].view(torch.int32))
     if not _ALL <= count <= rows:
-        raise not_as_sent(sender)
+        raise corruption_error(sender)
     sent_rows = rows if count == _ALL else count
-    return buffer[: aligned(4 * (1 + max(0, count))) + sent_rows * width * itemsize]
+    return buffer[: align(4 * (1 + max(0, count))) + sent_rows * width * itemsize]
 
 
 def decode_table(message: Tensor, rows: int, width: int, dtype: torch.dtype, sender: str) -> Tensor:
     """Return the values that `encode_table` has encoded, flat. Raises SelfTestError as `decode_rows`."""
     if int(message[:4].view(torch.int32)) == _ALL:
-        return message[aligned(4) :].view(dtype)
+        return message[align(4) :].view(dtype)
     numbers, values = decode_rows(message, rows, width, dtype, sender)
     table = torch.zeros(rows, width, dtype=dtype)
     table[numbers] = values
@@ -80,8 +80,8 @@ def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype, send
     count = int(message[:4].view(torch.int32))
     numbers = message[4 : 4 * (1 + max(0, count))].view(torch.int32).long()
     if count < 0 or (count and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows):
-        raise not_as_sent(sender)
-    return numbers, message[aligned(4 * (1 + count)) :].view(dtype).view(count, width)
+        raise corruption_error(sender)
+    return numbers, message[align(4 * (1 + count)) :].view(dtype).view(count, width)
 
 
 def sum_rows(parts: Sequence[Rows], width: int) -> Rows:

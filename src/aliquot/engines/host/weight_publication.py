@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aliquot.distributed.collectives.buffer_sizes import BLOCK
-from aliquot.distributed.collectives.messages import Rooms
+from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK
+from aliquot.distributed.collectives.messages import BufferPool
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
-from aliquot.distributed.collectives.weight_patch import WeightPatches, check, checksums, most_bytes
+from aliquot.distributed.collectives.weight_patch import WeightPatches, check_weights, max_patch_bytes, weight_checksums
 from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
 from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight
@@ -159,7 +159,7 @@ class WeightPublication:
         self._serve = serve
         self._patches = WeightPatches()
         self._old: Tensor | None = None  # this rank's range before its update
-        self._scratch = torch.empty(most_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
+        self._scratch = torch.empty(max_patch_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
         self._raw = True
         self._progress = ProgressCounters(peers)
         self._count_before = 0  # weights of earlier publications
@@ -169,7 +169,7 @@ class WeightPublication:
         self._arrivals: deque[_Arrival] = deque()
         self._arriving_bytes = 0
         self._departures: deque[Future[None]] = deque()
-        self._pool = Rooms(torch.uint8, EXCHANGE_BYTES)
+        self._pool = BufferPool(torch.uint8, EXCHANGE_BYTES)
         self.waited_s = 0.0  # for ranks of this host
 
     def begin(self, order: Sequence[int], raw: bool) -> None:
@@ -188,7 +188,7 @@ class WeightPublication:
         self._to_receive = (
             (index, host, start, stop)
             for index in self._order
-            for host in self._wire.others
+            for host in self._wire.peer_hosts
             for start, stop in _pieces(self._weights[index].shard_numel(self._counterparts.ranks[host]))
         )
         self._post_receives()
@@ -196,20 +196,22 @@ class WeightPublication:
     def before_update(self, index: int) -> None:
         """Remember this rank's range of a weight, to find the bits that the update changes."""
         if not self._raw:
-            self._old = self._copies(index, self._wire.own)[0].clone()
+            self._old = self._copies(index, self._wire.host)[0].clone()
 
     def mark_updated(self, index: int) -> None:
         """Send this rank's updated range of a weight. Does not wait, because receivers may wait for this rank."""
-        updated = self._copies(index, self._wire.own)[0]
+        updated = self._copies(index, self._wire.host)[0]
         for start, stop in _pieces(updated.numel()):
             values = updated[start:stop]
             if self._raw:
-                messages = [values, checksums(values)]
+                messages = [values, weight_checksums(values)]
             else:
                 assert self._old is not None
                 size = self._patches.encode(self._old[start:stop], values, self._scratch)
                 messages = [self._scratch[:size].clone()]
-            self._departures += [self._wire.send(message, host) for message in messages for host in self._wire.others]
+            self._departures += [
+                self._wire.send(message, host) for message in messages for host in self._wire.peer_hosts
+            ]
         self._old = None
         self._poll()
 
@@ -260,7 +262,7 @@ class WeightPublication:
             self._arriving_bytes -= arrival.buffer.nbytes
             self._pool.give(arrival.buffer)
         elif arrival.checksums is not None:
-            check(first, arrival.checksums, sender)
+            check_weights(first, arrival.checksums, sender)
         for copy in others:
             copy.copy_(first)
         self._post_receives()
@@ -270,11 +272,11 @@ class WeightPublication:
         while self._arriving_bytes < EXCHANGE_BYTES and (piece := next(self._to_receive, None)) is not None:
             index, host, start, stop = piece
             if self._raw:
-                sums = torch.empty(-(-(stop - start) // BLOCK), dtype=torch.int64)
+                sums = torch.empty(-(-(stop - start) // PATCH_BLOCK), dtype=torch.int64)
                 self._wire.receive(self._copies(index, host)[0][start:stop], host)
                 self._arrivals.append(_Arrival(*piece, None, sums, self._wire.receive(sums, host)))
                 continue
-            size = most_bytes(stop - start)
+            size = max_patch_bytes(stop - start)
             buffer = self._pool.take(size)
             self._arrivals.append(_Arrival(*piece, buffer, None, self._wire.receive(buffer, host)))
             self._arriving_bytes += size
