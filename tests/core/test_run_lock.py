@@ -75,9 +75,9 @@ def test_mount_of_the_nearest_directory_above(tmp_path: Path) -> None:
     ]
     (tmp_path / "proc" / "mounts").write_bytes(os.fsencode("\n".join([*lines, ""])))
     assert mount_of(Path("/a\\b/c"), tmp_path).locks_are_local and not mount_of(Path("/a/c"), tmp_path).locks_are_local
-    found = {place: mount_of(Path(place), tmp_path) for place in ("/home/x", "/fsx/runs", "/fsx/nfs/a", "/my home/b")}
-    assert [mount.kind for mount in found.values()] == ["ext4", "lustre", "nfs", "nfs4"]
-    assert [mount.locks_are_local for mount in found.values()] == [False, True, True, False]
+    result = {place: mount_of(Path(place), tmp_path) for place in ("/home/x", "/fsx/runs", "/fsx/nfs/a", "/my home/b")}
+    assert [mount.kind for mount in result.values()] == ["ext4", "lustre", "nfs", "nfs4"]
+    assert [mount.locks_are_local for mount in result.values()] == [False, True, True, False]
     assert mount_of(Path("/x"), tmp_path / "none").kind == "unknown file system"
 
 
@@ -132,10 +132,10 @@ def test_faster_process_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.Monke
     read, looks = run_lock._read, iter([None, json.dumps(faster)])
 
     def looked(at: Path) -> object:
-        found = read(at)
+        result = read(at)
         if taken := next(looks, None):
             file.write_text(taken)
-        return found
+        return result
 
     monkeypatch.setattr(run_lock, "_read", looked)
     with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path).locked():

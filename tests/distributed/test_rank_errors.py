@@ -149,7 +149,7 @@ def test_a_file_server_in_trouble_is_no_bad_input(number: int, code: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (MemoryError(), "out of memory: Cannot allocate memory. Raise the limit"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory. Raise"),
@@ -159,10 +159,10 @@ def test_a_file_server_in_trouble_is_no_bad_input(number: int, code: int) -> Non
     ],
 )
 def test_refusal_of_the_system_is_one_line_with_its_cause(
-    error: Exception, told: str, capsys: pytest.CaptureFixture[str]
+    error: Exception, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report_error(error) == 2
-    assert capsys.readouterr().err.startswith(f"aliquot: {told}")
+    assert capsys.readouterr().err.startswith(f"aliquot: {message}")
     assert report_error(RuntimeError("of our own")) == 1
     assert "RuntimeError: of our own [crash]" in capsys.readouterr().err
 
@@ -184,13 +184,18 @@ def test_long_words_of_many_ranks_stay_apart(monkeypatch: pytest.MonkeyPatch) ->
     words = ErrorLog()
     monkeypatch.setenv(ERROR_LOG, words.path)
     errors = [RankError(rank, "crash", "x", f"{rank}" * 50_000, 1.0) for rank in range(8)]
-    threads = [threading.Thread(target=lambda each=each: [record_error(each) for _ in range(20)]) for each in errors]  # type: ignore[misc]
+
+    def record(error: RankError) -> None:
+        for _ in range(20):
+            record_error(error)
+
+    threads = [threading.Thread(target=record, args=[error]) for error in errors]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    found = words.read()
-    assert len(found) == 160 and set(found) == set(errors)
+    read_errors = words.read()
+    assert len(read_errors) == 160 and set(read_errors) == set(errors)
     words.close()
 
 

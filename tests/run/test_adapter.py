@@ -47,7 +47,7 @@ def base(folder: Path) -> Path:
     return folder / "base" / "export"
 
 
-def beside(base: Path, name: str, **sections: dict[str, object]) -> Path:
+def adapter_config(base: Path, name: str, **sections: dict[str, object]) -> Path:
     model = {"model": {"config": None, "path": str(base)}, "launch": {"ranks": 2}}
     data = {"data": {"tokenizer_vocab_size": None}, "checkpoint": {"every": 2, "keep": 9}}
     train = {"train": {"learning_rate": 1e-2}}
@@ -56,7 +56,7 @@ def beside(base: Path, name: str, **sections: dict[str, object]) -> Path:
 
 @pytest.fixture(scope="module")
 def lora(folder: Path, base: Path) -> Path:
-    output = trained(beside(base, "lora", adapter=LORA))
+    output = trained(adapter_config(base, "lora", adapter=LORA))
     assert "parameters, of which 2,820 learn" in output
     return folder / "lora"
 
@@ -90,7 +90,7 @@ def test_an_adapter_goes_on_at_any_world_size_and_engine(
 ) -> None:
     """Its checkpoint holds itself alone: the model beside it is read again."""
     name = f"moved-{engine}-{ranks}"
-    config = beside(base, name, adapter=LORA, launch={"ranks": ranks}, shard={"engine": engine})
+    config = adapter_config(base, name, adapter=LORA, launch={"ranks": ranks}, shard={"engine": engine})
     shutil.copytree(lora, folder / name)
     for step in (4, 6):
         shutil.rmtree(folder / name / "checkpoints" / f"step-{step:08d}")
@@ -127,11 +127,11 @@ def test_merged_weights_keep_the_names_of_the_base_files(tmp_path: Path) -> None
     shape = json.loads(narrow(AutoConfig.for_model("nemotron_h")).to_json_string()) | {"vocab_size": 300}
     base = write_config(tmp_path, "base", model={"config": shape}, train={"max_steps": 1})
     trained(base)
-    config = beside(tmp_path / "base" / "export", "lora", adapter={**LORA, "target_modules": ["q_proj"]})
+    config = adapter_config(tmp_path / "base" / "export", "lora", adapter={**LORA, "target_modules": ["q_proj"]})
     trained(config)
     done = command("export", tmp_path / "lora/checkpoints/step-00000006", tmp_path / "merged", "--merge")
     assert done.returncode == 0, done.stderr
-    files = [tmp_path / each / "model.safetensors" for each in ("base/export", "merged")]
+    files = [tmp_path / part / "model.safetensors" for part in ("base/export", "merged")]
     before, after = (load_file(file) for file in files)
     changed = {name for name, values in after.items() if not torch.equal(values, before[name].to(values.dtype))}
     assert before.keys() == after.keys()
@@ -144,7 +144,7 @@ def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lor
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     continued = PeftModel.from_pretrained(model, lora / "export", is_trainable=True)
     continued.save_pretrained(folder / "of-peft")
-    config = beside(base, "continued", adapter={"path": str(folder / "of-peft")})
+    config = adapter_config(base, "continued", adapter={"path": str(folder / "of-peft")})
     trained(config)
     read = aliquot.read_config(config)
     assert read.adapter is not None and (read.adapter.r, read.adapter.alpha) == (3, 12.0)
@@ -152,11 +152,11 @@ def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lor
     built = meta.build(resolve(read.model).config, adapter=read.adapter)
     assert built.adapter is not None
     for directory in (folder / "of-peft", lora / "checkpoints" / "step-00000006"):
-        own = plain.Whole(built.saved)
+        copy = plain.Whole(built.saved)
         beside_model = resolve(read.model).fingerprint
-        load_adapter(own, directory, built.adapter.saves, beside_model, SingleRank())
+        load_adapter(copy, directory, built.adapter.saves, beside_model, SingleRank())
         saved = load_file(folder / "of-peft" / "adapter_model.safetensors")
-        assert all(torch.equal(own.values[each.source], saved[each.name]) for each in built.adapter.saves)
+        assert all(torch.equal(copy.values[part.source], saved[part.name]) for part in built.adapter.saves)
 
     data = prepare(read.data, base, model.config.vocab_size)
     batches = Batches.of(data, read.data, read.run.seed, batch_size(read.train, 1), None)
@@ -166,27 +166,29 @@ def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lor
 
 def test_adapter_is_evaluated_and_generates_with_its_base(folder: Path, base: Path, lora: Path) -> None:
     """As an export, as a checkpoint."""
-    found = curve(lora, "eval_loss")[6]
+    run_loss = curve(lora, "eval_loss")[6]
     for directory in (lora / "export", lora / "checkpoints" / "step-00000006"):
-        told = evaluate_model(read_evaluation_config(str(directory), str(folder / "lora.yaml"), ["launch.ranks=1"]))[""]
-        assert told.loss == pytest.approx(found, rel=1e-6)
+        evaluation = evaluate_model(
+            read_evaluation_config(str(directory), str(folder / "lora.yaml"), ["launch.ranks=1"])
+        )[""]
+        assert evaluation.loss == pytest.approx(run_loss, rel=1e-6)
     said = [next(generate(at, ["the rank"], 4, 0.0, 1)) for at in (lora / "export", directory)]
     assert said[0] == said[1]
 
 
 def test_adapter_names_moved_base_and_takes_its_new_path(folder: Path, base: Path, lora: Path, tmp_path: Path) -> None:
-    own, config = shutil.copytree(lora / "export", tmp_path / "own"), str(folder / "lora.yaml")
-    settings = json.loads((own / "adapter_config.json").read_text())
+    copy, config = shutil.copytree(lora / "export", tmp_path / "own"), str(folder / "lora.yaml")
+    settings = json.loads((copy / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = str(tmp_path / "gone")
-    (own / "adapter_config.json").write_text(json.dumps(settings))
+    (copy / "adapter_config.json").write_text(json.dumps(settings))
     expected = r"adapter_config.json: base_model_name_or_path names the model .*gone, which is not there: .* --base$"
     with pytest.raises(UserError, match=expected):
-        read_evaluation_config(str(own), config, [])
+        read_evaluation_config(str(copy), config, [])
     with pytest.raises(UserError, match=expected):
-        next(generate(own, ["the rank"], 4, 0.0, 1))
-    assert read_evaluation_config(str(own), config, [], str(base)).model.path == str(base)
+        next(generate(copy, ["the rank"], 4, 0.0, 1))
+    assert read_evaluation_config(str(copy), config, [], str(base)).model.path == str(base)
     said = command(
-        "generate", own, "--prompt", "the rank", "--max-new-tokens", "4", "--temperature", "0", "--base", base
+        "generate", copy, "--prompt", "the rank", "--max-new-tokens", "4", "--temperature", "0", "--base", base
     )
     assert said.stdout.strip("\n") == next(generate(lora / "export", ["the rank"], 4, 0.0, 1)).strip("\n"), said.stderr
     with pytest.raises(UserError, match=r"--base: .* is no adapter"):
@@ -195,17 +197,17 @@ def test_adapter_names_moved_base_and_takes_its_new_path(folder: Path, base: Pat
 
 def test_an_adapter_says_how_its_documents_begin(folder: Path, base: Path, lora: Path, tmp_path: Path) -> None:
     """Its tokenizer and its aliquot.json go before those of the model beside it."""
-    own = shutil.copytree(lora / "export", tmp_path / "own")
-    (own / "aliquot.json").write_text('{"prefix": []}')
-    read = read_evaluation_config(str(own), str(folder / "lora.yaml"), [])
-    assert read.data.tokenizer == str(own) and read.adapter is not None and read.adapter.directory == own
+    copy = shutil.copytree(lora / "export", tmp_path / "own")
+    (copy / "aliquot.json").write_text('{"prefix": []}')
+    read = read_evaluation_config(str(copy), str(folder / "lora.yaml"), [])
+    assert read.data.tokenizer == str(copy) and read.adapter is not None and read.adapter.directory == copy
     models_own = read.data.model_copy(update={"tokenizer": None})
-    of_model, of_adapter = (prepare(models_own, base, 512, adapter_dir=at).prefix for at in (None, own))
-    assert of_model != () and of_adapter == () == prepare(read.data, base, 512).prefix
+    model_prefix, adapter_prefix = (prepare(models_own, base, 512, adapter_dir=at).prefix for at in (None, copy))
+    assert model_prefix != () and adapter_prefix == () == prepare(read.data, base, 512).prefix
 
 
 def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> None:
-    trained(beside(base, "frozen", train={"freeze": ["model.embed_tokens.*", "*.mlp.*"]}))
+    trained(adapter_config(base, "frozen", train={"freeze": ["model.embed_tokens.*", "*.mlp.*"]}))
     before, after = (load_file(at / "model.safetensors") for at in (base, folder / "frozen" / "export"))
     for name, values in before.items():
         assert torch.equal(values, after[name]) == ("embed_tokens" in name or ".mlp." in name), name
@@ -222,7 +224,7 @@ def refusal(config: Path, *overrides: str) -> str:
 
 
 def test_refusals(folder: Path, base: Path, lora: Path) -> None:
-    config, whole = beside(base, "refused", adapter=LORA), beside(base, "whole")
+    config, whole = adapter_config(base, "refused", adapter=LORA), adapter_config(base, "whole")
     assert "give model.path" in refusal(write_config(folder, "scratch", adapter=LORA))
     assert "needs shard.engine: host or fsdp, not deepspeed" in refused(config, "shard.engine=deepspeed")
     assert "leave train.freeze out" in refusal(config, "train.freeze=[model.*]")
@@ -234,24 +236,24 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "embed_tokens is no linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
     assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
     assert "an adapter does not train the model's weights" in refusal(config, "model.add_tokens=[<a>]")
-    assert "adapter.alpha was 12.0 and is 6.0" in refusal(beside(base, "lora", adapter={**LORA, "alpha": 6.0}))
-    assert "adapter.r was 3 and is 4: set it back" in refusal(beside(base, "lora", adapter={**LORA, "r": 4}))
-    other_data = refusal(beside(base, "lora", adapter=LORA), "data.sequence_length=16")
+    assert "adapter.alpha was 12.0 and is 6.0" in refusal(adapter_config(base, "lora", adapter={**LORA, "alpha": 6.0}))
+    assert "adapter.r was 3 and is 4: set it back" in refusal(adapter_config(base, "lora", adapter={**LORA, "r": 4}))
+    other_data = refusal(adapter_config(base, "lora", adapter=LORA), "data.sequence_length=16")
     assert other_data.endswith("start anew under another run.name with adapter.path set to this directory")
     frozen = write_config(folder, "base", train={"max_steps": 3, "freeze": ["*.mlp.*"]})
     assert "train.freeze was [] and is ['*.mlp.*']: set it back" in refusal(frozen)
     saved = {"path": str(lora / "export")}
-    for other, told in (({"r": 4}, "r is 4, but 3 of"), ({"target_modules": ["q_proj"]}, "target_modules is")):
-        assert told in refusal(beside(base, "contradicts", adapter={**saved, **other}))
-    assert "no adapter_config.json here" in refusal(beside(base, "none", adapter={"path": str(base)}))
+    for other, evaluation in (({"r": 4}, "r is 4, but 3 of"), ({"target_modules": ["q_proj"]}, "target_modules is")):
+        assert evaluation in refusal(adapter_config(base, "contradicts", adapter={**saved, **other}))
+    assert "no adapter_config.json here" in refusal(adapter_config(base, "none", adapter={"path": str(base)}))
     dora = folder / "dora"
     shutil.copytree(lora / "export", dora)
     settings = json.loads((dora / "adapter_config.json").read_text())
     (dora / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
-    assert "it has use_dora" in refusal(beside(base, "dora", adapter={"path": str(dora)}))
+    assert "it has use_dora" in refusal(adapter_config(base, "dora", adapter={"path": str(dora)}))
     fewer = [name for name in settings["target_modules"] if name != "q_proj"]
     (dora / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": fewer}))
-    assert "not of this model: " in refusal(beside(base, "fewer", adapter={"path": str(dora)}))
+    assert "not of this model: " in refusal(adapter_config(base, "fewer", adapter={"path": str(dora)}))
     with pytest.raises(UserError, match="not of an adapter"):
         export_checkpoint(folder / "base" / "checkpoints" / "step-00000003", folder / "never", "float32", merge=True)
     step, elsewhere = lora / "checkpoints" / "step-00000006", folder / "elsewhere"
@@ -273,9 +275,9 @@ def test_an_adapter_is_not_continued_beside_another_model(folder: Path, base: Pa
     other = folder / "other"
     trained(write_config(folder, "other-base", run={"seed": 6, "name": "other-base", "directory": str(other)}))
     step = {"path": str(lora / "checkpoints" / "step-00000006")}
-    begun = beside(base, "begun", adapter=step, model={"config": None, "path": str(other / "export")})
+    begun = adapter_config(base, "begun", adapter=step, model={"config": None, "path": str(other / "export")})
     assert "learned beside another model" in refused(begun)
-    moved = beside(base, "lora", adapter=LORA, model={"config": None, "path": str(other / "export")})
+    moved = adapter_config(base, "lora", adapter=LORA, model={"config": None, "path": str(other / "export")})
     assert "model (hash of samples) was" in refused(moved)
 
 

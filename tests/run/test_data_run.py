@@ -84,7 +84,7 @@ def test_each_source_and_each_set_has_its_loss(config: Path, alone: tuple[Path, 
     for step, loss in curve(directory).items():
         batch = batches.step_batch(step - 1, 0, 1)
         parts = [curve(directory, f"loss_{name}").get(step, 0.0) for name in ("tiny-text", "chats")]
-        summed = sum(own * predicted for own, predicted in zip(parts, batch.predicted_of, strict=True))
+        summed = sum(loss * predicted for loss, predicted in zip(parts, batch.predicted_of, strict=True))
         assert summed / batch.predicted == pytest.approx(loss, rel=1e-6)
     last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
     assert last.keys() == {

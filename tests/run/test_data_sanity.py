@@ -21,10 +21,10 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positi
 def test_prefix_precedes_documents_and_is_not_predicted() -> None:
     labels = torch.tensor([6, IGNORE, 8, 9, IGNORE])
     batch = MicroBatch(torch.tensor([5, 6, 7, 8, 9]), labels, torch.tensor([0, 1, 0, 1, 2]), (0, 2, 5))
-    found = with_prefix(batch, [1])
-    assert found.input_ids.tolist() == [1, 5, 1, 7, 8], "as long as they were: a model may know no more positions"
-    assert found.labels.tolist() == [IGNORE, 6, IGNORE, 8, 9]
-    assert found.position_ids.tolist() == [0, 1, 0, 1, 2] and found.edges == (0, 2, 5)
+    prefixed = with_prefix(batch, [1])
+    assert prefixed.input_ids.tolist() == [1, 5, 1, 7, 8], "as long as they were: a model may know no more positions"
+    assert prefixed.labels.tolist() == [IGNORE, 6, IGNORE, 8, 9]
+    assert prefixed.position_ids.tolist() == [0, 1, 0, 1, 2] and prefixed.edges == (0, 2, 5)
 
 
 @pytest.mark.long
@@ -41,8 +41,8 @@ def test_bad_first_loss_warns_with_advice(tmp_path: Path) -> None:
     again = {**data, "tokenizer_vocab_size": None}
     model = {"config": None, "path": str(export)}
     tuned = write_config(tmp_path, "tuned", model=model, data={**again, "add_bos": False}, train={"max_steps": 1})
-    told = command("train", tuned)
-    assert told.returncode == 0 and "set data.add_bos=true" in told.stdout + told.stderr
+    run_output = command("train", tuned)
+    assert run_output.returncode == 0 and "set data.add_bos=true" in run_output.stdout + run_output.stderr
     right = command("train", write_config(tmp_path, "right", model=model, data=again, train={"max_steps": 1}))
     assert right.returncode == 0 and "begin at a loss" not in right.stdout + right.stderr
 

@@ -1,4 +1,4 @@
-"""`aliquot evaluate` finds for an export and for a checkpoint what their run has found, and what transformers finds."""
+"""`aliquot evaluate` agrees with the run of an export or a checkpoint, and with transformers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("model", "step"), [("export", 6), ("checkpoints/step-00000003", 3)])
 def test_evaluate_agrees_with_the_run(run: Path, model: str, step: int) -> None:
     directory = run.parent / "run"
-    found = evaluate_model(read_evaluation_config(str(directory / model), str(run), []))[""]
-    assert found.loss == pytest.approx(curve(directory, "eval_loss")[step], rel=1e-6)
-    assert found.perplexity == pytest.approx(curve(directory, "eval_perplexity")[step], rel=1e-6)
-    assert found.bits_per_byte == pytest.approx(curve(directory, "eval_bits_per_byte")[step], rel=1e-6)
-    assert (found.ranks, found.sequence_length) == (1, 32)
+    evaluation = evaluate_model(read_evaluation_config(str(directory / model), str(run), []))[""]
+    assert evaluation.loss == pytest.approx(curve(directory, "eval_loss")[step], rel=1e-6)
+    assert evaluation.perplexity == pytest.approx(curve(directory, "eval_perplexity")[step], rel=1e-6)
+    assert evaluation.bits_per_byte == pytest.approx(curve(directory, "eval_bits_per_byte")[step], rel=1e-6)
+    assert (evaluation.ranks, evaluation.sequence_length) == (1, 32)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -44,7 +44,7 @@ def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) 
     asked = ["--json", "--sequence-length", "32", "--ranks", str(ranks), "data.document=line", "train.precision=fp32"]
     result = command("evaluate", export, text, *asked, "launch.device=cpu")
     assert result.returncode == 0, result.stdout + result.stderr
-    told = json.loads(result.stdout)
+    printed = json.loads(result.stdout)
 
     tokenizer, model = AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export)
     prefix = json.loads((export / "aliquot.json").read_text())["prefix"]
@@ -55,16 +55,18 @@ def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) 
         with torch.no_grad():
             nats += float(model(input_ids=row, labels=row).loss) * (len(ids) - 1)
         predicted += len(ids) - 1
-    assert (told["predicted_tokens"], told["documents"], told["ranks"]) == (predicted, len(lines), ranks)
-    assert told["loss"] == pytest.approx(nats / predicted, rel=1e-5)
-    assert told["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, lines)), rel=1e-5)
+    assert (printed["predicted_tokens"], printed["documents"], printed["ranks"]) == (predicted, len(lines), ranks)
+    assert printed["loss"] == pytest.approx(nats / predicted, rel=1e-5)
+    assert printed["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(map(len, lines)), rel=1e-5)
 
 
 def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
     """1024 tokens where nobody has said how many; this one knows 64 positions."""
     text = str(run.parent / "text.txt")
-    told = evaluate_model(read_evaluation_config(str(run.parent / "run" / "export"), text, ["launch.ranks=1"]))[""]
-    assert told.sequence_length == 64 and math.isfinite(told.loss)
+    evaluation = evaluate_model(read_evaluation_config(str(run.parent / "run" / "export"), text, ["launch.ranks=1"]))[
+        ""
+    ]
+    assert evaluation.sequence_length == 64 and math.isfinite(evaluation.loss)
 
 
 @pytest.mark.long
@@ -104,9 +106,9 @@ def test_bad_input_is_one_line(run: Path, model: str, data: str, overrides: list
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [("", "MODEL is empty"), ("a\0b", "MODEL has characters that no text file can hold")],
 )
-def test_adapter_on_model_without_targets_is_one_line(run: Path, model: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_adapter_on_model_without_targets_is_one_line(run: Path, model: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read_evaluation_config(model, str(run), [])

@@ -1,4 +1,4 @@
-"""What a run takes for its own export, and what for a person's."""
+"""Files of an export, and files that a person has put beside them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BESIDE = {"config.json", "tokenizer.json", "aliquot.json"}
 
 
 @pytest.mark.parametrize(
-    ("name", "own"),
+    ("name", "is_export"),
     [
         ("model.safetensors", True),
         ("model-00001-of-00002.safetensors", True),
@@ -31,9 +31,9 @@ BESIDE = {"config.json", "tokenizer.json", "aliquot.json"}
         ("notes.txt", False),
     ],
 )
-def test_export_files_are_recognised(tmp_path: Path, name: str, own: bool) -> None:
+def test_export_files_are_recognised(tmp_path: Path, name: str, is_export: bool) -> None:
     (tmp_path / name).write_text("")
-    assert _is_export_file(tmp_path / name, BESIDE) is own
+    assert _is_export_file(tmp_path / name, BESIDE) is is_export
 
 
 def test_directory_in_export_is_foreign(tmp_path: Path) -> None:

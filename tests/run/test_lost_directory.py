@@ -57,8 +57,8 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
             aliquot.train(aliquot.read_config(config))
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
     assert not directory.exists()
-    kept = complete_steps(open_store(f"file://{tmp_path}/mirror/run")) if (tmp_path / "mirror").exists() else []
-    assert len(kept) <= step // 2
+    mirrored = complete_steps(open_store(f"file://{tmp_path}/mirror/run")) if (tmp_path / "mirror").exists() else []
+    assert len(mirrored) <= step // 2
     if what == "removed":
         shutil.rmtree(moved)
         return
@@ -141,5 +141,5 @@ def test_resume_with_another_engine_warns(tmp_path: Path, capsys: pytest.Capture
     config = write_config(tmp_path, checkpoint={"every": 1, "export": False}, observe={"console": "quiet"})
     for engine, steps in (("host", 1), ("host", 2), ("fsdp", 3)):
         aliquot.train(aliquot.read_config(config, [f"shard.engine={engine}", f"train.max_steps={steps}"]))
-        told = "the engine is fsdp, but this checkpoint was saved by host" in capsys.readouterr().err
-        assert told == (engine == "fsdp")
+        is_warned = "the engine is fsdp, but this checkpoint was saved by host" in capsys.readouterr().err
+        assert is_warned == (engine == "fsdp")

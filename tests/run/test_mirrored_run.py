@@ -48,9 +48,9 @@ def test_run_with_lost_disk_continues_from_mirror_exactly(tmp_path: Path, server
     printed = runs.trained(config, "launch.ranks=1")
     assert "resuming from" in printed
     assert "step-00000003" in printed
-    found, whole = runs.curve(tmp_path / "run"), runs.curve(tmp_path / "whole")
-    assert sorted(found) == [4, 5, 6]
-    assert found == pytest.approx({step: whole[step] for step in found}, rel=1e-6)
+    resumed, whole = runs.curve(tmp_path / "run"), runs.curve(tmp_path / "whole")
+    assert sorted(resumed) == [4, 5, 6]
+    assert resumed == pytest.approx({step: whole[step] for step in resumed}, rel=1e-6)
     result = runs.command("export", f"{URL}/run/step-00000006", tmp_path / "out", "--verify")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out/model.safetensors").exists()
@@ -109,10 +109,10 @@ def test_advice_for_run_without_complete_checkpoint_works(tmp_path: Path) -> Non
     checkpoints = tmp_path / "run" / "checkpoints"
     aliquot.train(aliquot.read_config(config))
     whole = runs.curve(tmp_path / "run")
-    kept = shutil.copytree(checkpoints / "step-00000002", tmp_path / "step-00000002")
-    for each in ("step-00000002", "step-00000004"):
-        damage(checkpoints / each)
-    for overrides in ([], [f"checkpoint.resume={kept}"]):
+    checkpoint_copy = shutil.copytree(checkpoints / "step-00000002", tmp_path / "step-00000002")
+    for name in ("step-00000002", "step-00000004"):
+        damage(checkpoints / name)
+    for overrides in ([], [f"checkpoint.resume={checkpoint_copy}"]):
         config_now = aliquot.read_config(config, overrides)
         with pytest.raises(ResumeError, match=f"^{checkpoints}: no checkpoint here is whole: move this directory away"):
             aliquot.train(config_now)

@@ -68,14 +68,14 @@ def test_an_export_that_holds_a_persons_files_is_kept(run: Path) -> None:
 
 
 def test_events_hold_both_starts(run: Path) -> None:
-    told = events(run)
-    kinds = [event["event"] for event in told if event["event"] not in ("slow_ranks", "warning")]
+    logged = events(run)
+    kinds = [event["event"] for event in logged if event["event"] not in ("slow_ranks", "warning")]
     assert kinds == ["start", "checkpoint", "checkpoint", "end", "resume", "checkpoint", "end"]
-    start, resume = (event for event in told if event["event"] in ("start", "resume"))
+    start, resume = (event for event in logged if event["event"] in ("start", "resume"))
     assert start["world_size"] == 2 and start["engine"] == "host" and start["total_steps"] == 6
     assert str(start["command"]).startswith("aliquot train ") and str(start["command"]).endswith("run.yaml")
     assert resume["step"] == 6 and str(resume["resumed_from"]).endswith("step-00000006")
-    saved = [event for event in told if event["event"] == "checkpoint"]
+    saved = [event for event in logged if event["event"] == "checkpoint"]
     assert [event["step"] for event in saved] == [3, 6, 8]
     assert all(0 <= float(str(event["stall_s"])) <= float(str(event["seconds"])) for event in saved)
 
@@ -177,8 +177,8 @@ def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
             time.sleep(0.05)
             second.resume()
             time.sleep(0.01)
-        told = next(event for event in events(directory) if event["event"] == "slow_ranks")
-        assert re.search(r"rank 1 \([\d.]+ x the median\)", str(told["text"])), told
+        logged = next(event for event in events(directory) if event["event"] == "slow_ranks")
+        assert re.search(r"rank 1 \([\d.]+ x the median\)", str(logged["text"])), logged
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=240)
     finally:
@@ -211,8 +211,8 @@ def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
         unlimited = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (written(), unlimited[1]))
         if on_error == "warn":
-            told = process.stderr.readline()
-            assert told.startswith("warning: metrics and events are not recorded as long as this lasts: "), told
+            logged = process.stderr.readline()
+            assert logged.startswith("warning: metrics and events are not recorded as long as this lasts: "), logged
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
             size = written()
             while written() == size:

@@ -112,7 +112,8 @@ def test_second_ctrl_c_ends_an_elastic_node(tmp_path: Path) -> None:
 
 def test_rank_killed_while_its_save_hangs_is_named(tmp_path: Path) -> None:
     process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2}, launch={"ranks": 2})
-    ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if each.environ().get("RANK") == "1"]
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if child.environ().get("RANK") == "1"]
     os.kill(ranks[0].pid, signal.SIGKILL)
     killed = time.monotonic()
     errors = process.communicate(timeout=60)[1]

@@ -41,8 +41,8 @@ def epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
 
 
 def state(directory: Path, step: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((directory / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
-    return found
+    loaded: dict[str, Any] = json.loads((directory / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+    return loaded
 
 
 def test_more_epochs_continue_after_a_partial_batch(epochs: tuple[Path, int, int]) -> None:
@@ -97,12 +97,12 @@ def test_steps_may_follow_epochs_and_fewer_epochs_are_none(epochs: tuple[Path, i
 
 def overfitting(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
     """Few documents learned by heart, evaluated on others: the evaluation loss falls, then rises."""
-    wanted = {
+    expected = {
         "train": {"max_steps": 30, "eval_steps": 2, **OVERFITTING, **sections.pop("train", {})},
         "checkpoint": {"best": True, "keep": 1, **sections.pop("checkpoint", {})},
         "data": {"eval_path": str(other_text(folder)), "eval_fraction": 0.0},
     }
-    return write_config(folder, name, **wanted, **sections)
+    return write_config(folder, name, **expected, **sections)
 
 
 def evaluation_loss(export: Path, file: Path) -> float:
@@ -117,14 +117,14 @@ def evaluation_loss(export: Path, file: Path) -> float:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_best_is_kept_and_exported_and_patience_ends_run(tmp_path: Path, ranks: int) -> None:
     file = overfitting(tmp_path, "run", train={"early_stopping_patience": 3}, launch={"ranks": ranks})
-    told, directory = trained(file), tmp_path / "run"
+    values, directory = trained(file), tmp_path / "run"
     losses = curve(directory, "eval_loss")
     best = min(losses, key=lambda step: losses[step])
     last = max(losses)
     assert last == best + 2 * 3 < 30, losses
-    assert f"stopped early after step {last}: evaluation loss {losses[best]:.4f} after step {best}" in told
-    kept = {path.name for path in (directory / "checkpoints").iterdir()}
-    assert kept == {f"step-{best:08d}", f"step-{last:08d}", "best"}
+    assert f"stopped early after step {last}: evaluation loss {losses[best]:.4f} after step {best}" in values
+    retained = {path.name for path in (directory / "checkpoints").iterdir()}
+    assert retained == {f"step-{best:08d}", f"step-{last:08d}", "best"}
     assert (directory / "checkpoints" / "best").readlink() == Path(f"step-{best:08d}")
     assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
     events = [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
@@ -181,10 +181,10 @@ def test_first_evaluation_set_decides_best_and_mirror_gets_it_again(tmp_path: Pa
     file = overfitting(
         tmp_path, "run", train={"max_steps": 12}, checkpoint={"mirror": f"file://{tmp_path}/mirror", "export": False}
     )
-    told = yaml.safe_load(file.read_text())
-    names = {"others": told["data"].pop("eval_path"), "learned": told["data"]["path"]}
-    told["data"]["eval_sources"] = [{"name": name, "path": path, "document": "line"} for name, path in names.items()]
-    file.write_text(yaml.safe_dump(told))
+    values = yaml.safe_load(file.read_text())
+    names = {"others": values["data"].pop("eval_path"), "learned": values["data"]["path"]}
+    values["data"]["eval_sources"] = [{"name": name, "path": path, "document": "line"} for name, path in names.items()]
+    file.write_text(yaml.safe_dump(values))
     aliquot.train(aliquot.read_config(file))
     best, lowest = (
         min(losses, key=lambda step: losses[step])
@@ -241,8 +241,8 @@ def damage(file: Path) -> None:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
-    return found
+    loaded: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return loaded
 
 
 def full_disk(path: Path, data: bytes) -> None:
@@ -266,8 +266,8 @@ def test_export_holds_last_step_despite_earlier_export(tmp_path: Path, monkeypat
     export = directory / "export"
 
     def is_of(step: int) -> bool:
-        held, wanted = weights(export), weights(directory / "checkpoints" / f"step-{step:08d}")
-        return all(torch.equal(values, wanted[name]) for name, values in held.items())
+        held, expected = weights(export), weights(directory / "checkpoints" / f"step-{step:08d}")
+        return all(torch.equal(values, expected[name]) for name, values in held.items())
 
     aliquot.train(aliquot.read_config(file))
     aliquot.train(aliquot.read_config(file, ["train.max_steps=4", "checkpoint.export=false"]))  # or is killed before it
@@ -279,9 +279,9 @@ def test_export_holds_last_step_despite_earlier_export(tmp_path: Path, monkeypat
     assert is_of(2)  # better than none
     aliquot.train(aliquot.read_config(file, ["train.max_steps=4"]))
     assert is_of(4)
-    told = json.loads((export / "aliquot.json").read_text())
-    assert told.pop("step") == 4
-    (export / "aliquot.json").write_text(json.dumps(told))  # as older exports are
+    values = json.loads((export / "aliquot.json").read_text())
+    assert values.pop("step") == 4
+    (export / "aliquot.json").write_text(json.dumps(values))  # as older exports are
     (export / "model.safetensors").write_bytes(b"")
     (export / "notes.txt").write_text("mine")
     aliquot.train(aliquot.read_config(file, ["train.max_steps=4"]))
@@ -293,19 +293,19 @@ def test_evaluations_of_another_run_are_not_inherited(tmp_path: Path) -> None:
     best, mirror = {"best": True, "keep": 1, "export": False}, f"file://{tmp_path}/mirror"
     first = overfitting(tmp_path, "first", train={"max_steps": 12}, checkpoint={**best, "mirror": mirror})
     aliquot.train(aliquot.read_config(first))
-    found = state(tmp_path / "first", 12)["evaluations"]["best_step"]
-    assert found < 12
-    kept = tmp_path / "first" / "checkpoints" / f"step-{found:08d}"
-    shutil.rmtree(kept)
+    best_step = state(tmp_path / "first", 12)["evaluations"]["best_step"]
+    assert best_step < 12
+    retained = tmp_path / "first" / "checkpoints" / f"step-{best_step:08d}"
+    shutil.rmtree(retained)
     aliquot.train(aliquot.read_config(first))
-    verify(kept)
-    assert (kept.parent / "best").resolve() == kept
+    verify(retained)
+    assert (retained.parent / "best").resolve() == retained
 
     url = f"{mirror}/first/step-00000012"
     second = overfitting(tmp_path, "second", train={"max_steps": 14}, checkpoint={**best, "resume": url})
     aliquot.train(aliquot.read_config(second))
     assert state(tmp_path / "second", 14)["evaluations"]["best_step"] in (12, 14)
-    assert not (tmp_path / "second" / "checkpoints" / kept.name).exists()
+    assert not (tmp_path / "second" / "checkpoints" / retained.name).exists()
     steps = curve(tmp_path / "second", "eval_loss")
     assert list(steps) == [12, 14], "the weights that it begins with are evaluated, too"
 

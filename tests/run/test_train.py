@@ -72,14 +72,14 @@ def test_run_leaves_all_its_files(alone: Path) -> None:
         "first step", "steady peak",
     ]  # fmt: skip
     assert all(row["private_bytes"] > 0 and row["rss_bytes"] >= row["private_bytes"] for row in ledger["rows"])
-    by_phase = {row["phase"]: row["accounted_bytes"] for row in ledger["rows"]}
+    phase_bytes = {row["phase"]: row["accounted_bytes"] for row in ledger["rows"]}
     numel = sum(v.numel() for v in load_file(alone / "export" / "model.safetensors").values())
     # In fp32 the one copy that all ranks share is the master, too; the gradients' ring lies beside it.
-    assert by_phase["weights loaded"]["weights"] == 0
-    assert 4 * numel <= by_phase["weights loaded"]["shared"] <= 4 * numel + (65 << 20)
-    assert by_phase["first backward"]["gradients"] == 4 * numel
-    assert by_phase["first step"]["moments"] == 8 * numel
-    assert by_phase["first forward"]["activations"] > 0
+    assert phase_bytes["weights loaded"]["weights"] == 0
+    assert 4 * numel <= phase_bytes["weights loaded"]["shared"] <= 4 * numel + (65 << 20)
+    assert phase_bytes["first backward"]["gradients"] == 4 * numel
+    assert phase_bytes["first step"]["moments"] == 8 * numel
+    assert phase_bytes["first forward"]["activations"] > 0
 
 
 def test_the_curve_is_that_of_a_plain_loop(folder: Path, alone: Path) -> None:
@@ -197,12 +197,12 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
     process.wait()
     assert not (directory / "export").exists()
     # Where states lie makes no difference either: the limit sends to disk all that can be there.
-    told = trained(config, "--force", "shard.offload=disk", "shard.memory=0.1")
+    output = trained(config, "--force", "shard.offload=disk", "shard.memory=0.1")
     assert (
-        "resuming from" in told
-        and "plan: on disk states of" in told
-        and "gradient sums of" in told
-        and "layers whole" in told
+        "resuming from" in output
+        and "plan: on disk states of" in output
+        and "gradient sums of" in output
+        and "layers whole" in output
     )
     assert curve(directory) == curve(two_ranks)
     assert curve(directory, "grad_norm") == curve(two_ranks, "grad_norm")
@@ -269,7 +269,7 @@ def test_a_signal_to_the_launcher_and_all_ranks_saves(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=100)
     assert launcher.returncode == 143 and "stopped by SIGTERM after step" in errors, errors
-    assert sorted(curve(directory))[-1] == max(int(each.name[5:]) for each in (directory / "checkpoints").iterdir())
+    assert sorted(curve(directory))[-1] == max(int(path.name[5:]) for path in (directory / "checkpoints").iterdir())
 
 
 def test_signal_during_evaluation_saves_and_skips_it(folder: Path) -> None:
@@ -294,14 +294,14 @@ def test_evaluation_is_compiled_after_the_first_step(folder: Path) -> None:
     run = warm.popen("-m", "aliquot", "train", config, "observe.console=plain", env=environ, **streams)
     assert run.stdout is not None
     made: dict[str, set[str]] = {}
-    told = False
+    is_compiling = False
     for line in run.stdout:
-        told = told or "compiling what evaluates" in line
+        is_compiling = is_compiling or "compiling what evaluates" in line
         if line.startswith("step "):
             made[line.split("/")[0]] = {file.name for file in kernels.rglob("*.cpp")}
     _, errors = run.communicate(timeout=100)
     assert run.returncode == 0 and curve(folder / "compiling", "eval_loss"), errors
-    assert told and made["step 1"] < made["step 2"] == {file.name for file in kernels.rglob("*.cpp")}
+    assert is_compiling and made["step 1"] < made["step 2"] == {file.name for file in kernels.rglob("*.cpp")}
 
 
 def test_sigterm_saves_and_exits_143(folder: Path, two_ranks: Path) -> None:
@@ -376,21 +376,21 @@ def test_commands_on_what_a_run_left(folder: Path, alone: Path) -> None:
 
 
 def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
-    kept = {name: (alone / name).read_bytes() for name in ("metrics.jsonl", "ledger.json", "export/config.json")}
+    before = {name: (alone / name).read_bytes() for name in ("metrics.jsonl", "ledger.json", "export/config.json")}
     result = aliquot.train(aliquot.read_config(folder / "alone.yaml"))
     assert (result.steps, result.loss, result.export) == (6, None, alone / "export")
-    assert {name: (alone / name).read_bytes() for name in kept} == kept
+    assert {name: (alone / name).read_bytes() for name in before} == before
 
 
 def test_without_last_checkpoint_only_the_export_remains(folder: Path, alone: Path) -> None:
     file, directory = folder / "alone.yaml", folder / "export-alone"
-    own = [f"run.directory={directory}", "checkpoint.every=0", "checkpoint.last=false"]
-    assert "the run would save nothing" in refused(file, *own, "checkpoint.export=false")
-    assert aliquot.train(aliquot.read_config(file, own)).export == directory / "export"
+    overrides = [f"run.directory={directory}", "checkpoint.every=0", "checkpoint.last=false"]
+    assert "the run would save nothing" in refused(file, *overrides, "checkpoint.export=false")
+    assert aliquot.train(aliquot.read_config(file, overrides)).export == directory / "export"
     assert not list((directory / "checkpoints").iterdir())
     one, other = (load_file(path / "export" / "model.safetensors") for path in (alone, directory))
     assert all(torch.equal(values, other[name]) for name, values in one.items())
-    assert "no checkpoint is left to go on from" in refused(file, *own)
+    assert "no checkpoint is left to go on from" in refused(file, *overrides)
 
 
 def test_complete_run_finishes_a_killed_retention(folder: Path, alone: Path) -> None:
@@ -443,8 +443,8 @@ def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     assert "data.sequence_length was 32 and is 16" in refusal(config, "data.sequence_length=16")
     assert "train.global_batch_size was 5 and is 7" in refusal(config, "train.global_batch_size=7")
     assert "[16, 32] instead of [16, 64]" in refusal(config, "model.config.hidden_size=64", "model.config.head_dim=8")
-    told = refusal(config, "model.config.rms_norm_eps=1e-3")
-    assert "the model's configuration is another: rms_norm_eps was 1e-06 and is 0.001. Set it back" in told
+    output = refusal(config, "model.config.rms_norm_eps=1e-3")
+    assert "the model's configuration is another: rms_norm_eps was 1e-06 and is 0.001. Set it back" in output
     other = folder / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("x")
@@ -500,8 +500,8 @@ def test_bad_input_on_the_command_line_is_one_line(folder: Path, alone: Path) ->
     assert "did you mean train.learning_rate" in refused(folder / "alone.yaml", "train.learning_rte=1")
     config = write_config(folder, "bad-ranks", launch={"ranks": 2})
     assert "no such file" in refused(config, "data.path=nowhere.txt")
-    told = command("report", folder / "bad-ranks").stderr  # of what never began
-    assert "bad-ranks: this run ended before it began: " in told and "nowhere.txt: data.path: no such file" in told
+    output = command("report", folder / "bad-ranks").stderr  # of what never began
+    assert "bad-ranks: this run ended before it began: " in output and "nowhere.txt: data.path: no such file" in output
     log = (folder / "bad-ranks" / "logs" / "rank-0.log").read_text()
     assert "no such file" in log and "Traceback" not in log
 
@@ -535,9 +535,9 @@ def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(folder: Path) -> No
     lines = [line for line in result.stderr.splitlines() if line.startswith("aliquot:")]
     assert len(lines) == 1
     assert "step 3" in lines[0] and "the last checkpoint is" in lines[0]
-    kept = sorted((folder / "diverged" / "checkpoints").glob("step-*"))
-    assert [path.name for path in kept] == ["step-00000001", "step-00000002"]
-    assert all(torch.isfinite(v).all() for v in load_file(kept[-1] / "model.safetensors").values())
+    checkpoints = sorted((folder / "diverged" / "checkpoints").glob("step-*"))
+    assert [path.name for path in checkpoints] == ["step-00000001", "step-00000002"]
+    assert all(torch.isfinite(v).all() for v in load_file(checkpoints[-1] / "model.safetensors").values())
 
 
 def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -> None:
