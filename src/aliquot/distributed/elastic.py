@@ -17,8 +17,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import psutil
 
@@ -32,7 +30,7 @@ from aliquot.distributed.local_group import Ended, RankProgram, run_local_ranks
 from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, Leader, PreviousRound, Run
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
-from aliquot.distributed.signals import STOP_SIGNALS, first_and_second_signal
+from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
@@ -63,11 +61,11 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
 
     try:
         secret = common_secret(os.environ, claims.directory)
-        _obey_signals()
+        raise_on_stop_signals()
         if not _is_finished(claims, run):
             wait_for_server()  # before the other nodes end their round because this one has come
         while True:
-            _obey_signals()
+            raise_on_stop_signals()
             order = node.next_order()
             if order["what"] == "end":
                 _print(order["lines"])
@@ -86,8 +84,7 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
         _print([f"aliquot: {error.line}"])
         return 1
     finally:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # this node is leaving already
+        ignore_stop_signals()  # this node is leaving already
         node.leave()
 
 
@@ -331,18 +328,6 @@ def _refuses(address: str, port: int) -> bool:
     except OSError:
         return False
     return False
-
-
-def _obey_signals() -> None:
-    """Raise SignalException on a signal, as torch's elastic agent does once it has started ranks."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    def stop(number: int, _frame: FrameType | None) -> NoReturn:
-        raise SignalException("told to stop", signal.Signals(number))
-
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stop)
 
 
 def _print(lines: list[str] | tuple[str, ...]) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +19,7 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import LaunchError, StorageError
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
+from aliquot.distributed.signals import exit_on_sigterm
 from aliquot.distributed.topology import check_port
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # rendezvous.infer_local_ranks infers the others
@@ -123,7 +122,7 @@ def start_ranks(
     from aliquot.distributed.rendezvous import meet_nodes, single_node
 
     if launch.most_nodes > 1:
-        with _sigterm_ends():
+        with exit_on_sigterm("before the nodes had met"):
             group, ranks = meet_nodes(launch, automatic, common_secret(os.environ, run_directory))
     else:
         group, ranks = single_node(), int(launch.ranks)
@@ -141,22 +140,6 @@ def prepare_log_directory(directory: Path) -> Path:
     except OSError as error:
         raise StorageError(f"cannot write the ranks' logs: {error.strerror}", directory) from None
     return directory
-
-
-@contextmanager
-def _sigterm_ends() -> Iterator[None]:
-    """End this process on SIGTERM: the first process of a container ignores a signal without a handler."""
-
-    def end(number: int, _: object) -> None:
-        text = f"aliquot: stopped by {signal.Signals(number).name} before the nodes had met"
-        print(text, file=sys.stderr, flush=True)
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:

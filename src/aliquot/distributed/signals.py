@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and a thread that hears them.
+"""The signals that ask a run to stop, a thread that hears them, and the handlers of launchers.
 
 Python runs a signal handler in the main thread, after the call in which that thread waits: a library that trains a
 tokenizer, or the wait for ranks. So a thread acts instead: the interpreter writes the number of each signal into a
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from aliquot.core.errors import TrainingError
 
@@ -78,3 +81,39 @@ def first_and_second_signal(on_first: Callable[[str], None], on_second: Callable
         yield
     finally:
         listener.close()
+
+
+@contextmanager
+def exit_on_sigterm(when: str) -> Iterator[None]:
+    """End this process on SIGTERM: the first process of a container ignores a signal that has no handler.
+
+    Args:
+        when: ends the line for the person, for example "before the nodes had met".
+    """
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        print(f"aliquot: stopped by {signal.Signals(number).name} {when}", file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def raise_on_stop_signals() -> None:
+    """Raise SignalException on a stop signal, as torch's elastic agent does once it has started ranks."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def stop(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SignalException("told to stop", signal.Signals(number))
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+def ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
