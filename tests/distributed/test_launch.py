@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
     for file in (stopped, left):
         file.touch()
     os.utime(stopped, (1e9, 1e9))  # clocks are set, and those of file servers are others
-    assert describe_stuck_ranks(own, 2).startswith("; nothing is heard of rank 0: stopped, or on a host that")
+    assert describe_stuck_ranks(own, 2).startswith("; no answer from rank 0: its process is stopped, or")
     stopped.write_text(waits)
     assert describe_stuck_ranks(own, 2) == ""
     polls = '  File "/aliquot/engines/host/gradient_exchange.py", line 9 in _wait_for_space\n'

@@ -70,9 +70,9 @@ def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGINT
     assert errors.splitlines() == [
-        f"aliquot: {number.name}: it saves and stops once all ranks have finished the step; once more ends the run at"
-        " once, losing 3 steps",
-        "aliquot: SIGINT, told to stop again: ended, losing 3 steps",
+        f"aliquot: {number.name}: the run saves and stops after this step; a second signal ends it at once, losing 3"
+        " steps",
+        "aliquot: SIGINT is the second signal: ended, losing 3 steps",
     ]
 
 
@@ -96,7 +96,7 @@ def test_second_signal_while_copying_reports_saved_step() -> None:
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     ended = "ended after step 5, which is saved: start again to continue"
-    assert errors.splitlines()[1] == f"aliquot: SIGINT, told to stop again: {ended}"
+    assert errors.splitlines()[1] == f"aliquot: SIGINT is the second signal: {ended}"
 
 
 def test_signal_is_obeyed_though_run_directory_does_not_answer() -> None:
@@ -106,7 +106,7 @@ def test_signal_is_obeyed_though_run_directory_does_not_answer() -> None:
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1 and "not saved within checkpoint.grace_s = 4 s" in errors
     assert (
-        "it saves and stops once all ranks have finished the step; once more ends the run at once, and what is lost"
+        "the run saves and stops after this step; a second signal ends it at once, losing an unknown number of steps"
         in errors
     )
 

@@ -147,7 +147,7 @@ def test_best_on_other_data_is_forgotten(tmp_path: Path) -> None:
     trained(file)
     (tmp_path / "else.txt").write_text("words that nobody has seen before\n" * 3)
     result = command("train", file, f"data.eval_path={tmp_path}/else.txt", "train.max_steps=6")
-    assert result.returncode == 0 and "what was best is forgotten" in result.stdout + result.stderr, result.stderr
+    assert result.returncode == 0 and "the best evaluation is forgotten" in result.stdout + result.stderr, result.stderr
     assert state(tmp_path / "run", 6)["evaluations"]["best_step"] == 6
 
 

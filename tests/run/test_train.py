@@ -230,7 +230,7 @@ def told_to_stop(number: signal.Signals, directory: Path, *arguments: str | Path
 def test_ctrl_c_saves_and_says_how_to_continue(folder: Path, ranks: int) -> None:
     config, directory = write_config(folder, f"ctrl-c-{ranks}", launch={"ranks": ranks}), folder / f"ctrl-c-{ranks}"
     errors = told_to_stop(signal.SIGINT, directory, config, "train.max_steps=100000")
-    assert "once more ends the run at once, losing all" in errors and "start again to continue" in errors
+    assert "a second signal ends it at once, losing all" in errors and "start again to continue" in errors
     (saved,) = (directory / "checkpoints").iterdir()
     assert list(curve(directory)) == list(range(1, int(saved.name.removeprefix("step-")) + 1))
 
@@ -296,7 +296,7 @@ def test_evaluation_is_compiled_after_the_first_step(folder: Path) -> None:
     made: dict[str, set[str]] = {}
     is_compiling = False
     for line in run.stdout:
-        is_compiling = is_compiling or "compiling what evaluates" in line
+        is_compiling = is_compiling or "compiling the evaluation" in line
         if line.startswith("step "):
             made[line.split("/")[0]] = {file.name for file in kernels.rglob("*.cpp")}
     _, errors = run.communicate(timeout=100)

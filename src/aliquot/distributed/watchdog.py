@@ -276,7 +276,7 @@ def _describe(stack_file: Path, world_size: int) -> str:
         return f"; {places}{', and the others wait for it' * (len(stuck) == 1)}"
     silent = [str(rank) for rank, file in files.items() if file != stack_file and file.stat().st_size == 0]
     if silent:
-        return f"; nothing is heard of rank {', '.join(silent)}: stopped, or on a host that does not answer"
+        return f"; no answer from rank {', '.join(silent)}: its process is stopped, or its host is out of reach"
     return ""
 
 

@@ -70,10 +70,10 @@ def check_first_batch(run: RunContext, inputs: Inputs, model: Model) -> None:
         if loss_with_bos < loss - _MUCH_BETTER:
             run.display.warning(
                 f"the documents begin at a loss of {loss:.2f}, and at {loss_with_bos:.2f} with {tokenizer.bos_token}"
-                " before each: set data.add_bos=true"
+                " before each document: set data.add_bos=true"
             )
             return
-        advice = "; data.add_bos=true may be what it was trained with"
+        advice = "; the model may have been trained with data.add_bos=true"
     if loss > guess:
         run.display.warning(
             f"the documents begin at a loss of {loss:.2f}, and guessing gives {guess:.2f}: are model, tokenizer and"

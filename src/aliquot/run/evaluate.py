@@ -84,7 +84,7 @@ class Evaluator:
         run, ranks = self._training.run, self._training.run.ranks
         if run.config.train.compile == "none" or not self._sets:
             return
-        run.display.line("compiling what evaluates, before the second step")
+        run.display.line("compiling the evaluation before the second step")
         run.activity.enter(Stage.COMPILE_EVALUATION)
         for batches in self._sets.values():
             for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):

@@ -72,7 +72,7 @@ def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> P
     def check_stop(_: object) -> None:
         """End an export that a signal makes pointless: in the time that is left a checkpoint can be saved."""
         if shutdown.requested:
-            raise TrainingError("told to stop before the export was done")
+            raise TrainingError("a signal came before the export was complete")
         if (lost := run.directory.why_lost()) is not None:
             raise RunDirectoryError(lost)
 
@@ -97,7 +97,7 @@ def is_exported(run: RunContext, start: Start) -> bool:
     step = start.step if best is None else best
     exists, step_of_export = run_on_rank_0(run.ranks, lambda: (target.exists(), exported_step(target)))
     if exists and step_of_export != step:
-        run.display.line(f"{target} does not hold the weights of step {step}: it is made again")
+        run.display.line(f"{target} does not hold the weights of step {step}: exporting again")
     return bool(step_of_export == step)
 
 
@@ -123,7 +123,7 @@ def _export(training: TrainingContext, options: dict[str, Any]) -> Path:
     if checkpoint is not None and best is not None and best != progress.step:
         files = of_step(training.files, best)
         if _export_checkpoint(run, checkpoint, {"dtype": dtype, "files": files, **options}):
-            run.display.line(f"exported is what evaluated best: {progress.evaluations.summary()}")
+            run.display.line(f"the export holds the weights that evaluated best: {progress.evaluations.summary()}")
             return target
     files = of_step(training.files, progress.step)
     if adapter is None:
@@ -189,7 +189,7 @@ def _keep_foreign_files(target: Path, files: Collection[str], display: Display, 
     if foreign:
         free = next(path for n in count(1) if not (path := target.with_name(f"{target.name}-{n}")).exists())
         replaced.rename(free)
-        display.warning(f"{target} held {foreign[0]}, which is not of an export: it is {free} now")
+        display.warning(f"{target} held {foreign[0]}, which no export writes: the directory is now {free}")
     return bool(foreign)
 
 

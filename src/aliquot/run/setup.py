@@ -176,13 +176,13 @@ def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Mo
 def _warn_of_bf16(run: RunContext, built: meta.MetaModel) -> None:
     if run.ranks.topology.device == "cpu" and not (cpu := read_cpu()).has_bf16_instructions:
         run.display.warning(
-            f"this CPU has no instructions for bf16 ({', '.join(cpu.isa)}): products in it are much slower than in"
-            " fp32; set train.precision=fp32"
+            f"this CPU has no instructions for bf16 ({', '.join(cpu.isa)}): matrix products in bf16 are much slower"
+            " than in fp32. Set train.precision=fp32"
         )
     if rounded := sorted(built.exact & built.learned):
         run.display.warning(
-            f"{rounded[0]} and its like ({len(rounded)}) are computed with in bf16, where transformers keeps fp32;"
-            " masters and exports of them are fp32, and train.freeze would keep them as they are"
+            f"{len(rounded)} parameters such as {rounded[0]} are computed in bf16, although transformers keeps fp32:"
+            " their master weights and exports are fp32. train.freeze keeps such parameters unchanged"
         )
 
 
@@ -256,7 +256,7 @@ def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state
     if is_from_another_run(run.config.checkpoint, mirror, root, checkpoint):
         return EvaluationHistory()
     if None not in (before := state.get("evaluated"), now := inputs.evaluated) and before != now:
-        run.display.warning("other data are evaluated on than before: what was best is forgotten")
+        run.display.warning("the evaluation data have changed: the best evaluation is forgotten")
         return EvaluationHistory()
     if not run.config.checkpoint.best or history.best_step is None:
         return history
@@ -265,7 +265,7 @@ def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state
         return history
     if fetch_best(mirror, best, run.ranks, run.display.warning):
         return history
-    run.display.warning(f"the checkpoint of step {history.best_step}, which evaluated best, is not here any more")
+    run.display.warning(f"the checkpoint of step {history.best_step}, which evaluated best, is missing")
     return replace(history, best_step=None, best_loss=math.inf)
 
 

@@ -106,7 +106,7 @@ class Shutdown:
             raise TrainingError("signals come to the main thread alone: train there")
         self.requested = 0
         self._state = (Phase.SETUP, 0)  # with the last step; one value, because another thread reads it
-        self._loss = "and what is lost by that cannot be told: the run directory does not answer"
+        self._loss = "losing an unknown number of steps: the run directory does not answer"
         self._grace_s = grace_s
         self._speaks = speaks
         self._describe_loss = describe_loss
@@ -184,7 +184,7 @@ class Shutdown:
         elif ROUND not in os.environ and time.monotonic() > self._requested_at + REPEAT_S:
             outcome = self._outcome()
             ended = f"ended, {self._loss}" if outcome is None else f"ended {outcome}"
-            self._say(f"{signal.Signals(number).name}, told to stop again: {ended}")
+            self._say(f"{signal.Signals(number).name} is the second signal: {ended}")
             os._exit(128 + number)
 
     def _request(self, number: int) -> None:
@@ -194,8 +194,8 @@ class Shutdown:
         self._deadline.start()
         if self._speaks:
             bounded_call(self._read_loss)
-        again = "" if ROUND in os.environ else f"; once more ends the run at once, {self._loss}"
-        self._say(f"{signal.Signals(number).name}: it saves and stops once all ranks have finished the step{again}")
+        again = "" if ROUND in os.environ else f"; a second signal ends it at once, {self._loss}"
+        self._say(f"{signal.Signals(number).name}: the run saves and stops after this step{again}")
 
     def _read_loss(self) -> None:
         self._loss = self._describe_loss()

@@ -155,4 +155,4 @@ def _check_mirror(config: RunConfig) -> None:
 def _describe_loss(directory: RunDirectory) -> str:
     """Say what an immediate end of the run would lose."""
     checkpoints = complete_directories(directory.checkpoints)
-    return f"losing what came after {checkpoints[-1].name}" if checkpoints else "losing all that it has trained"
+    return f"losing the steps after {checkpoints[-1].name}" if checkpoints else "losing all steps"
