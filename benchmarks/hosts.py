@@ -128,7 +128,7 @@ def _plan(given: argparse.Namespace, hosts: int, link: str, reduce_dtype: str) -
     }
     run = validate(values, {}, "hosts")
     bytes_per_s = None if link == "none" else float(link.removesuffix("gbit")) * 1e9 / 8
-    machine = replace(Machine.this(), network_bytes_per_s=bytes_per_s)
+    machine = replace(Machine.local(), network_bytes_per_s=bytes_per_s)
     ensure_measured(machine, RankLayout(1, hosts, 1, "cpu"))
     return Planner(PlannedModel(run), machine).plan(run, RankLayout(hosts, 1, 1, "cpu"), Workload.assumed(run))
 

@@ -70,7 +70,7 @@ def cell(model: dict[str, Any], states: str, gib: int) -> str:
         "launch": {"device": "cpu", "ranks": 2},
     }
     config = validate(values, {}, "a table")
-    machine = Machine.of_numbers(gib, 8, None)
+    machine = Machine.from_numbers(gib, 8, None)
     layout = machine.layout(config)
     if str(model) not in _planned:
         _planned[str(model)] = PlannedModel(config)

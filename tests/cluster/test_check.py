@@ -25,7 +25,7 @@ from aliquot.cluster.render import documents
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError
 from aliquot.planner.plan import PhaseMemory
-from aliquot.planner.planned_machine import Machine, in_pod
+from aliquot.planner.planned_machine import Machine, limit_to_pod
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS
 from tests.conftest import REPOSITORY
@@ -548,7 +548,7 @@ def test_refused_before_rendering() -> None:
 def test_a_plan_has_what_its_pod_has() -> None:
     """Else `plan --instance` and `instances --fits` say that it fits, and `render` that it does not."""
     job = cpu_job(daemonset_memory_mib=4096, daemonset_cpu_millicores=20_000)
-    machine = in_pod(Machine.of_instance("r7i.8xlarge"), job.config)
+    machine = limit_to_pod(Machine.from_instance("r7i.8xlarge"), job.config)
     assert (machine.memory_bytes, machine.cores) == (job.memory_bytes, job.cpus)
 
 

@@ -19,7 +19,7 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from tests.planner.shapes import LLAMA, planned_config
 
-SLOW = Machine.of_numbers(64, 16, 0.1)
+SLOW = Machine.from_numbers(64, 16, 0.1)
 
 
 @pytest.mark.parametrize(

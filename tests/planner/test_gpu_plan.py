@@ -23,7 +23,7 @@ from aliquot.planner.report import summary
 from tests.engines.cases import DEEPSEEK, SMALL
 from tests.planner.shapes import LLAMA, planned_config
 
-MACHINE = Machine.of_instance("g6e.12xlarge")  # four GPUs
+MACHINE = Machine.from_instance("g6e.12xlarge")  # four GPUs
 
 
 def planned(ranks: int = 1, **sections: dict[str, object]) -> Plan:
@@ -61,7 +61,7 @@ def test_latent_attention_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
     shown = {}
     for name in ("hpc7g.16xlarge", "c7g.16xlarge"):
-        made = plan(planned_config(LLAMA), Machine.of_instance(name), 1, 2)
+        made = plan(planned_config(LLAMA), Machine.from_instance(name), 1, 2)
         console = Console(file=StringIO(), width=200)
         console.print(summary(made, [], name, ""))
         shown[name] = console.file.getvalue()  # type: ignore[attr-defined]

@@ -59,7 +59,7 @@ def row(draw: random.Random) -> tuple[int, ...]:
 
 
 def planned(config: RunConfig) -> int | None:
-    machine = replace(Machine.of_numbers(64, 2, 10), isa=("amx_bf16",))  # where micro-batches are filled up
+    machine = replace(Machine.from_numbers(64, 2, 10), isa=("amx_bf16",))  # where micro-batches are filled up
     planner = Planner(PlannedModel(config), machine)
     return planner.plan(config, RankLayout(1, 1, 2, "cpu"), Workload.assumed(config)).kernel_shapes
 

@@ -11,7 +11,7 @@ from tests.planner.shapes import LLAMA, planned_config
 
 
 def test_a_rank_has_one_gpu_however_many_there_are() -> None:
-    machine = Machine.of_instance("g6e.12xlarge")
+    machine = Machine.from_instance("g6e.12xlarge")
     assert machine.gpus == 4
     config = planned_config(LLAMA, launch={"device": "cuda"})
     for ranks in (1, 4):
@@ -23,12 +23,12 @@ def test_a_rank_has_one_gpu_however_many_there_are() -> None:
 def test_sockets() -> None:
     two = ("m5.24xlarge", "c6i.32xlarge", "c7i.48xlarge", "c6a.48xlarge", "m7a.48xlarge")
     nodes = dict.fromkeys(two, 2) | {"c8g.24xlarge": 1}
-    assert {name: Machine.of_instance(name).numa_nodes for name in nodes} == nodes
+    assert {name: Machine.from_instance(name).numa_nodes for name in nodes} == nodes
 
 
 def test_processors_have_the_instructions_that_they_were_made_with() -> None:
     """Haswell and Broadwell have no AVX-512, Ivy Bridge no AVX2."""
     first = {
-        name: Machine.of_instance(name).isa[0] for name in ("c3.8xlarge", "c4.8xlarge", "c5.9xlarge", "c7i.8xlarge")
+        name: Machine.from_instance(name).isa[0] for name in ("c3.8xlarge", "c4.8xlarge", "c5.9xlarge", "c7i.8xlarge")
     }
     assert list(first.values()) == ["avx", "avx2", "avx512f", "amx_bf16"]

@@ -76,7 +76,7 @@ def test_medians_are_of_each_number() -> None:
 
 def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
-    machine = Machine.this()
+    machine = Machine.local()
     assert measured_rates(machine, ONE) is None
     machine_profile.ensure_measured(machine, RankLayout(1, 2, 1, "cpu"))
     (kept,) = unknown.iterdir()
@@ -86,14 +86,16 @@ def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pyt
     found = measured_rates(machine, ONE)
     assert found is not None and "measured on this machine" in found.source
     assert ", of 2 x 1 threads" in found.source and found.off_by > 1.15, "scaled, with a wider band"
-    machine_profile.ensure_measured(Machine.of_instance("c7i.8xlarge"), ONE)  # another machine cannot be measured here
+    machine_profile.ensure_measured(
+        Machine.from_instance("c7i.8xlarge"), ONE
+    )  # cannot be measured here
 
 
 def test_rates_of_other_threads_follow_from_the_nearest(unknown: Path) -> None:
     cpu = read_cpu()
     keep(cpu, 1, 1, RATES)
     one, two = (
-        measured_rates(Machine.this(cpu), RankLayout(1, 1, threads, "cpu")) for threads in (1, cpu.usable_cores)
+        measured_rates(Machine.local(cpu), RankLayout(1, 1, threads, "cpu")) for threads in (1, cpu.usable_cores)
     )
     assert one is not None and two is not None
     assert one.matmul_s(1, 512, 512, 512, 2) == pytest.approx(
@@ -106,7 +108,7 @@ def test_a_network_that_nobody_told_of_is_said_to_be_assumed(unknown: Path) -> N
     cpu = read_cpu()
     keep(cpu, 1, 1, RATES)
     for nodes, network, assumed in ((1, None, False), (2, None, True), (2, 1e9, False)):
-        machine = replace(Machine.this(cpu), network_bytes_per_s=network)
+        machine = replace(Machine.local(cpu), network_bytes_per_s=network)
         rates = measured_rates(machine, RankLayout(nodes, 1, 1, "cpu"))
         assert rates is not None
         assert ("10 Gbit/s between hosts assumed" in rates.source) == (rates.off_by > 2) == assumed
@@ -119,7 +121,7 @@ def test_calibration_keeps_a_profile_for_each_end_of_the_layouts(
     cores = read_cpu().usable_cores
     assert machine_profile.calibrate() == unknown
     assert {path.name.partition("-")[2] for path in unknown.iterdir()} == {f"{cores}x1.json", f"1x{cores}.json"}
-    rates = measured_rates(Machine.this(), RankLayout(1, cores, 1, "cpu"))
+    rates = measured_rates(Machine.local(), RankLayout(1, cores, 1, "cpu"))
     assert rates is not None and "takes its time" not in rates.source
 
 
@@ -129,7 +131,7 @@ def made_older(path: Path, seconds: float) -> None:
 
 
 def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, machine = read_cpu(), Machine.this()
+    cpu, machine = read_cpu(), Machine.local()
     path = keep(cpu, 1, 1, RATES)
     made_older(path, 3000)
     assert recent(cpu, 1, 1) is not None and machine_profile.is_measured(machine, ONE)
@@ -152,7 +154,7 @@ def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypa
 
 def test_ranks_that_share_cores_have_their_part_of_them(unknown: Path) -> None:
     cpu = read_cpu()
-    machine, cores = Machine.this(cpu), cpu.usable_cores
+    machine, cores = Machine.local(cpu), cpu.usable_cores
     alone, shared = RankLayout(1, cores, 1, "cpu"), RankLayout(1, 2 * cores, 1, "cpu")
 
     def compared() -> tuple[float, float, float, float]:
@@ -182,11 +184,11 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     assert recent(cpu, 2, 1) is None
     keep(cpu, 2, 1, {**RATES, "spread": 0.5})
     assert recent(cpu, 2, 1) is None
-    rates = measured_rates(Machine.this(cpu), ONE)
+    rates = measured_rates(Machine.local(cpu), ONE)
     assert rates is not None and rates.source.endswith("the machine was busy")  # better than an estimate
     keep(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
     keep(cpu, 1, 4, {**RATES, "call_s": 8.0})
-    rates = measured_rates(Machine.this(cpu), RankLayout(1, 1, 2, "cpu"))
+    rates = measured_rates(Machine.local(cpu), RankLayout(1, 1, 2, "cpu"))
     assert rates is not None and rates.overhead_s(1) == 8.0  # of more threads, but undisturbed
 
 
@@ -204,7 +206,7 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     ids=repr,
 )
 def test_a_file_that_is_no_profile_is_measured_again(unknown: Path, broken: Any) -> None:
-    cpu, machine = read_cpu(), Machine.this()
+    cpu, machine = read_cpu(), Machine.local()
     path = keep(cpu, 1, 1, RATES)
     assert machine_profile.is_measured(machine, ONE)
     whole = json.loads(path.read_text())

@@ -35,7 +35,7 @@ from aliquot.planner.step_time import StepTime
 from aliquot.planner.traffic import traffic
 from tests.planner.shapes import LLAMA, QWEN3, planned_config
 
-SERVER = Machine.of_numbers(64, 16, 10)
+SERVER = Machine.from_numbers(64, 16, 10)
 
 
 def planned(model: dict[str, Any] = LLAMA, nodes: int = 1, ranks: int = 2, **sections: dict[str, Any]) -> Plan:
@@ -93,12 +93,12 @@ def test_auto_is_what_fits() -> None:
     model, layout = PlannedModel(config), RankLayout(8, 2, 2, "cpu")
     found = {}
     for memory_gib in (1.2, 2, 4, 8):
-        machine = Machine.of_numbers(memory_gib, 4, 25)
+        machine = Machine.from_numbers(memory_gib, 4, 25)
         made = Planner(model, machine).plan(config, layout, Workload.assumed(config))
         found[memory_gib] = (made.engine, not fit.problems(made, machine))
     assert found == {1.2: ("fsdp", False), 2: ("host", False), 4: ("fsdp", True), 8: ("host", True)}
     held = planned_config(config.model.config, shard={"collectives": "shared_memory"})
-    machine = Machine.of_numbers(4, 4, 25)
+    machine = Machine.from_numbers(4, 4, 25)
     assert Planner(model, machine).plan(held, layout, Workload.assumed(held)).engine == "host"
 
 
@@ -200,7 +200,7 @@ def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
     train = {"per_device_train_batch_size": 4, "global_batch_size": 32}
     model = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096}
     config = planned_config(model, train=train, launch={"device": "cuda"})
-    nvlink, pcie = (plan(config, Machine.of_instance(name), 1, 8) for name in ("p5.48xlarge", "g6e.48xlarge"))
+    nvlink, pcie = (plan(config, Machine.from_instance(name), 1, 8) for name in ("p5.48xlarge", "g6e.48xlarge"))
     assert "NVLink at 338 GB/s" in nvlink.rates and "PCIe at 20 GB/s" in pcie.rates
     assert pcie.bottleneck.startswith("network-bound") and pcie.step_s > 2 * nvlink.step_s
 
@@ -215,7 +215,7 @@ def test_the_same_batch_moves_the_same_bytes_however_it_is_given() -> None:
 
 
 def test_a_run_that_waits_for_the_wire_is_told_what_helps() -> None:
-    slow, config = Machine.of_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
+    slow, config = Machine.from_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
     planner, workload = Planner(PlannedModel(config), slow), Workload.assumed(config)
     layout = slow.layout(config, 2, 2)
     made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
@@ -233,7 +233,7 @@ def test_who_computes_in_the_slower_precision_is_told_so() -> None:
     found = {}
     for name in ("c6a.2xlarge", "c7a.2xlarge", "c7i.2xlarge"):
         for given, other in (("bf16", "fp32"), ("fp32", "bf16")):
-            machine, config = Machine.of_instance(name), planned_config(LLAMA, train={"precision": given})
+            machine, config = Machine.from_instance(name), planned_config(LLAMA, train={"precision": given})
             planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
             layout = machine.layout(config, 1, 2)
             made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
@@ -244,7 +244,7 @@ def test_who_computes_in_the_slower_precision_is_told_so() -> None:
 
 
 def test_where_memory_is_waited_for_compiled_layers_are_told_of() -> None:
-    machine, told = Machine.of_instance("c7i.2xlarge"), []
+    machine, told = Machine.from_instance("c7i.2xlarge"), []
     for compiles in ("none", "layers"):
         config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
         planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
@@ -353,7 +353,7 @@ def test_with_amx_rows_that_are_not_packed_have_few_lengths_whose_kernels_are_la
 
 @pytest.mark.long
 def test_slow_wires_favour_one_exchange_a_step() -> None:
-    slow = Machine.of_numbers(64, 16, 1)
+    slow = Machine.from_numbers(64, 16, 1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
     planner = Planner(PlannedModel(config), slow)
     found = fastest(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config))
@@ -364,15 +364,15 @@ def test_slow_wires_favour_one_exchange_a_step() -> None:
 
 def test_a_foreign_machine_has_the_same_numbers_here_and_there() -> None:
     config = planned_config(QWEN3)
-    first, again = (plan(config, Machine.of_instance("c7i.8xlarge"), 2, 4) for _ in range(2))
+    first, again = (plan(config, Machine.from_instance("c7i.8xlarge"), 2, 4) for _ in range(2))
     assert first == again
     assert first.limit_bytes_per_node == 57_691 << 20  # Karpenter's allocatable memory, not the type's 64 GiB
-    assert first.usd_per_hour == 2 * Machine.of_instance("c7i.8xlarge").instance.usd_per_hour  # type: ignore[union-attr]
+    assert first.usd_per_hour == 2 * Machine.from_instance("c7i.8xlarge").instance.usd_per_hour  # type: ignore[union-attr]
     assert "estimate" in first.rates
 
 
 def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
-    tight = Machine.of_numbers(1.2, 4, 10)
+    tight = Machine.from_numbers(1.2, 4, 10)
     config = planned_config(
         LLAMA | {"vocab_size": 16384, "num_hidden_layers": 1}, train={"per_device_train_batch_size": 16}
     )
@@ -428,12 +428,12 @@ def test_the_seeds_table_of_llama_3_8b() -> None:
 
 def test_a_pinned_rank_plans_for_the_whole_machine() -> None:
     allowed = frozenset(os.sched_getaffinity(0))
-    whole = Machine.this()
+    whole = Machine.local()
     try:
         os.sched_setaffinity(0, {min(allowed)})
-        pinned = Machine.this(read_cpu(allowed=allowed))
+        pinned = Machine.local(read_cpu(allowed=allowed))
         assert (pinned.cores, pinned.cpu) == (whole.cores, whole.cpu)
-        assert Machine.this().cores == 1
+        assert Machine.local().cores == 1
     finally:
         os.sched_setaffinity(0, allowed)
 

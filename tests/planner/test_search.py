@@ -27,7 +27,7 @@ from tests.conftest import REPOSITORY
 from tests.planner.shapes import LLAMA, planned_config
 
 GPU_RUN = REPOSITORY / "examples" / "llama3-8b-gpu.yaml"
-SERVER = Machine.of_numbers(64, 4, 10)
+SERVER = Machine.from_numbers(64, 4, 10)
 SMALL = LLAMA | {"num_hidden_layers": 1}
 BATCHES = [
     {"per_device_train_batch_size": 4},
@@ -77,7 +77,7 @@ def test_proposed_lines_bring_the_planned_ranks_where_those_go_by_the_batch(tmp_
         "launch": {"device": "cpu"},
     }
     file.write_text(yaml.safe_dump(sections))
-    config, machine = read_config(file), Machine.of_numbers(64, 16, 10)
+    config, machine = read_config(file), Machine.from_numbers(64, 16, 10)
     planner, layout = Planner(PlannedModel(config), machine), machine.layout(config, 2)
     found = list(candidates(planner, config, layout, Workload.assumed(config), [2]))
     assert "(as it is)" in {each.lines for each in found} and len({each.plan.ranks_per_node for each in found}) > 3
@@ -116,7 +116,7 @@ def test_what_train_refuses_is_not_planned(sections: dict[str, Any]) -> None:
 def test_what_is_proposed_has_room_in_shm() -> None:
     """Of two GPUs whose ranks need more of /dev/shm than there is, no other settings fit either."""
     config = planned_config(SMALL, launch={"ranks": 2, "device": "cuda"}, shard={"engine": "fsdp"})
-    machine = replace(Machine.of_numbers(64, 4, 10), gpus=2, gpu_memory_bytes=80 << 30, shm_bytes=64 << 20)
+    machine = replace(Machine.from_numbers(64, 4, 10), gpus=2, gpu_memory_bytes=80 << 30, shm_bytes=64 << 20)
     planner, layout = Planner(PlannedModel(config), machine), RankLayout(1, 2, 2, "cuda")
     workload = Workload.assumed(config)
     assert "/dev/shm has" in fit.problems(planner.plan(config, layout, workload), machine)[0]
@@ -130,7 +130,7 @@ def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
     found = {}
     for nodes in ("1:2", 2):
         config = planned_config(shape, train={"global_batch_size": 4}, launch={"nodes": nodes})
-        planner = Planner(PlannedModel(config), Machine.of_numbers(1.15, 4, 10))
+        planner = Planner(PlannedModel(config), Machine.from_numbers(1.15, 4, 10))
         found[nodes] = {each.lines for each in fastest(planner, config, layout, Workload.assumed(config), 1000)}
     alone = candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config), [1])
     too_large = {each.lines for each in alone if not each.plan.fits}
@@ -149,7 +149,7 @@ def test_where_the_fewest_nodes_are_short_more_of_them_must_be_left() -> None:
 
 
 def test_a_disk_is_proposed_with_the_engine_that_has_it() -> None:
-    small = Machine.of_numbers(0.7, 4, 10)
+    small = Machine.from_numbers(0.7, 4, 10)
     config = planned_config(LLAMA | {"num_hidden_layers": 24, "hidden_size": 512}, shard={"engine": "fsdp"})
     told = remedies(Planner(PlannedModel(config), small), config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
     assert told.startswith("What fits: shard.offload=disk shard.engine=host "), told

@@ -25,7 +25,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner import search
-from aliquot.planner.fit import short_disks
+from aliquot.planner.fit import full_disks
 from aliquot.planner.memory_plan import MARGIN, least_on_disk
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
@@ -37,7 +37,7 @@ from tests.planner.shapes import LLAMA, planned_config
 SHAPE = shaped_model(planned_config(LLAMA)).shape
 LARGE = sum(count * numel(each) for each, count in SHAPE.alike.items() if len(each) > 1)
 LAYOUT = RankLayout(1, 1, 1, "cpu")
-MACHINE = Machine.of_numbers(16, 4, None)
+MACHINE = Machine.from_numbers(16, 4, None)
 SLOW = replace(MACHINE, disk_bytes_per_s=4e7)  # a forward pass of a small batch does not hide an update
 WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 
@@ -137,13 +137,13 @@ def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
 
 
 def test_a_disk_is_offered_where_nothing_else_fits() -> None:
-    config, machine = planned_config(WIDE), Machine.of_numbers(0.8, 2, None)
+    config, machine = planned_config(WIDE), Machine.from_numbers(0.8, 2, None)
     planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
     assert remedies(planner, config, machine.layout(config), workload).startswith("What fits: shard.offload=disk ")
 
 
 def test_a_disk_that_is_too_small_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, machine = planned_config(WIDE), replace(Machine.of_numbers(0.8, 2, None), cpu=read_cpu())
+    config, machine = planned_config(WIDE), replace(Machine.from_numbers(0.8, 2, None), cpu=read_cpu())
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
     planner, workload, free = Planner(PlannedModel(config), machine), Workload.assumed(config), os.statvfs(tmp_path)
     layout = RankLayout(1, 2, 1, "cpu")
@@ -161,7 +161,7 @@ def test_a_disk_that_is_too_small_is_not_offered(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_on_a_disk_already_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, machine = limited(0.1), Machine.of_numbers(0.8, 2, None)
+    config, machine = limited(0.1), Machine.from_numbers(0.8, 2, None)
     planner, workload, searches = Planner(PlannedModel(config), machine), Workload.assumed(config), []
 
     def candidates(*arguments: object) -> Iterator[Candidate]:
@@ -189,16 +189,16 @@ def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> 
     section = config.run.model_copy(update={"directory": tmp_path / "runs" / "name"})
     config = config.model_copy(update={"run": section})
     made = plan(config, MACHINE)
-    assert short_disks(config, made) == []
+    assert full_disks(config, made) == []
     huge = vars(made) | {"checkpoint_bytes": 1 << 60}
     only_export = config.model_copy(update={"checkpoint": type(config.checkpoint)(last=False)})
-    assert short_disks(only_export, type(made)(**huge)) == []
-    (line,) = short_disks(config, type(made)(**huge))
+    assert full_disks(only_export, type(made)(**huge)) == []
+    (line,) = full_disks(config, type(made)(**huge))
     assert line.startswith(f"{tmp_path}/runs/name has ") and "3 checkpoints take 3458764513.82 GB" in line
     before_the_last = config.model_copy(update={"checkpoint": type(config.checkpoint)(every=5, last=False)})
-    assert "1 checkpoint take" in short_disks(before_the_last, type(made)(**huge))[0]
+    assert "1 checkpoint take" in full_disks(before_the_last, type(made)(**huge))[0]
     assert line.endswith(" GB: set another run.directory") and "GB and the export takes " in line
-    assert short_disks(before_the_last, type(made)(**huge), done=5) == []
+    assert full_disks(before_the_last, type(made)(**huge), done=5) == []
 
 
 def test_fewer_checkpoints_are_named_where_they_leave_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +208,6 @@ def test_fewer_checkpoints_are_named_where_they_leave_room(tmp_path: Path, monke
     for free, helps in ((25, "set checkpoint.keep=1, or another run.directory"), (15, "set another run.directory")):
         found = SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=10**8)
         monkeypatch.setattr(os, "statvfs", lambda path, found=found: found)
-        assert short_disks(config, made) == [
+        assert full_disks(config, made) == [
             f"{tmp_path} has {free / 10:.2f} GB free, and 3 checkpoints take 3.00 GB: {helps}"
         ]

@@ -84,10 +84,10 @@ def command(
         from aliquot.data.workload import Workload
         from aliquot.planner import fit, report, search
         from aliquot.planner.advice import with_advice
-        from aliquot.planner.fit import short_disks
+        from aliquot.planner.fit import full_disks
         from aliquot.planner.machine_profile import ensure_measured
         from aliquot.planner.pictures import memory_svg
-        from aliquot.planner.planned_machine import chosen, in_pod, with_disks
+        from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
         from aliquot.planner.planned_model import PlannedModel
         from aliquot.planner.planner import Planner
 
@@ -126,7 +126,9 @@ def command(
             settings = _placed(settings)
         with progress() as doing:
             doing("what this machine has")
-            machine = with_disks(in_pod(chosen(instance, memory, cores, network), settings), settings)
+            machine = measure_disks(
+                limit_to_pod(machine_from_options(instance, memory, cores, network), settings), settings
+            )
             workload = Workload.assumed(settings, document_tokens)
             layout = machine.layout(settings, nodes, ranks_per_node)
             doing("what the model needs")
@@ -143,8 +145,8 @@ def command(
                 short = replace(layout, nodes=least.nodes)
             doing("what else there is")
             advice = search.remedies(planner, settings, short, workload, names=names) if problems else None
-            if machine.here:
-                problems += short_disks(settings, plan)
+            if machine.is_local:
+                problems += full_disks(settings, plan)
             better = search.fastest(planner, settings, layout, workload, names=names) if optimize is not None else []
         if as_json:
             alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]

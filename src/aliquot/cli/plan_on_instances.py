@@ -21,14 +21,14 @@ def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
     Raises UserError where there is no such model.
     """
     from aliquot.data.workload import Workload
-    from aliquot.planner.planned_machine import Machine, in_pod
+    from aliquot.planner.planned_machine import Machine, limit_to_pod
     from aliquot.planner.planned_model import PlannedModel
     from aliquot.planner.planner import Planner
 
     model = PlannedModel(config)
 
     def plan(instance: str, nodes: int) -> Plan:
-        machine = in_pod(Machine.of_instance(instance), config)
+        machine = limit_to_pod(Machine.from_instance(instance), config)
         return Planner(model, machine).plan(config, machine.layout(config, nodes), Workload.assumed(config))
 
     return plan

@@ -18,7 +18,7 @@ from aliquot.core.errors import PlanError, UserError
 from aliquot.data.batch_size import batch_size
 from aliquot.data.workload import Workload
 from aliquot.planner.plan import Plan
-from aliquot.planner.planned_machine import Machine, in_pod
+from aliquot.planner.planned_machine import Machine, limit_to_pod
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from aliquot.planner.search import with_settings
@@ -136,7 +136,7 @@ def undominated(types: Sequence[InstanceType]) -> list[InstanceType]:
     """Without those of which another has as much of everything for no more money."""
     kinds: dict[object, list[tuple[tuple[float, ...], InstanceType]]] = {}
     for each in types:
-        kind = (Machine.of_instance(each.name).isa, each.gpu_name)
+        kind = (Machine.from_instance(each.name).isa, each.gpu_name)
         kinds.setdefault(kind, []).append((_worth(each), each))
     kept = []
     for alike in kinds.values():
@@ -191,7 +191,7 @@ class _Search:
         checkpointings: Sequence[str] = ("none", "full"),
     ) -> Iterator[Offer]:
         """Those that fit."""
-        machine = in_pod(Machine.of_instance(type_.name), self.config)
+        machine = limit_to_pod(Machine.from_instance(type_.name), self.config)
         planner = Planner(self.model, machine)
         a_node = [each for each in ranks if each <= machine.cores] if not machine.gpus else [machine.gpus]
         for count in nodes:

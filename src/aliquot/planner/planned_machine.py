@@ -1,4 +1,4 @@
-"""The machine that is planned for: this one, an EC2 type, or one given by numbers."""
+"""The machine of a plan: this machine, an EC2 type, or a machine of given memory and cores."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
 
 GIB = 1 << 30
-_PIECE_BYTES, _PIECES = 4 << 20, 4
+_PROBE_PIECE_BYTES, _PROBE_PIECES = 4 << 20, 4  # of a write that measures a disk
 
 # Cores of one socket on EC2, at most, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
 # Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with numbers of their own (x2idn, u-6tb1): 48.
 _SOCKET_CORES = {("intel", 5): 24, ("intel", 6): 32, ("intel", 8): 96, ("amd", 7): 96, ("amd", 8): 96}
-# EC2's families of Intel processors before AVX-512 (Haswell, Broadwell), and before AVX2 (Sandy and Ivy Bridge).
+# EC2's families of Intel processors without AVX-512 (Haswell, Broadwell), and without AVX2 (Sandy and Ivy Bridge).
 _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
 _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One node. `memory_bytes` is what all ranks may have together."""
+    """One node."""
 
     name: str
     instance: InstanceType | None
     cores: int
-    memory_bytes: int
+    memory_bytes: int  # of all ranks together
     numa_nodes: int
     network_bytes_per_s: float | None
-    shm_bytes: int | None  # size of /dev/shm; None: not known, a pod mounts what it needs
+    shm_bytes: int | None  # size of /dev/shm; None: unknown, because a pod mounts as much as it needs
     isa: tuple[str, ...]
     clock_hz: float | None
     gpus: int = 0
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
-    disk_bytes_per_s: float | None = None  # where states lie that do not fit into memory, both directions together
+    disk_bytes_per_s: float | None = None  # of shard.offload_directory, both directions together
     written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
-    cpu: CpuFacts | None = None  # of this machine; None: another one
+    cpu: CpuFacts | None = None  # None: another machine than this one
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         return self.cpu is not None
 
     @classmethod
-    def this(cls, cpu: CpuFacts | None = None) -> Self:
-        """`cpu`: as it was read before this process was pinned; by default it is read now."""
+    def local(cls, cpu: CpuFacts | None = None) -> Self:
+        """Return this machine. `cpu`: facts from before this process was pinned to a few cores."""
         cpu = cpu or read_cpu()
         gpus, gpu_name, gpu_memory_bytes = _gpus()
         return cls(
@@ -76,27 +76,27 @@ class Machine:
         )
 
     @classmethod
-    def of_instance(cls, name: str) -> Self:
-        """Raises UserError for a name that is not in the catalogue."""
-        found = instance(name)
-        most = _SOCKET_CORES.get((found.cpu_manufacturer, found.generation), 96 if found.arch == "arm64" else 48)
+    def from_instance(cls, name: str) -> Self:
+        """Return a node of an EC2 type. Raises UserError for a name that is not in the catalogue."""
+        ec2 = instance(name)
+        socket_cores = _SOCKET_CORES.get((ec2.cpu_manufacturer, ec2.generation), 96 if ec2.arch == "arm64" else 48)
         return cls(
-            name=found.name,
-            instance=found,
-            cores=found.physical_cores,
-            memory_bytes=found.allocatable_memory_bytes,
-            numa_nodes=-(-found.physical_cores // most),
-            network_bytes_per_s=found.network_bytes_per_s,
+            name=ec2.name,
+            instance=ec2,
+            cores=ec2.physical_cores,
+            memory_bytes=ec2.allocatable_memory_bytes,
+            numa_nodes=-(-ec2.physical_cores // socket_cores),
+            network_bytes_per_s=ec2.network_bytes_per_s,
             shm_bytes=None,
-            isa=_isa(found),
-            clock_hz=found.clock_mhz * 1e6 or None,
-            gpus=found.gpus,
-            gpu_name=found.gpu_name,
-            gpu_memory_bytes=found.gpu_memory_bytes,
+            isa=_isa(ec2),
+            clock_hz=ec2.clock_mhz * 1e6 or None,
+            gpus=ec2.gpus,
+            gpu_name=ec2.gpu_name,
+            gpu_memory_bytes=ec2.gpu_memory_bytes,
         )
 
     @classmethod
-    def of_numbers(cls, memory_gib: float, cores: int, network_gbit: float | None) -> Self:
+    def from_numbers(cls, memory_gib: float, cores: int, network_gbit: float | None) -> Self:
         return cls(
             name=f"{cores} cores, {memory_gib:g} GiB",
             instance=None,
@@ -109,14 +109,15 @@ class Machine:
             clock_hz=None,
         )
 
-    def device(self, wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-        if wanted == "cuda" and not self.gpus:
+    def device(self, setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+        """Return the device that `launch.device` means here. Raises DeviceError for cuda without GPUs."""
+        if setting == "cuda" and not self.gpus:
             raise DeviceError(f"launch.device is cuda, but {self.name} has no GPU: set launch.device=cpu")
-        return "cuda" if self.gpus and wanted != "cpu" else "cpu"
+        return "cuda" if self.gpus and setting != "cpu" else "cpu"
 
     def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
-        """How `config` would run on such machines; `nodes` and `ranks_per_node` win over it."""
-        launch = apply_environment(config.launch, os.environ) if self.here else config.launch
+        """Return the ranks and threads of `config`, whose numbers `nodes` and `ranks_per_node` override."""
+        launch = apply_environment(config.launch, os.environ) if self.is_local else config.launch
         device = self.device(launch.device)
         if ranks_per_node is not None:
             ranks = ranks_per_node
@@ -130,7 +131,7 @@ class Machine:
             raise DeviceError(
                 f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}: fewer launch.ranks"
             )
-        environ = os.environ if self.here else {}
+        environ = os.environ if self.is_local else {}
         facts = self._cpu()
         threads, _ = threads_per_rank(launch, environ, facts, ranks)
         return RankLayout(nodes or launch.most_nodes, ranks, threads, device, self.numa_nodes)
@@ -143,40 +144,40 @@ class Machine:
         return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
 
     def memory_for(self, layout: RankLayout) -> int:
-        """Bytes that all ranks of a node have together where they compute: on GPUs, one each."""
+        """Return the bytes of all ranks of a node in the memory that they compute in: on GPUs, one for each rank."""
         if layout.device == "cuda" and self.gpu_memory_bytes is not None:
             return layout.ranks_per_node * self.gpu_memory_bytes
         return self.memory_bytes
 
 
-def chosen(
+def machine_from_options(
     instance_name: str | None, memory_gib: float | None, cores: int | None, network_gbit: float | None
 ) -> Machine:
-    """The machine that options name; without any, this one. Raises UserError where they do not name one."""
+    """Return the machine that the options of a command describe: by default this machine. Raises UserError."""
     if instance_name is not None:
         if memory_gib is not None or cores is not None:
             raise PlanError("give either an instance type, or memory and cores")
-        found = Machine.of_instance(instance_name)
-        return found if network_gbit is None else replace(found, network_bytes_per_s=network_gbit * 1e9 / 8)
+        ec2 = Machine.from_instance(instance_name)
+        return ec2 if network_gbit is None else replace(ec2, network_bytes_per_s=network_gbit * 1e9 / 8)
     if memory_gib is None and cores is None:
-        this = Machine.this()
-        return this if network_gbit is None else replace(this, network_bytes_per_s=network_gbit * 1e9 / 8)
+        local = Machine.local()
+        return local if network_gbit is None else replace(local, network_bytes_per_s=network_gbit * 1e9 / 8)
     if memory_gib is None or cores is None:
         raise PlanError("a machine by numbers needs both its memory (GiB) and its cores")
-    return Machine.of_numbers(memory_gib, cores, network_gbit)
+    return Machine.from_numbers(memory_gib, cores, network_gbit)
 
 
-def _isa(found: InstanceType) -> tuple[str, ...]:
-    """What the processors of a type have that matters here; Graviton 3 and later multiply bf16 by MMLA."""
-    if found.cpu_manufacturer == "intel":
-        if found.family in _IVY_BRIDGE:
+def _isa(ec2: InstanceType) -> tuple[str, ...]:
+    """Return the instruction sets that matter here; Graviton 3 and later multiply bf16 by MMLA."""
+    if ec2.cpu_manufacturer == "intel":
+        if ec2.family in _IVY_BRIDGE:
             return ("avx",)
-        if found.family in _HASWELL:
+        if ec2.family in _HASWELL:
             return ("avx2",)
-        return ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if found.amx else ("avx512f", "avx2")
-    if found.cpu_manufacturer == "amd":
-        return ("avx512_bf16", "avx512f", "avx2") if found.generation >= 7 else ("avx2",)
-    return ("sve_bf16",) if found.generation >= 7 else ("neon",)
+        return ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if ec2.amx else ("avx512f", "avx2")
+    if ec2.cpu_manufacturer == "amd":
+        return ("avx512_bf16", "avx512f", "avx2") if ec2.generation >= 7 else ("avx2",)
+    return ("sve_bf16",) if ec2.generation >= 7 else ("neon",)
 
 
 def _clock_hz() -> float | None:
@@ -187,7 +188,7 @@ def _clock_hz() -> float | None:
 
 
 def _gpus() -> tuple[int, str | None, int | None]:
-    """How many torch sees here, and name and memory of the first."""
+    """Return the number of GPUs that torch sees, and name and memory of the first GPU."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return 0, None, None
     import torch
@@ -199,8 +200,8 @@ def _gpus() -> tuple[int, str | None, int | None]:
     return count, str(properties.name), int(properties.total_memory)
 
 
-def in_pod(machine: Machine, config: RunConfig) -> Machine:
-    """`machine`, where it is no EC2 type or `config` has no section `cluster`."""
+def limit_to_pod(machine: Machine, config: RunConfig) -> Machine:
+    """Reduce an EC2 node to the memory and cores of a pod, if `config` has a section `cluster`."""
     if config.cluster is None or (node := machine.instance) is None:
         return machine
     return replace(
@@ -210,13 +211,16 @@ def in_pod(machine: Machine, config: RunConfig) -> Machine:
     )
 
 
-def with_disks(machine: Machine, config: RunConfig) -> Machine:
-    """With the rates of this machine's disks: of the one that checkpoints go to, measured in a tenth of a second, and
-    of the one that `config` puts states on, in half of one. Raises StorageError."""
-    if not machine.here:
+def measure_disks(machine: Machine, config: RunConfig) -> Machine:
+    """Measure the disks of this machine: for checkpoints 0.1 s, for optimizer state 0.5 s.
+
+    Raises:
+        StorageError: `shard.offload_directory` cannot be written.
+    """
+    if not machine.is_local:
         return machine
     if config.cluster is None:
-        machine = replace(machine, written_bytes_per_s=_written_bytes_per_s(existing_directory(config.run.directory)))
+        machine = replace(machine, written_bytes_per_s=_written_bytes_per_s(nearest_directory(config.run.directory)))
     if config.shard.offload != "disk":
         return machine
     from aliquot.offload.stream import disk_rate
@@ -225,22 +229,24 @@ def with_disks(machine: Machine, config: RunConfig) -> Machine:
 
 
 def _written_bytes_per_s(directory: Path) -> float | None:
-    """As checkpoints are written: through the page cache, and fsynced. None: nothing can be written there."""
-    piece, fastest = os.urandom(_PIECE_BYTES), 0.0
+    """Write as checkpoints are written: through the page cache, then fsync. None: the directory cannot be written."""
+    piece, fastest = os.urandom(_PROBE_PIECE_BYTES), 0.0
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            for _ in range(2):  # others may have written meanwhile
+            for _ in range(2):  # other processes may write meanwhile
                 file.seek(0)
                 began = time.perf_counter()
-                for _ in range(_PIECES):
+                for _ in range(_PROBE_PIECES):
                     file.write(piece)
                 file.flush()
                 os.fsync(file.fileno())
-                fastest = max(fastest, _PIECES * _PIECE_BYTES / (time.perf_counter() - began))
-    except OSError:  # which the run itself will tell of
+                fastest = max(fastest, _PROBE_PIECES * _PROBE_PIECE_BYTES / (time.perf_counter() - began))
+    except OSError:  # the run itself reports it
         return None
     return fastest
 
 
-def existing_directory(directory: Path) -> Path:
-    return next(each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir())
+def nearest_directory(directory: Path) -> Path:
+    """Return the directory itself, or its nearest parent that exists."""
+    absolute = directory.absolute()
+    return next(path for path in (absolute, *absolute.parents) if path.is_dir())

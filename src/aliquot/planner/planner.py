@@ -47,7 +47,7 @@ def plan(
     Raises:
         UserError: training would raise it, too.
     """
-    machine = machine or Machine.this()
+    machine = machine or Machine.local()
     layout = machine.layout(config, nodes, ranks_per_node)
     ensure_measured(machine, layout)
     return Planner(PlannedModel(config), machine).plan(config, layout, workload or Workload.assumed(config))

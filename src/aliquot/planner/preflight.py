@@ -12,9 +12,9 @@ from aliquot.distributed.topology import RankLayout, Topology
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner import fit
 from aliquot.planner.advice import with_advice
-from aliquot.planner.fit import short_disks
+from aliquot.planner.fit import full_disks
 from aliquot.planner.plan import Plan
-from aliquot.planner.planned_machine import Machine, with_disks
+from aliquot.planner.planned_machine import Machine, measure_disks
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from aliquot.planner.search import remedies
@@ -51,8 +51,8 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
     """
     config, workload, done = request.config, request.workload, request.steps_done
     try:
-        machine = Machine.this(read_cpu(allowed=request.allowed_cores))
-        machine = with_disks(replace(machine, memory_bytes=request.memory_bytes), config)
+        machine = Machine.local(read_cpu(allowed=request.allowed_cores))
+        machine = measure_disks(replace(machine, memory_bytes=request.memory_bytes), config)
         topology = request.topology
         layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
@@ -64,9 +64,9 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         refuse = fit.hopeless(plan) and not force
         advice = remedies(planner, config, layout, workload, done) if problems and refuse else None
         smallest = planner.plan_on_fewest_nodes(config, layout, workload)
-        full_disks = short_disks(config, plan, done)
-        if not full_disks and smallest is not None:
-            full_disks = short_disks(config, smallest, done)
+        too_full = full_disks(config, plan, done)
+        if not too_full and smallest is not None:
+            too_full = full_disks(config, smallest, done)
     except UserError:
         raise
     except Exception as error:
@@ -76,8 +76,8 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         return None
     if advice is not None:
         raise DoesNotFitError(f"this run would not fit: {problems}. {advice} (--force starts it all the same)")
-    if full_disks and not force:
-        raise StorageError(f"this run would fill a disk: {'; '.join(full_disks)} (--force starts it all the same)")
+    if too_full and not force:
+        raise StorageError(f"this run would fill a disk: {'; '.join(too_full)} (--force starts it all the same)")
     if problems:
         warn(f"this run may not fit: {problems}")
     elif smallest is not None and (short := "; ".join(fit.problems(smallest, machine))):

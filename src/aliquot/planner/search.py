@@ -114,7 +114,7 @@ def remedies(
     for each in fitting:
         if tuple(each.changes) in kinds:
             continue
-        if planner.machine.here and each.plan.on_disk and not has_room(config, each.plan, done):
+        if planner.machine.is_local and each.plan.on_disk and not has_room(config, each.plan, done):
             too_large.append(each.plan.scratch_bytes_per_node)
         else:
             kinds[tuple(each.changes)] = each

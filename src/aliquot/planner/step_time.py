@@ -22,7 +22,7 @@ _PATCH_BYTES_PER_S = 1.5e9  # weights encoded or decoded as a patch; 1.6 and 1.9
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
 # Passes over the bytes of an update, because torch runs AdamW operation by operation; states other than fp32 are also
 # decoded and encoded. Measured on two cores of Zen 4.
-_UPDATE_PASSES: dict[States, float] = {"fp32": 1.2, "bf16": 6.0, "int8": 25.0}
+_UPDATE_PASSES: dict[States, float] = {"fp32": 1.25, "bf16": 7.5, "int8": 32.0}
 # Calls of torch, about: for a weight of engine host (staged, announced, summed); for a group of engine fsdp (gathered
 # twice, gradients reduced, hooks); for a parameter of DeepSpeed (gathered, into its bucket and out of it, hooks).
 _CALLS_OF_WEIGHT, _CALLS_OF_GROUP, _CALLS_OF_DEEPSPEED = 20, 600, 160
