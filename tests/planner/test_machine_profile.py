@@ -86,9 +86,7 @@ def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pyt
     found = measured_rates(machine, ONE)
     assert found is not None and "measured on this machine" in found.source
     assert ", of 2 x 1 threads" in found.source and found.off_by > 1.15, "scaled, with a wider band"
-    machine_profile.ensure_measured(
-        Machine.from_instance("c7i.8xlarge"), ONE
-    )  # cannot be measured here
+    machine_profile.ensure_measured(Machine.from_instance("c7i.8xlarge"), ONE)  # cannot be measured here
 
 
 def test_rates_of_other_threads_follow_from_the_nearest(unknown: Path) -> None:
