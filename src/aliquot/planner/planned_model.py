@@ -1,8 +1,8 @@
-"""The model that is planned for: its shape, and what its micro-batches cost, kept from one plan to the next.
+"""The model of a plan: its shape, and the cost of its micro-batches, cached from one plan to the next.
 
-Both come from running the model's own code on the meta device. That takes seconds, most of them to import it, so what
-was found is kept in the cache directory under all that it follows from: the model's configuration, the length of
-sequences and the software. To plan with what is kept imports neither torch nor transformers.
+Both come from a pass of the model's own code on the meta device. The pass takes seconds, most of them for imports. The
+cache directory therefore keeps the results, under a key of everything that determines them: the configuration of the
+model, the sequence length and the software. A plan from the cache imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -36,24 +36,30 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_SEQUENCES = 64  # of a micro-batch that is run through on meta tensors as it is; larger ones are extrapolated
-_KEPT_FILES = 1000  # of some ten kilobytes each; those that were used least recently go
+_MOST_SEQUENCES = 64  # of a micro-batch on meta tensors; costs of larger ones are extrapolated
+_CACHED_FILES = 1000  # of some ten kilobytes each; the least recently used files go
 
 
 class PlannedModel:
+    """Shape and costs of the model of a configuration."""
+
     def __init__(self, config: RunConfig, vocabulary: int | None = None) -> None:
-        """`vocabulary`: rows of its embedding, where a tokenizer has told them. Raises UserError as training would."""
+        """Read the shape from the cache, or build the model on the meta device. Raises UserError as training would.
+
+        Args:
+            vocabulary: rows of the embedding, if the tokenizer is known.
+        """
         self._config = config
         self._vocabulary = vocabulary
         rows = vocabulary or config.data.tokenizer_vocab_size
         adapter = config.adapter and config.adapter.model_dump()
         model = [_configuration(config.model), adapter, config.train.freeze]
         self._key = [model, rows, config.data.sequence_length, _software()]
-        kept = _read(self._key)
-        if kept is None:
-            kept = asdict(self._shaped.shape)
-            _keep(self._key, kept)
-        self.shape = _shape(kept)
+        values = _read(self._key)
+        if values is None:
+            values = asdict(self._shaped.shape)
+            _write(self._key, values)
+        self.shape = _shape(values)
         self._costs: dict[Hashable, MicroBatchCost] = {}
 
     def cost_of(
@@ -65,11 +71,14 @@ class PlannedModel:
         ranks: int = 1,
         between: int = 1,
     ) -> MicroBatchCost:
-        """Of a micro-batch of so many sequences: bytes of the heaviest, and the mean work of the slowest of `ranks`,
-        which wait for each other whenever each has computed `between`. The same object whenever it is asked for.
+        """Return the cost of a micro-batch: bytes of the heaviest one, and the mean work of the slowest of `ranks`.
 
-        `approximate`: more than two are extrapolated, so that many sizes take no longer than two; that logits beyond
-        their room are made twice is not in it.
+        Equal arguments return the same object.
+
+        Args:
+            approximate: extrapolate from two sequences, so that many sizes take no longer than two. Ignores that logits
+                which exceed their buffer are computed twice.
+            between: micro-batches that a rank computes before it waits for the others.
         """
         key = (step, workload, sequences, approximate, ranks, between)
         if key not in self._costs:
@@ -77,41 +86,42 @@ class PlannedModel:
                 self._costs[key] = self._extrapolated(step, workload, sequences, ranks, between, approximate)
             else:
                 heaviest, typical = workload.heaviest(sequences), workload.typical(sequences, ranks, between)
-                made = (step, heaviest, typical)
-                if made not in self._costs:  # however many ranks and micro-batches make it so
+                rows = (step, heaviest, typical)
+                if rows not in self._costs:  # several numbers of ranks and micro-batches have the same rows
                     work = [(share, self.cost(step, row.edges, row.labels)) for share, row in typical]
-                    self._costs[made] = self.cost(step, heaviest.edges, heaviest.labels).with_work(work)
-                self._costs[key] = self._costs[made]
+                    self._costs[rows] = self.cost(step, heaviest.edges, heaviest.labels).with_work(work)
+                self._costs[key] = self._costs[rows]
         return self._costs[key]
 
     def _extrapolated(
         self, step: Step, workload: Workload, sequences: int, ranks: int, between: int, approximate: bool
     ) -> MicroBatchCost:
-        even = replace(workload, fills_up=None)  # what fills up two says nothing of what fills up many
-        fewest = self._with_all_logits(step, workload)
+        even = replace(workload, fills_up=None)  # a filled-up pair of sequences says nothing about many
+        fewest = self._sequences_that_fill_logits(step, workload)
         first = fewest if not approximate and fewest < min(sequences, _MOST_SEQUENCES) else 1
         base, more = (self.cost_of(step, even, count) for count in (first, first + 1))
-        found = base.plus(more, base, sequences - first)
-        return found.with_work([(workload.waiting(sequences, ranks, between), found)])
+        cost = base.plus(more, base, sequences - first)
+        return cost.with_work([(workload.waiting(sequences, ranks, between), cost)])
 
-    def _with_all_logits(self, step: Step, workload: Workload) -> int:
-        """The fewest sequences that fill the room for logits: those of more take no more, and are made twice."""
+    def _sequences_that_fill_logits(self, step: Step, workload: Workload) -> int:
+        """The fewest sequences that fill the buffer of logits. More sequences need no larger buffer, and compute logits
+        twice."""
         rows = step.logits_bytes / (self.shape.vocabulary * (2 if step.precision == "bf16" else 4))
         return math.ceil(rows / max(1.0, workload.predicted))
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
-        """Of one row with documents at `edges`, `predicted` of whose tokens have a label.
+        """Return the cost of one row with documents at `edges`, `predicted` of whose tokens have a label.
 
-        A model whose code does not run without values is taken for a Llama of its sizes.
+        A Llama of the same sizes stands in for a model whose code does not run on meta tensors.
         """
         key = [*self._key, asdict(replace(step, compiled=False)), edges, predicted]
-        kept = _read(key)
-        if kept is None:
-            kept = self._found(step, edges, predicted)
-            _keep(key, kept)
-        if (why := kept["as_llama"]) is not None:
+        values = _read(key)
+        if values is None:
+            values = self._measure(step, edges, predicted)
+            _write(key, values)
+        if (why := values["as_llama"]) is not None:
             _log.warning("%s is planned as a Llama of its sizes: %s", self.shape.name, why)
-        return _cost(kept["compiled" if step.compiled else "cost"])
+        return _cost(values["compiled" if step.compiled else "cost"])
 
     @cached_property
     def _shaped(self) -> ShapedModel:
@@ -120,27 +130,26 @@ class PlannedModel:
 
             return shaped_model(self._config, self._vocabulary)
 
-    def _found(self, step: Step, edges: tuple[int, ...], predicted: int) -> dict[str, Any]:
+    def _measure(self, step: Step, edges: tuple[int, ...], predicted: int) -> dict[str, Any]:
         from aliquot.planner.activations import micro_batch_costs
 
-        why, otherwise = None, {}
+        why, replaced = None, {}
         try:
             costs = micro_batch_costs(self._shaped, step, edges, predicted)
         except UserError:
             raise
-        except Exception as error:  # each model's code fails in its own way on tensors that hold nothing
+        except Exception as error:  # the code of a model may raise anything on meta tensors
             costs = micro_batch_costs(self._shaped.as_llama(), step, edges, predicted)
-            why, otherwise = f"without values it does not run ({error})", {"tile_products": 0}
+            why, replaced = f"without values it does not run ({error})", {"tile_products": 0}
         plain, compiled = (
-            {**vars(cost), **otherwise, **{name: [*getattr(cost, name).items()] for name in WORKS}} for cost in costs
+            {**vars(cost), **replaced, **{name: [*getattr(cost, name).items()] for name in WORKS}} for cost in costs
         )
         return {"as_llama": why, "cost": plain, "compiled": compiled}
 
 
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
-    """What imports make stays: to look through it again and again, as there comes more, takes a sixth of their time,
-    and as much of the passes over a model."""
+    """Turn the garbage collector off, which takes a sixth of the time of imports and of meta passes."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -150,23 +159,23 @@ def collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _shape(kept: dict[str, Any]) -> ModelShape:
+def _shape(values: dict[str, Any]) -> ModelShape:
     kinds = tuple(
         LayerKind(_tuples(kind["weights"]), _tuples(kind["learned"]), kind["window"], tuple(kind["positions"]))
-        for kind in kept["kinds"]
+        for kind in values["kinds"]
     )
-    head = None if kept["head"] is None else tuple(kept["head"])
-    tuples = {name: _tuples(kept[name]) for name in ("weights", "learned", "rest")}
-    return ModelShape(**kept | tuples | {"kinds": kinds, "head": head, "embedding": tuple(kept["embedding"])})
+    head = None if values["head"] is None else tuple(values["head"])
+    tuples = {name: _tuples(values[name]) for name in ("weights", "learned", "rest")}
+    return ModelShape(**values | tuples | {"kinds": kinds, "head": head, "embedding": tuple(values["embedding"])})
 
 
-def _cost(kept: dict[str, Any]) -> MicroBatchCost:
-    return MicroBatchCost(**kept | {name: _work(kept[name]) for name in WORKS})
+def _cost(values: dict[str, Any]) -> MicroBatchCost:
+    return MicroBatchCost(**values | {name: _work(values[name]) for name in WORKS})
 
 
-def _work(kept: list[tuple[list[Any], float]]) -> Work:
+def _work(items: list[tuple[list[Any], float]]) -> Work:
     work: Work = defaultdict(float)
-    work.update({tuple(key): amount for key, amount in kept})
+    work.update({tuple(key): amount for key, amount in items})
     return work
 
 
@@ -175,19 +184,19 @@ def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _configuration(section: ModelSection) -> Any:
-    """What the model is made of, unread: the text of a file, or the values that stand in the run's configuration."""
+    """Return the model's configuration without parsing it: the text of its file, or the values in the run's config."""
     if isinstance(section.config, dict):
         return section.config
     try:
         file = section.config or local_directory(str(section.path), CONFIG_FILES) / "config.json"
         return [section.path is not None, read_small_file(file, anywhere=True).decode()]
     except (OSError, ValueError):
-        return str(section)  # what is wrong with it is said where it is read
+        return str(section)  # the code that reads the configuration reports the error
 
 
 @cache
 def _software() -> list[Any]:
-    """Versions, and the state of our own files: who changes aliquot gets what it says now."""
+    """Return versions, and a hash of the state of aliquot's files: a changed aliquot uses no old results."""
     versions = []
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):
@@ -203,22 +212,22 @@ def _file(key: list[Any]) -> Path:
 
 
 def _read(key: list[Any]) -> Any:
-    """None: it is not kept, or not readable."""
+    """None: not cached, or not readable."""
     file = _file(key)
     try:
-        kept = json.loads(file.read_text())
+        values = json.loads(file.read_text())
         os.utime(file)
     except (OSError, ValueError):
         return None
-    return kept
+    return values
 
 
-def _keep(key: list[Any], found: dict[str, Any]) -> None:
-    """Where the cache cannot be written nothing is kept: the next plan takes as long as this one."""
+def _write(key: list[Any], values: dict[str, Any]) -> None:
+    """Cache the values. If the cache cannot be written, the next plan takes as long as this one."""
     file = _file(key)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(file, json.dumps(found))
-        used = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime_ns)
-        for old in used[:-_KEPT_FILES]:
+        publish_text(file, json.dumps(values))
+        by_use = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        for old in by_use[:-_CACHED_FILES]:
             old.unlink(missing_ok=True)
