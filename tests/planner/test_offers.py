@@ -18,7 +18,7 @@ from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
 from aliquot.data.batch_size import BatchSize, batch_size
 from aliquot.data.workload import Workload
-from aliquot.planner.offers import Offer, Spot, _restart_s, offers, undominated
+from aliquot.planner.offers import Offer, OfferRequest, Spot, _restart_s, offers, undominated
 from aliquot.planner.pictures import offers_svg, pareto_optimal
 from tests.conftest import REPOSITORY
 
@@ -30,7 +30,9 @@ SPOT = Spot(price=0.4, lost_a_month=0.2)
 
 @pytest.fixture(scope="module")
 def found() -> list[Offer]:
-    return offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    return offers(
+        SETTINGS, Workload.assumed(SETTINGS), OfferRequest(TOKENS, "cost", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    )
 
 
 def test_sorted_and_whole(found: list[Offer]) -> None:
@@ -74,14 +76,16 @@ def test_what_a_lost_node_costs_where_the_notice_is_too_short(found: list[Offer]
 def test_without_a_batch_of_its_own_a_run_has_what_its_ranks_make() -> None:
     train = SETTINGS.train.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 2})
     config = SETTINGS.model_copy(update={"train": train})
-    made = offers(config, Workload.assumed(config), TOKENS, "cost", SPOT, [], [1, 2], [1, 2], "c7i.24xlarge")
+    made = offers(
+        config, Workload.assumed(config), OfferRequest(TOKENS, "cost", SPOT, [], [1, 2], [1, 2], "c7i.24xlarge")
+    )
     each = train.per_device_train_batch_size * 2
     assert {offer.global_batch for offer in made} <= {each * ranks for ranks in (1, 2, 4)} and made
 
 
 def test_the_lines_give_what_was_offered(found: list[Offer]) -> None:
     for each in found:
-        pasted = read_config(CONFIG, each.lines.split())
+        pasted = read_config(CONFIG, each.arguments.split())
         assert pasted.cluster is not None and pasted.cluster.instance_types == [each.plan.instance]
         assert (pasted.cluster.nodes, pasted.cluster.ranks_per_node) == (each.plan.nodes, each.plan.ranks_per_node)
         world = each.plan.nodes * each.plan.ranks_per_node
@@ -102,7 +106,9 @@ def test_a_type_is_planned_on_the_nodes_of_the_cluster(more: list[str], nodes: i
 
 
 def test_time_is_money(found: list[Offer]) -> None:
-    fast = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "time", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    fast = offers(
+        SETTINGS, Workload.assumed(SETTINGS), OfferRequest(TOKENS, "time", SPOT, [32], [1, 2], [1, 2], "c7i.24xlarge")
+    )
     assert fast[0].plan.nodes == 2
     assert fast[0].total_s <= min(each.total_s for each in found)
     line = pareto_optimal([*found, *fast])
@@ -121,8 +127,8 @@ def test_undominated() -> None:
 def test_the_lines_replace_a_batch_in_tokens() -> None:
     own = ["train.gradient_accumulation_steps=null", "train.global_batch_tokens=8192"]
     config = read_config(CONFIG, own)
-    found = offers(config, Workload.assumed(config), TOKENS, "cost", SPOT, [32], [1], [2], "c7i.24xlarge")
-    pasted = read_config(CONFIG, [*own, *found[0].lines.split()])
+    found = offers(config, Workload.assumed(config), OfferRequest(TOKENS, "cost", SPOT, [32], [1], [2], "c7i.24xlarge"))
+    pasted = read_config(CONFIG, [*own, *found[0].arguments.split()])
     assert batch_size(pasted.train, 2) == BatchSize(32, found[0].micro_batch)
 
 
@@ -198,7 +204,9 @@ def test_optimize_cost_needs_tokens() -> None:
 
 
 def test_hpc_types_are_not_on_spot() -> None:
-    found = offers(SETTINGS, Workload.assumed(SETTINGS), TOKENS, "cost", SPOT, [32], [4], [4], "hpc7g.16xlarge")
+    found = offers(
+        SETTINGS, Workload.assumed(SETTINGS), OfferRequest(TOKENS, "cost", SPOT, [32], [4], [4], "hpc7g.16xlarge")
+    )
     assert {each.capacity for each in found} == {"on-demand"}
 
 

@@ -55,17 +55,17 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
     total = batch_size(config.train, 2).total
     planner = Planner(PlannedModel(config), SERVER)
     found = list(candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)))
-    assert {"(as it is)"} < {each.lines for each in found} and len(found) > 10
+    assert {"(as it is)"} < {each.arguments for each in found} and len(found) > 10
     for each in found:
         pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
         ranks = each.plan.nodes * each.plan.ranks_per_node
         assert (pasted.launch.nodes, pasted.launch.ranks) == (each.plan.nodes, each.plan.ranks_per_node)
-        assert batch_size(pasted.train, ranks).total == total, each.lines
-        assert planner.engine(pasted, RankLayout(1, ranks, 1, "cpu")) == each.plan.engine, each.lines
+        assert batch_size(pasted.train, ranks).total == total, each.arguments
+        assert planner.engine(pasted, RankLayout(1, ranks, 1, "cpu")) == each.plan.engine, each.arguments
         again = planner.plan(
             pasted, RankLayout(each.plan.nodes, each.plan.ranks_per_node, 2, "cpu"), Workload.assumed(config)
         )
-        assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.lines
+        assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.arguments
 
 
 def test_proposed_lines_bring_the_planned_ranks_where_those_go_by_the_batch(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_proposed_lines_bring_the_planned_ranks_where_those_go_by_the_batch(tmp_
     config, machine = read_config(file), Machine.from_numbers(64, 16, 10)
     planner, layout = Planner(PlannedModel(config), machine), machine.layout(config, 2)
     found = list(candidates(planner, config, layout, Workload.assumed(config), [2]))
-    assert "(as it is)" in {each.lines for each in found} and len({each.plan.ranks_per_node for each in found}) > 3
+    assert "(as it is)" in {each.arguments for each in found} and len({each.plan.ranks_per_node for each in found}) > 3
     for each in found:
         pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
-        assert machine.layout(pasted, 2) == each.layout, each.lines
+        assert machine.layout(pasted, 2) == each.layout, each.arguments
 
 
 def test_the_fastest_come_first_on_the_nodes_asked_for() -> None:
@@ -131,9 +131,9 @@ def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
     for nodes in ("1:2", 2):
         config = planned_config(shape, train={"global_batch_size": 4}, launch={"nodes": nodes})
         planner = Planner(PlannedModel(config), Machine.from_numbers(1.15, 4, 10))
-        found[nodes] = {each.lines for each in fastest(planner, config, layout, Workload.assumed(config), 1000)}
+        found[nodes] = {each.arguments for each in fastest(planner, config, layout, Workload.assumed(config), 1000)}
     alone = candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config), [1])
-    too_large = {each.lines for each in alone if not each.plan.fits}
+    too_large = {each.arguments for each in alone if not each.plan.fits}
     assert found["1:2"] and not found["1:2"] & too_large
     assert found[2] & too_large  # else nothing was shown
 
@@ -202,7 +202,7 @@ def test_nodes_are_proposed_by_the_name_that_counts(
     assert told[0].get("launch.ranks") == ("--ranks-per-node" if len(more) > 2 else "cluster.ranks_per_node")
     config = planned_config(SMALL)
     planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
-    lines = [each.lines for each in candidates(planner, config, layout, Workload.assumed(config), [4], told[0])]
+    lines = [each.arguments for each in candidates(planner, config, layout, Workload.assumed(config), [4], told[0])]
     assert lines and all(f"{name}{' ' if name == '--nodes' else '='}4" in each for each in lines)
 
 

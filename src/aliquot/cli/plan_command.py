@@ -149,7 +149,7 @@ def command(
                 problems += full_disks(settings, plan)
             better = search.fastest(planner, settings, layout, workload, names=names) if optimize is not None else []
         if as_json:
-            alternatives = [{"set": each.lines, **each.plan.as_json()} for each in better]
+            alternatives = [{"set": each.arguments, **each.plan.as_json()} for each in better]
             # The plan's own `fits` is about memory alone.
             told = {"fits": not problems, "problems": problems, "advice": advice, "alternatives": alternatives}
             print(json.dumps({**plan.as_json(), **told}, indent=1))

@@ -41,9 +41,9 @@ def print_offers(
     from aliquot.cluster.job import placed
     from aliquot.core.errors import writing
     from aliquot.data.workload import Workload
-    from aliquot.planner.offers import NODES, RANKS, Spot, offers
+    from aliquot.planner.offers import NODES, RANKS, OfferRequest, Spot, offers
     from aliquot.planner.pictures import offers_svg
-    from aliquot.planner.report import saves_less
+    from aliquot.planner.report import advise_saves
 
     count = _number(tokens)
     config = placed(config) if config.cluster is not None else config
@@ -52,9 +52,13 @@ def print_offers(
     with progress() as doing:
         doing("what the model needs")
         found = offers(
-            config, Workload.assumed(config, document_tokens), count, goal, Spot(spot_price, spot_losses / 100), totals,
-            [nodes] if nodes else NODES,
-            [ranks_per_node] if ranks_per_node else RANKS, instance, doing,
+            config,
+            Workload.assumed(config, document_tokens),
+            OfferRequest(
+                count, goal, Spot(spot_price, spot_losses / 100), totals, [nodes] if nodes else NODES,
+                [ranks_per_node] if ranks_per_node else RANKS, instance,
+            ),
+            doing,
         )  # fmt: skip
     what = f"{count:,} tokens of {found[0].plan.model} ({found[0].plan.size})"
     if as_json:
@@ -81,8 +85,8 @@ def print_offers(
         first = found[0]
         if first.plan.saving_s > _MANY_SAVES * first.plan.total_s:
             hours = f"{first.plan.saving_s / 3600:,.1f} of {first.plan.total_s / 3600:,.1f} hours"
-            print(f"of the first {hours} are saves: {saves_less(first.plan)}")
-        print(f"the first: {first.lines}")
+            print(f"of the first {hours} are saves: {advise_saves(first.plan)}")
+        print(f"the first: {first.arguments}")
         print(f"{len(found)} offers, each the best of its type, nodes and way to buy; {found[0].plan.rates}")
         print(
             f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot_price:g} of them, {spot_losses:g} % of nodes lost a"

@@ -1,4 +1,4 @@
-"""What would make a run faster: one that waits for the network or for memory, or computes in the slower precision."""
+"""The change that would make a run faster, if it waits for network or memory or computes in the slower precision."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner
-from aliquot.planner.search import NO_NAMES, Names, in_a_line, with_settings
+from aliquot.planner.search import NO_NAMES, Names, as_arguments, with_settings
 
 Precision = Literal["bf16", "fp32"]
 
-_SIDE = 512  # of a product
+_SIDE = 512  # of the matrix product that compares precisions
 _LARGER = (2, 4, 8, 16)
-_FEWER = (1, 2, 4, 8, 16)  # ranks of a node
-_WORTH = 1.1  # a gain in tokens/s below is no reason to change a setting
-_NEARLY_BEST = 0.9  # of what the best of a kind gains
+_FEWER_RANKS = (1, 2, 4, 8, 16)
+_WORTH = 1.1  # a smaller gain in tokens/s is no reason to change a setting
+_NEARLY_BEST = 0.9  # of the best gain of a series
 
 
 @dataclass(frozen=True)
 class Change:
-    config: RunConfig  # as it is then
-    settings: Mapping[str, object]  # that make it so: `section.key` -> value
-    what: str | None = None  # in words, where the one setting is clear from them
-    layout: RankLayout | None = None  # None: the present one
+    config: RunConfig  # after the change
+    settings: Mapping[str, object]  # `section.key` -> value
+    description: str | None = None  # None: the settings speak for themselves
+    layout: RankLayout | None = None  # None: the present layout
 
     def words(self, more: Mapping[str, object], names: Names) -> str:
-        """`more`: settings to be made beside."""
-        lines = in_a_line({**self.settings, **more}, names)
-        if self.what is None:
-            return lines
-        return self.what if len(self.settings) + len(more) == 1 else f"{self.what} ({lines})"
+        """Describe the change together with `more` settings that it needs."""
+        arguments = as_arguments({**self.settings, **more}, names)
+        if self.description is None:
+            return arguments
+        return self.description if len(self.settings) + len(more) == 1 else f"{self.description} ({arguments})"
 
 
 Changes = Iterator[Change]
@@ -50,75 +50,66 @@ def with_advice(
     workload: Workload,
     names: Names = NO_NAMES,
 ) -> Plan:
-    """`plan` of that run, and beside its bottleneck what would help most. It makes a dozen plans more: for a reader."""
-    kinds = _kinds(planner, config, layout, plan)
-    if not plan.fits or not kinds or (words := _helps(planner, config, layout, workload, kinds, names)) is None:
+    """Add the best change to the bottleneck of a plan. Makes about a dozen more plans."""
+    series = _series(planner, config, layout, plan)
+    if not plan.fits or not series:
         return plan
-    return replace(plan, bottleneck=f"{plan.bottleneck}: {words}")
-
-
-def _kinds(planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan) -> list[Changes]:
-    """Of changes that may help. Each plan costs time: none where there is nothing to gain."""
-    other: Precision = "bf16" if config.train.precision == "fp32" else "fp32"
-    slower = _product_s(planner, layout, other) < _product_s(planner, layout, config.train.precision)
-    found = [_in_precision(config, other)] if slower else []
-    if plan.engine != "host" and planner.engine(config, layout) == "host":  # which did not fit
-        found.append(_fewer_ranks(planner, config, layout))
-    if plan.bottleneck != "compute-bound":
-        found += [
-            _batches(config, layout),
-            _micro_batches(config, layout),
-            _engines(config, layout, plan.engine),
-            _compiled(config, layout),
-            _reduced(config, layout, plan.engine),
+    present = planner.plan(config, layout, workload, approximate=True).tokens_per_s
+    best: list[tuple[float, str]] = []
+    for changes in series:
+        gains = [
+            (made.tokens_per_s / present, words) for words, made in _plans(changes, planner, layout, workload, names)
         ]
-    return found
+        if gains:
+            enough = _NEARLY_BEST * max(gain for gain, _ in gains)
+            best.append(next(pair for pair in gains if pair[0] >= enough))  # the smallest change that comes near
+    gain, words = max(best, default=(0.0, ""))
+    if gain < _WORTH:
+        return plan
+    return replace(plan, bottleneck=f"{plan.bottleneck}: {words} would be {gain:.1f}x")
+
+
+def _series(planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan) -> list[Changes]:
+    """Return series of changes that may help; none where a run has nothing to gain, because each plan costs time."""
+    alternative: Precision = "bf16" if config.train.precision == "fp32" else "fp32"
+    is_slow = _product_s(planner, layout, alternative) < _product_s(planner, layout, config.train.precision)
+    series = [iter([_set(config, {"train.precision": alternative})])] if is_slow else []
+    if plan.engine != "host" and planner.engine(config, layout) == "host":  # engine host does not fit
+        series.append(_fewer_ranks(planner, config, layout))
+    if plan.bottleneck != "compute-bound":
+        series += [_larger_batches(config, layout), _larger_micro_batches(config, layout)]
+        if layout.device == "cpu" and plan.engine != "host":
+            series.append(iter([_set(config, {"shard.engine": "host"})]))
+        if layout.device == "cpu" and config.train.compile == "none":
+            series.append(iter([_set(config, {"train.compile": "layers"})]))
+        if layout.nodes > 1 and plan.engine == "host" and config.shard.reduce_dtype == "fp32":
+            series.append(iter([_set(config, {"shard.reduce_dtype": "bf16"})]))
+    return series
 
 
 def _product_s(planner: Planner, layout: RankLayout, precision: Precision) -> float:
     return planner.rates(layout).matmul_s(1, _SIDE, _SIDE, _SIDE, 4 if precision == "fp32" else 2)
 
 
-def _helps(
-    planner: Planner, config: RunConfig, layout: RankLayout, workload: Workload, kinds: list[Changes], names: Names
-) -> str | None:
-    """`a global batch of 64 sequences would be 1.4x`: the change that gains most of those that fit; None: nothing does.
-
-    Of a series that goes on gaining, the first that comes near its best.
-    """
-    now = planner.plan(config, layout, workload, approximate=True).tokens_per_s
-    gains: list[tuple[float, str]] = []
-    for kind in kinds:
-        series = [(made.tokens_per_s / now, words) for words, made in _planned(kind, planner, layout, workload, names)]
-        if series:
-            most = max(gain for gain, _ in series)
-            gains.append(next(each for each in series if each[0] >= _NEARLY_BEST * most))
-    gain, words = max(gains, default=(0.0, ""))
-    return f"{words} would be {gain:.1f}x" if gain >= _WORTH else None
-
-
-def _planned(
-    kind: Changes, planner: Planner, layout: RankLayout, workload: Workload, names: Names = NO_NAMES
+def _plans(
+    changes: Changes, planner: Planner, layout: RankLayout, workload: Workload, names: Names
 ) -> Iterator[tuple[str, Plan]]:
-    for change in kind:
-        spread = change.layout or layout
+    """Yield words and plan of each change that fits."""
+    for change in changes:
+        changed_layout = change.layout or layout
         try:
-            made = planner.plan(change.config, spread, workload, approximate=True)
-            # Automatic ranks go by the batch: without that number the change would bring others with it.
-            automatic = planner.machine.layout(change.config, spread.nodes)
+            made = planner.plan(change.config, changed_layout, workload, approximate=True)
+            automatic = planner.machine.layout(change.config, changed_layout.nodes)
         except UserError:  # settings that exclude each other
             continue
         if made.fits:
-            given = change.config.launch.ranks != "auto" or names.get("launch.ranks") == "--ranks-per-node"
-            kept = given or automatic.ranks_per_node == spread.ranks_per_node
-            yield change.words({} if kept else {"launch.ranks": spread.ranks_per_node}, names), made
+            is_fixed = change.config.launch.ranks != "auto" or names.get("launch.ranks") == "--ranks-per-node"
+            # Automatic ranks follow the batch: without a number the change would change the ranks, too.
+            needs_ranks = not is_fixed and automatic.ranks_per_node != changed_layout.ranks_per_node
+            yield change.words({"launch.ranks": changed_layout.ranks_per_node} if needs_ranks else {}, names), made
 
 
-def _in_precision(config: RunConfig, precision: Precision) -> Changes:
-    yield _set(config, {"train.precision": precision})
-
-
-def _batches(config: RunConfig, layout: RankLayout) -> Changes:
+def _larger_batches(config: RunConfig, layout: RankLayout) -> Changes:
     size = batch_size(config.train, layout.world_size)
     for factor in _LARGER:
         total = factor * size.total
@@ -129,10 +120,10 @@ def _batches(config: RunConfig, layout: RankLayout) -> Changes:
             settings["train.per_device_train_batch_size"] = size.micro
         if config.train.gradient_accumulation_steps is not None:
             settings["train.gradient_accumulation_steps"] = "null"
-        yield Change(_sized(config, total, size.micro), settings, f"a global batch of {total} sequences")
+        yield Change(_with_batch(config, total, size.micro), settings, f"a global batch of {total} sequences")
 
 
-def _micro_batches(config: RunConfig, layout: RankLayout) -> Changes:
+def _larger_micro_batches(config: RunConfig, layout: RankLayout) -> Changes:
     size = batch_size(config.train, layout.world_size)
     for factor in _LARGER:
         if (micro := factor * size.micro) * layout.world_size <= size.total:
@@ -140,36 +131,20 @@ def _micro_batches(config: RunConfig, layout: RankLayout) -> Changes:
             if config.train.gradient_accumulation_steps is not None:
                 total = {"train.global_batch_size": size.total} if config.train.global_batch_size is None else {}
                 settings = {**total, **settings, "train.gradient_accumulation_steps": "null"}
-            yield Change(_sized(config, size.total, micro), settings)
-
-
-def _engines(config: RunConfig, layout: RankLayout, engine: str) -> Changes:
-    if layout.device == "cpu" and engine != "host":
-        yield _set(config, {"shard.engine": "host"})
+            yield Change(_with_batch(config, size.total, micro), settings)
 
 
 def _fewer_ranks(planner: Planner, config: RunConfig, layout: RankLayout) -> Changes:
-    """Each rank of engine host holds activations and a ring of its own: with fewer of them it may fit."""
-    for ranks in (count for count in _FEWER if count < layout.ranks_per_node):
-        spread = planner.machine.layout(config, layout.nodes, ranks)
+    """Engine host may fit with fewer ranks, because each rank holds activations and a ring of its own."""
+    for ranks in (count for count in _FEWER_RANKS if count < layout.ranks_per_node):
         launch = config.launch.model_copy(update={"ranks": ranks})
-        yield Change(config.model_copy(update={"launch": launch}), {"launch.ranks": ranks}, layout=spread)
-
-
-def _compiled(config: RunConfig, layout: RankLayout) -> Changes:
-    if layout.device == "cpu" and config.train.compile == "none":
-        yield _set(config, {"train.compile": "layers"})
-
-
-def _reduced(config: RunConfig, layout: RankLayout, engine: str) -> Changes:
-    if layout.nodes > 1 and engine == "host" and config.shard.reduce_dtype == "fp32":
-        yield _set(config, {"shard.reduce_dtype": "bf16"})
+        changed = config.model_copy(update={"launch": launch})
+        yield Change(changed, {"launch.ranks": ranks}, layout=planner.machine.layout(config, layout.nodes, ranks))
 
 
 def _set(config: RunConfig, settings: Mapping[str, object]) -> Change:
     return Change(with_settings(config, settings), settings)
 
 
-def _sized(config: RunConfig, total: int, micro: int) -> RunConfig:
-    sizes = {"train.global_batch_size": total, "train.per_device_train_batch_size": micro}
-    return with_settings(config, sizes)
+def _with_batch(config: RunConfig, total: int, micro: int) -> RunConfig:
+    return with_settings(config, {"train.global_batch_size": total, "train.per_device_train_batch_size": micro})

@@ -1,7 +1,7 @@
 """Which machines, how many, how long, how much: a number of tokens over the whole catalogue of EC2 types.
 
-Every offer is planned as a run would be: type, nodes, ranks, global batch, micro-batch, activation checkpointing. It
-is bought on demand or as spot, where nodes are lost on the way and their successors must be waited for.
+Each offer is planned like a run: type, nodes, ranks, global batch, micro-batch, activation checkpointing. Nodes are
+bought on demand or on spot, where a run loses nodes and waits for their successors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from operator import ge
 from typing import Any, Literal
 
@@ -23,21 +24,36 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from aliquot.planner.search import with_settings
 
+Goal = Literal["time", "cost"]
+
 NODES = (1, 2, 4, 8, 16)
 RANKS = (1, 2, 4, 8)
-_MICROS = (1, 4, 16)
-_TYPES_SEARCHED = 12  # with all settings; the others are out of reach with the given ones
-_NEW_NODE_S = 300.0  # until a successor of a lost node runs pods: EC2, the image of the node, that of the pod; assumed
-_NOTICE_S = 120.0  # from the notice that a spot node goes until it is gone
+_MICRO_BATCHES = (1, 4, 16)
+_TYPES_SEARCHED = 12  # with all settings; other types are far behind with one setting
+_NEW_NODE_S = 300.0  # until the successor of a lost node runs pods: EC2, image of the node, image of the pod; assumed
+_NOTICE_S = 120.0  # from the notice of a spot interruption to its end
 _MONTH_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
 class Spot:
-    """What the catalogue does not have; AWS' Spot Instance Advisor shows both for each type."""
+    """Facts about spot nodes that the catalogue lacks; AWS' Spot Instance Advisor shows both for each type."""
 
-    price: float  # of that on demand
-    lost_a_month: float  # of the nodes
+    price: float  # fraction of the price on demand
+    lost_a_month: float  # fraction of the nodes
+
+
+@dataclass(frozen=True)
+class OfferRequest:
+    """The training to buy machines for."""
+
+    tokens: int  # real tokens to train on
+    goal: Goal  # to minimise
+    spot: Spot
+    batches: Sequence[int] = ()  # global batches to try, in sequences; none: the config's own
+    nodes: Sequence[int] = NODES
+    ranks: Sequence[int] = RANKS
+    instance: str | None = None  # None: all types
 
 
 @dataclass(frozen=True)
@@ -48,14 +64,14 @@ class Offer:
     micro_batch: int
     checkpointing: str
     restarts: float  # expected
-    total_s: float  # restarts included
+    total_s: float  # with restarts
     usd: float
-    on_cluster: bool  # the config has a section for it, which says where it runs
-    in_tokens: bool  # and a global batch in tokens, where this has one in sequences
+    on_cluster: bool  # the config has a section `cluster`, which says where the run runs
+    in_tokens: bool  # the config gives the global batch in tokens, and the offer in sequences
 
     @property
-    def lines(self) -> str:
-        """To paste after the config of `aliquot plan`."""
+    def arguments(self) -> str:
+        """Arguments to paste after the config of `aliquot plan`."""
         nodes, ranks = self.plan.nodes, self.plan.ranks_per_node
         where = (
             f"cluster.instance_types=[{self.plan.instance}] cluster.capacity=[{self.capacity}] cluster.nodes={nodes}"
@@ -71,95 +87,94 @@ class Offer:
         )
 
     def as_json(self) -> dict[str, Any]:
-        own = {key: value for key, value in asdict(self).items() if key != "plan"}
+        values = {key: value for key, value in asdict(self).items() if key != "plan"}
         keys = ("instance", "nodes", "ranks_per_node", "engine", "steps", "step_s", "tokens_per_s", "usd_per_hour")
-        return {**{key: getattr(self.plan, key) for key in keys}, **own, "set": self.lines}
+        return {**{key: getattr(self.plan, key) for key in keys}, **values, "set": self.arguments}
+
+    def goal_value(self, goal: Goal) -> float:
+        return self.total_s if goal == "time" else self.usd
 
 
 def offers(
-    config: RunConfig,
-    workload: Workload,
-    tokens: int,
-    goal: Literal["time", "cost"],
-    spot: Spot,
-    batches: Sequence[int],
-    nodes: Sequence[int] = NODES,
-    ranks: Sequence[int] = RANKS,
-    only: str | None = None,
-    tell: Callable[[str], None] = lambda words: None,
+    config: RunConfig, workload: Workload, request: OfferRequest, progress: Callable[[str], None] = lambda words: None
 ) -> list[Offer]:
-    """The best of each type, number of nodes and way to buy them, the cheapest or fastest first.
+    """Return the best offer of each type, number of nodes and capacity type, the cheapest or the fastest first.
 
-    `tokens`: real ones, to train on; `batches`: global batches, in sequences, none: what `config` makes of the ranks;
-    `only`: one type; `tell`: is told what is being done. Raises UserError where nothing fits.
+    Args:
+        progress: receives words about the work that begins.
+
+    Raises:
+        UserError: nothing fits, or the request contradicts the config.
     """
-    tell("what the model needs")
-    model = PlannedModel(config)
-    types = _all_types(config.launch.device == "cuda") if only is None else [_type_of(only, config.launch.device)]
-    search = _Search(config, model, workload, tokens, spot)
-    # First every type in one way: what is far behind with that wins with nothing. Few nodes are cheap, many are fast.
+    goal, batches = request.goal, request.batches
+    progress("what the model needs")
+    search = _Search(config, PlannedModel(config), workload, request)
+    device = config.launch.device
+    types = _undominated_types(device == "cuda") if request.instance is None else [_type(request.instance, device)]
+    # First every type with one setting: a type that is far behind does not win with another setting. Few nodes are
+    # cheap, many nodes are fast.
     first = {}
-    for number, each in enumerate(types):
-        tell(f"{each.name}, {number + 1} of {len(types)} types")
-        first[each.name] = search.first(each, sorted(nodes, reverse=goal == "time"), batches[-1:], goal)
-    types.sort(key=lambda each: first[each.name])
+    for number, ec2 in enumerate(types):
+        progress(f"{ec2.name}, {number + 1} of {len(types)} types")
+        first[ec2.name] = search.first_value(ec2)
+    types.sort(key=lambda ec2: first[ec2.name])
     best: dict[tuple[str | None, int, str], Offer] = {}
-    for each in types[:_TYPES_SEARCHED]:
-        tell(f"{each.name} with all settings")
-        for offer in search.of(each, nodes, ranks, batches, _MICROS):
+    for ec2 in types[:_TYPES_SEARCHED]:
+        progress(f"{ec2.name} with all settings")
+        for offer in search.all_offers(ec2):
             key = (offer.plan.instance, offer.plan.nodes, offer.capacity)
-            if key not in best or _measure(offer, goal) < _measure(best[key], goal):
+            if key not in best or offer.goal_value(goal) < best[key].goal_value(goal):
                 best[key] = offer
     if not best:
         run = f"this run with {batches[-1]} sequences a step (--global-batch)" if batches else "this run"
         raise PlanError(f"nothing in the catalogue fits {run}: frugal states, LoRA, or shard.offload: disk")
-    other: Literal["time", "cost"] = "cost" if goal == "time" else "time"
-    return sorted(best.values(), key=lambda offer: (_measure(offer, goal), _measure(offer, other)))
-
-
-def _all_types(gpus: bool) -> list[InstanceType]:
-    priced = [each for each in instances() if each.usd_per_hour is not None and bool(each.gpus) == gpus]
-    return undominated([each for each in priced if not each.shares_cpus])
-
-
-def _type_of(name: str, device: str) -> InstanceType:
-    """Raises UserError where there is none, or none to be offered."""
-    found = instance(name)
-    if found.usd_per_hour is None:
-        raise PlanError(f"{name} has no price in {PRICES_REGION}, {PRICES_DATE}: plan without --tokens")
-    if device != "auto" and bool(found.gpus) != (device == "cuda"):
-        raise PlanError(f"{name} has {'' if found.gpus else 'no '}GPUs, but launch.device is {device}")
-    return found
+    second: Goal = "cost" if goal == "time" else "time"
+    return sorted(best.values(), key=lambda offer: (offer.goal_value(goal), offer.goal_value(second)))
 
 
 def undominated(types: Sequence[InstanceType]) -> list[InstanceType]:
-    """Without those of which another has as much of everything for no more money."""
-    kinds: dict[object, list[tuple[tuple[float, ...], InstanceType]]] = {}
-    for each in types:
-        kind = (Machine.from_instance(each.name).isa, each.gpu_name)
-        kinds.setdefault(kind, []).append((_worth(each), each))
-    kept = []
-    for alike in kinds.values():
-        for worth, each in alike:
-            better = (
-                other.name != each.name and all(map(ge, more, worth)) and (more != worth or other.name < each.name)
-                for more, other in alike
+    """Drop each type of which another type has as much of everything for no more money."""
+    groups: dict[object, list[tuple[tuple[float, ...], InstanceType]]] = {}
+    for ec2 in types:
+        group = (Machine.from_instance(ec2.name).isa, ec2.gpu_name)
+        groups.setdefault(group, []).append((_worth(ec2), ec2))
+    remaining = []
+    for alike in groups.values():
+        for worth, ec2 in alike:
+            is_dominated = any(
+                rival.name != ec2.name and all(map(ge, more, worth)) and (more != worth or rival.name < ec2.name)
+                for more, rival in alike
             )
-            if not any(better):
-                kept.append(each)
-    return kept
+            if not is_dominated:
+                remaining.append(ec2)
+    return remaining
 
 
-def _worth(each: InstanceType) -> tuple[float, ...]:
-    """More is better, of each."""
+def _undominated_types(gpus: bool) -> list[InstanceType]:
+    priced = [ec2 for ec2 in instances() if ec2.usd_per_hour is not None and bool(ec2.gpus) == gpus]
+    return undominated([ec2 for ec2 in priced if not ec2.shares_cpus])
+
+
+def _type(name: str, device: str) -> InstanceType:
+    """Return the type. Raises UserError for an unknown type, without a price, or without the device."""
+    ec2 = instance(name)
+    if ec2.usd_per_hour is None:
+        raise PlanError(f"{name} has no price in {PRICES_REGION}, {PRICES_DATE}: plan without --tokens")
+    if device != "auto" and bool(ec2.gpus) != (device == "cuda"):
+        raise PlanError(f"{name} has {'' if ec2.gpus else 'no '}GPUs, but launch.device is {device}")
+    return ec2
+
+
+def _worth(ec2: InstanceType) -> tuple[float, ...]:
+    """Numbers of which more is better."""
     return (
-        -(each.usd_per_hour or math.inf),
-        each.physical_cores,
-        each.clock_mhz,
-        each.allocatable_memory_bytes,
-        each.network_bytes_per_s or 0,
-        each.gpus,
-        each.gpu_memory_bytes or 0,
+        -(ec2.usd_per_hour or math.inf),
+        ec2.physical_cores,
+        ec2.clock_mhz,
+        ec2.allocatable_memory_bytes,
+        ec2.network_bytes_per_s or 0,
+        ec2.gpus,
+        ec2.gpu_memory_bytes or 0,
     )
 
 
@@ -168,77 +183,77 @@ class _Search:
     config: RunConfig
     model: PlannedModel
     workload: Workload
-    tokens: int
-    spot: Spot
+    request: OfferRequest
 
-    def first(
-        self, type_: InstanceType, nodes: Sequence[int], batches: Sequence[int], goal: Literal["time", "cost"]
-    ) -> float:
-        """Of the first number of nodes on which it fits with full checkpointing, by one rank and by two."""
-        for count in nodes:
-            tried = self.of(type_, [count], (1, 2), batches, (1,), ("full",))
-            if (least := min((_measure(offer, goal) for offer in tried), default=math.inf)) < math.inf:
-                return least
+    def first_value(self, ec2: InstanceType) -> float:
+        """Return time or cost on the first number of nodes that fits with full checkpointing, by one or two ranks."""
+        goal = self.request.goal
+        for count in sorted(self.request.nodes, reverse=goal == "time"):
+            offers = self._offers(ec2, [count], (1, 2), self.request.batches[-1:], product((1,), ("full",)))
+            value = min((offer.goal_value(goal) for offer in offers), default=math.inf)
+            if value < math.inf:
+                return value
         return math.inf
 
-    def of(
+    def all_offers(self, ec2: InstanceType) -> Iterator[Offer]:
+        request = self.request
+        return self._offers(
+            ec2, request.nodes, request.ranks, request.batches, product(_MICRO_BATCHES, ("none", "full"))
+        )
+
+    def _offers(
         self,
-        type_: InstanceType,
+        ec2: InstanceType,
         nodes: Sequence[int],
         ranks: Sequence[int],
         batches: Sequence[int],
-        micros: Sequence[int],
-        checkpointings: Sequence[str] = ("none", "full"),
+        ways: Iterator[tuple[int, str]],
     ) -> Iterator[Offer]:
-        """Those that fit."""
-        machine = limit_to_pod(Machine.from_instance(type_.name), self.config)
-        planner = Planner(self.model, machine)
-        a_node = [each for each in ranks if each <= machine.cores] if not machine.gpus else [machine.gpus]
-        for count in nodes:
-            for rank in a_node:
-                layout = machine.layout(self.config, count, rank)
-                totals = batches or [batch_size(self.config.train, layout.world_size).total]
-                for total in (each for each in totals if each >= layout.world_size):
-                    for micro in (each for each in micros if each * layout.world_size <= total):
-                        for checkpointing in checkpointings:
-                            wanted: dict[str, object] = {
-                                "train.global_batch_size": total,
-                                "train.per_device_train_batch_size": micro,
-                                "train.gradient_checkpointing": checkpointing,
-                                "train.max_steps": -(-self.tokens // round(total * self.workload.tokens)),
-                            }
-                            try:
-                                settings = with_settings(self.config, wanted)
-                                plan = planner.plan(settings, layout, self.workload, approximate=True)
-                            except UserError:  # settings that exclude each other
-                                continue
-                            if plan.fits:
-                                yield from self._bought(settings, plan, total, micro, checkpointing)
+        """Yield the offers that fit. `ways`: micro-batches and checkpointing."""
+        machine = limit_to_pod(Machine.from_instance(ec2.name), self.config)
+        planner, pairs = Planner(self.model, machine), list(ways)
+        ranks_per_node = [machine.gpus] if machine.gpus else [count for count in ranks if count <= machine.cores]
+        for count, rank_count in product(nodes, ranks_per_node):
+            layout = machine.layout(self.config, count, rank_count)
+            totals = batches or [batch_size(self.config.train, layout.world_size).total]
+            for total, (micro, checkpointing) in product(totals, pairs):
+                if total < layout.world_size or micro * layout.world_size > total:
+                    continue
+                settings: dict[str, object] = {
+                    "train.global_batch_size": total,
+                    "train.per_device_train_batch_size": micro,
+                    "train.gradient_checkpointing": checkpointing,
+                    "train.max_steps": -(-self.request.tokens // round(total * self.workload.tokens)),
+                }
+                try:
+                    config = with_settings(self.config, settings)
+                    plan = planner.plan(config, layout, self.workload, approximate=True)
+                except UserError:  # settings that exclude each other
+                    continue
+                if plan.fits:
+                    yield from self._bought(config, plan, total, micro, checkpointing)
 
     def _bought(self, config: RunConfig, plan: Plan, total: int, micro: int, checkpointing: str) -> Iterator[Offer]:
+        """Yield the offer on demand, and on spot if interruptions let the run progress."""
         usd = plan.cost_usd
-        assert usd is not None  # types have prices here, and the run its steps
+        assert usd is not None  # the type has a price, and the run has steps
         offer = Offer(
             plan, "on-demand", total, micro, checkpointing, 0.0, plan.total_s, usd, config.cluster is not None,
             config.train.global_batch_tokens is not None,
         )  # fmt: skip
         yield offer
-        a_restart = _restart_s(config, plan)
+        restart_s, spot = _restart_s(config, plan), self.request.spot
         if not instance(str(plan.instance)).on_spot:
             return
-        a_second = self.spot.lost_a_month * plan.nodes / _MONTH_S
-        if a_second * a_restart < 0.5:  # else it hardly gets on
-            total_s = plan.total_s / (1 - a_second * a_restart)
-            usd = plan.usd_per_hour * total_s / 3600 * self.spot.price if plan.usd_per_hour is not None else usd
-            yield replace(offer, capacity="spot", restarts=a_second * total_s, total_s=total_s, usd=usd)
+        losses_a_second = spot.lost_a_month * plan.nodes / _MONTH_S
+        if losses_a_second * restart_s < 0.5:  # otherwise the run hardly progresses
+            total_s = plan.total_s / (1 - losses_a_second * restart_s)
+            usd = plan.usd_per_hour * total_s / 3600 * spot.price if plan.usd_per_hour is not None else usd
+            yield replace(offer, capacity="spot", restarts=losses_a_second * total_s, total_s=total_s, usd=usd)
 
 
 def _restart_s(config: RunConfig, plan: Plan) -> float:
-    """What one lost node costs: waiting for the next, reading the checkpoint, and what was not saved."""
-    saved = plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)  # the step is finished first
-    lost = 0.0 if saved else (config.checkpoint.every or plan.steps) * plan.step_s / 2
-    return _NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost
-
-
-def _measure(offer: Offer, goal: Literal["time", "cost"]) -> float:
-    return offer.total_s if goal == "time" else offer.usd
+    """Return the cost of a lost node: waiting for its successor, reading the checkpoint, and unsaved steps."""
+    saves_in_time = plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)  # the step ends first
+    lost_s = 0.0 if saves_in_time else (config.checkpoint.every or plan.steps) * plan.step_s / 2
+    return _NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost_s

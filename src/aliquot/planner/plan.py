@@ -1,4 +1,4 @@
-"""What is foreseen of a run before it starts: plain numbers, without torch, so that anyone may read them."""
+"""The result of the planner: plain numbers, without torch, so that any package may read them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pydantic import TypeAdapter
 
 from aliquot.engines.state_placement import Counts, OnDisk, Unsharded
 
-DISK_PART = 0.05  # of a step: what waiting for a disk may take to be worth no thought
+DISK_PART = 0.05  # of a step: waiting for a disk below this fraction is negligible
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The most that a rank holds at once during one phase, named as in the ledger."""
+    """The peak memory of a rank during one phase of the ledger."""
 
     name: str
     private_bytes: Mapping[str, int]  # of the largest rank, by category
-    shared_bytes: Mapping[str, int]  # what all ranks of a host have in common, once per host, by category
+    shared_bytes: Mapping[str, int]  # of all ranks of a host together, by category
 
     def per_rank(self, ranks_per_node: int) -> int:
-        """Private bytes and this rank's share of the shared ones (what PSS counts)."""
+        """Return private bytes and the rank's share of shared bytes: PSS."""
         return sum(self.private_bytes.values()) + -(-sum(self.shared_bytes.values()) // ranks_per_node)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run on given machines. Memory in bytes, times in seconds, money in US dollars."""
+    """The plan of one run. Memory in bytes, times in seconds, money in US dollars."""
 
     model: str
     parameters: int
@@ -39,43 +39,43 @@ class Plan:
     nodes: int
     ranks_per_node: int
     threads_per_rank: int
-    instance: str | None  # an EC2 type, where the machines are such
-    phases: tuple[PhaseMemory, ...]  # of the memory that it computes in: a GPU's, or the machine's
-    shm_bytes_per_node: int  # needed in /dev/shm (DeepSpeed, NCCL); the host engine needs none
-    limit_bytes_per_node: int  # what all ranks of a node may have together
+    instance: str | None  # EC2 type; None: other machines
+    phases: tuple[PhaseMemory, ...]  # of the memory that ranks compute in: of a GPU, or of the host
+    shm_bytes_per_node: int  # in /dev/shm (DeepSpeed, NCCL); engine host needs none
+    limit_bytes_per_node: int  # of all ranks of a node and of the processes in `beside_bytes`
     wire_bytes_per_step: int  # sent between hosts by all ranks
     local_bytes_per_step: int  # sent among ranks of one host through sockets, all hosts
     disk_read_bytes: int  # by all ranks at start
     checkpoint_bytes: int  # written by all ranks per checkpoint
-    steps: int  # 0: not known before the data are read
+    steps: int  # 0: unknown until the data are read
     tokens_per_step: float  # real ones
     step_s: float
-    bottleneck: str  # e.g. "compute-bound", "network-bound 4.1x", with what would help
-    rates: str  # where the machine's rates come from: measured here on a date, or the catalogue's
+    bottleneck: str  # "compute-bound", or "network-bound 4.1x: " and the change that helps most
+    rates: str  # source of the machine's rates: measured on a date, or estimated
     usd_per_hour: float | None  # of all nodes, on demand
-    host_phases: tuple[PhaseMemory, ...] = ()  # of the machine's memory, where ranks compute on GPUs
+    host_phases: tuple[PhaseMemory, ...] = ()  # of host memory, if ranks compute on GPUs
     host_limit_bytes_per_node: int = 0
-    off_by: float = 1.0  # factor by which the time of a step may be wrong, either way; 1: rates were measured
-    evaluations: int = 0  # those that are known of
-    evaluation_s: float = 0.0  # of one
-    uncounted_evaluations: int = 0  # whose size is not known before the data are read
-    saves: int = 0  # for which training waits
-    saves_beside: int = 0  # that go on beside steps
-    stall_s: float = 0.0  # for which steps wait, of all those together
-    save_s: float = 0.0  # of one, and like `export_s` at the rate of disks
+    off_by: float = 1.0  # factor by which the time of a step may be wrong, either way
+    evaluations: int = 0  # of known size
+    evaluation_s: float = 0.0  # of one evaluation
+    uncounted_evaluations: int = 0  # of unknown size until the data are read
+    saves: int = 0  # for which training stands still
+    saves_beside: int = 0  # that overlap with steps
+    stall_s: float = 0.0  # for which steps wait for overlapping saves, in the whole run
+    save_s: float = 0.0  # of one save, at the rate of storage
     export_s: float = 0.0
     export_bytes: int = 0
-    storage_bytes_per_s: float = 0.5e9  # of that rate, all nodes together
+    storage_bytes_per_s: float = 0.5e9  # all nodes together
     storage_measured: bool = False
-    beside_bytes: int = 0  # of a node: the process that has started its ranks, those that send to dashboards
-    on_disk: OnDisk = field(default_factory=OnDisk)  # what does not fit into memory, where `shard.offload` is disk
-    unsharded: Unsharded = field(default_factory=Unsharded)  # by engine fsdp, within a step
-    scratch_bytes_per_node: int = 0  # on disk, of that
-    scratch_moved_per_step: int = 0  # by all ranks: read and written there
+    beside_bytes: int = 0  # of a node: the launcher, and the clients of dashboards
+    on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
+    unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps whole within a step
+    scratch_bytes_per_node: int = 0  # on disk, of states
+    scratch_moved_per_step: int = 0  # by all ranks: read and written
     scratch_written_per_step: int = 0
-    disk_s: float = 0.0  # of `step_s`, in which all wait for disks
-    kernel_shapes: int | None = None  # different matrix products of a rank at most; None: no bound is known, or on GPUs
-    disk_batch: int | None = None  # sequences a step from which on it is DISK_PART of it or less; None: none is enough
+    disk_s: float = 0.0  # of `step_s`: waiting for disks
+    kernel_shapes: int | None = None  # bound on different matrix products of a rank; None: no bound, or on GPUs
+    disk_batch: int | None = None  # sequences of a step that waits at most DISK_PART for disks; None: no batch suffices
 
     @property
     def peak(self) -> PhaseMemory:
@@ -87,12 +87,12 @@ class Plan:
 
     @property
     def limit_bytes(self) -> int:
-        """What one rank may have of its node."""
+        """Memory of its node that one rank may use."""
         return max(0, self.limit_bytes_per_node - self.beside_bytes) // self.ranks_per_node
 
     @property
     def host_peak_bytes_per_rank(self) -> int:
-        """Beside a GPU's memory; 0: there is none."""
+        """Host memory of a rank that computes on a GPU; otherwise 0."""
         return max((phase.per_rank(self.ranks_per_node) for phase in self.host_phases), default=0)
 
     @property
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """For people: tokens/s, between what and what where rates are an estimate."""
+        """For people: tokens/s, with a band."""
         if self.off_by == 1:
             return f"{self.tokens_per_s:,.0f} real tokens/s"
         low, high = self.tokens_per_s / self.off_by, self.tokens_per_s * self.off_by
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def total_s(self) -> float:
-        """Preparing the data and the first step's compilation are not in it."""
+        """Seconds of the run, without data preparation and the compilation of the first step."""
         return self.steps * self.step_s + self.beside_steps_s
 
     @property
@@ -128,41 +128,41 @@ class Plan:
 
     @property
     def saving_s(self) -> float:
-        """Of a whole run, for which training waits for saves."""
+        """Seconds for which training waits for saves, in the whole run."""
         return self.saves * self.save_s + self.stall_s
 
     @property
     def size(self) -> str:
         """For people: `8.03 B parameters`."""
         for unit, factor in (("B", 10**9), ("M", 10**6)):
-            if self.parameters >= 0.9995 * factor:  # what three digits round up to it
+            if self.parameters >= 0.9995 * factor:  # three digits round up to it
                 return f"{_short(self.parameters / factor)} {unit} parameters"
         return f"{self.parameters:,} parameters"
 
     @property
     def disk_words(self) -> str | None:
-        """For people: what lies on disk, and what that costs a step; None: nothing does."""
+        """For people: the states on disk and their cost in a step; None: no states are on disk."""
         if not self.on_disk:
             return None
         shares = (("states", self.on_disk.states), ("gradient sums", self.on_disk.gradients))
         kinds = [f"{name} of {_share(counts, self.parameters)}" for name, counts in shares if counts]
-        told = [f"{', '.join(kinds)} of the parameters"] if kinds else []
-        told += [f"{self.on_disk.layers} layers whole"] if self.on_disk.layers else []
+        parts = [f"{', '.join(kinds)} of the parameters"] if kinds else []
+        parts += [f"{self.on_disk.layers} layers whole"] if self.on_disk.layers else []
         daily = self.scratch_written_per_step / self.step_s * 86400
         return (
-            f"{', '.join(told)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
+            f"{', '.join(parts)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
             f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {_short(self.disk_s)} s"
-            f" for it ({self.disk_s / self.step_s:.0%}{self._enough()}); {daily / 1e12:,.1f} TB written a day"
+            f" for it ({self.disk_s / self.step_s:.0%}{self._disk_batch_words()}); {daily / 1e12:,.1f} TB written a day"
         )
 
-    def _enough(self) -> str:
+    def _disk_batch_words(self) -> str:
         if self.disk_s <= DISK_PART * self.step_s or self.disk_batch is None:
             return ""
         return f"; {DISK_PART:.0%} with {self.disk_batch:,} sequences a step"
 
     @property
     def cost_usd(self) -> float | None:
-        """On demand, for the whole run; None where price or length is not known."""
+        """Price on demand of the whole run; None if price or number of steps is unknown."""
         if self.usd_per_hour is None or not self.steps:
             return None
         return self.usd_per_hour * self.total_s / 3600
@@ -192,7 +192,7 @@ class Plan:
         return {phase.name: phase.per_rank(self.ranks_per_node) for phase in phases}
 
     def as_json(self) -> dict[str, Any]:
-        """Every field, and what follows from them, under the names that `aliquot plan --json` prints."""
+        """Return all fields and derived values, under the names that `aliquot plan --json` prints."""
         derived = (
             "peak_bytes_per_rank",
             "limit_bytes",

@@ -1,4 +1,4 @@
-"""A plan for people: tables on the console."""
+"""A plan for people: words and tables on the console."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.text import Text
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars, instance
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planner import DISK_BYTES_PER_S
-from aliquot.planner.search import Candidate, Names, in_a_line
+from aliquot.planner.search import Candidate, Names, as_arguments
 
-# EC2's spot price changes by the hour; over the last years it has been 30 to 50 % of on demand for these families.
+# The spot price changes by the hour; for these families it has been 30 to 50 % of the price on demand for years.
 SPOT_FACTOR = 0.4
 _LABEL = 16  # columns
 
-# Columns of the table, which fits 80 of a terminal, and what they add up; --json tells each.
+# Columns of the table, which fits 80 characters, and the categories that they add up; --json shows all categories.
 COLUMNS = {
     "proc.": ("process",),
     "weig.": ("weights",),
@@ -32,7 +32,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Lines:
-    """Each a word of up to 15 letters and what is to be said of it; on a terminal too narrow for it in a column."""
+    """Lines of a label of up to 15 letters and a text, which wraps in a column of its own on a terminal."""
 
     lines: Sequence[str]
 
@@ -49,22 +49,22 @@ class Lines:
 
 
 def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
-    """What it is, whether it fits, memory by phase, and a line each for traffic, time and cost."""
+    """Show the run, whether it fits, memory by phase, and lines for traffic, time and cost."""
     ranks, threads = plan.ranks_per_node, plan.threads_per_rank
-    placed = f"{plan.nodes} x {ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
+    placement = f"{plan.nodes} x {ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
     head = (
         f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine},"
-        f" {placed} on {machine} ({plan.device})"
+        f" {placement} on {machine} ({plan.device})"
     )
-    on_a_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"
+    on_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"
     lines = [
-        f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_a_host} {_size(plan.local_bytes_per_step)}",
+        f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_host} {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
         *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
         f"speed           {plan.speed} ({assumed})",
-        *_whole(plan),
+        *_run_lines(plan),
         *(
             [f"estimates       of time and money may be off by a factor of {plan.off_by:g} either way"]
             if plan.off_by > 1
@@ -73,21 +73,21 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"rates           {plan.rates}",
         *([f"kernels         of at most {plan.kernel_shapes} products a rank"] if plan.kernel_shapes else []),
     ]
-    if problems:  # not `plan.fits`: that is about memory alone
+    if problems:  # `plan.fits` is about memory alone
         verdict = Text("does not fit: " + "; ".join(problems), style="red")
     else:
         of_gpu = " of GPU memory" if plan.host_phases else ""
-        told = f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)}{of_gpu} a rank"
+        words = f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)}{of_gpu} a rank"
         if plan.host_phases:
-            told += f", {_gib(plan.host_peak_bytes_per_rank)} of {_gib(plan.host_limit_bytes)} of the machine's"
-        verdict = Text(told, style="green")
+            words += f", {_gib(plan.host_peak_bytes_per_rank)} of {_gib(plan.host_limit_bytes)} of the machine's"
+        verdict = Text(words, style="green")
     tables = [phases(plan, plan.phases, "GPU memory" if plan.host_phases else "")]
     tables += [phases(plan, plan.host_phases, "the machine's memory")] if plan.host_phases else []
-    return Group(Text(head), verdict, *(part for each in tables for part in (Text(), each)), Text(), Lines(lines))
+    return Group(Text(head), verdict, *(part for table in tables for part in (Text(), table)), Text(), Lines(lines))
 
 
 def fewest(plan: Plan) -> str:
-    """A line about the fewest nodes of a run whose nodes may come and go."""
+    """Return a line about an elastic run on its fewest nodes."""
     return (
         f"{f'with {plan.nodes} left':16}{_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank,"
         f" {_seconds(plan.step_s)} a step"
@@ -95,53 +95,54 @@ def fewest(plan: Plan) -> str:
 
 
 def idle_gpus(plan: Plan, gpus: int, names: Names) -> str | None:
-    """A line where a node of so many `gpus` has some that nobody uses."""
+    """Return a line if the run leaves some of the `gpus` of a node idle, otherwise None."""
     if plan.device != "cuda" or plan.ranks_per_node >= gpus:
         return None
     return (
         f"{'idle':16}uses {plan.ranks_per_node} of {gpus} GPUs of each node:"
-        f" {in_a_line({'launch.ranks': gpus}, names)} for all"
+        f" {as_arguments({'launch.ranks': gpus}, names)} for all"
     )
 
 
 def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
-    """Bytes of one `memory` by category, a line a phase; what is shared as this rank's share."""
-    sizes_of = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in shown}
-    peak = max(sizes_of, key=lambda name: sizes_of[name])
-    large = sizes_of[peak] >= 8 << 30
+    """Tabulate the bytes of a `memory` by category, a row for each phase, with the rank's share of shared memory."""
+    totals = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in shown}
+    peak = max(totals, key=lambda name: totals[name])
+    large = totals[peak] >= 8 << 30
     unit, divisor, form = ("GiB", 2**30, ",.2f") if large else ("MiB", 2**20, ",.0f")
-    of = f"{unit} of {memory} of a rank" if memory else f"{unit} of a rank"
-    title = f"{of}, foreseen: its own, and its share of what is shared"
+    subject = f"{unit} of {memory} of a rank" if memory else f"{unit} of a rank"
+    title = f"{subject}, planned: private memory, and its share of shared memory"
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("phase", no_wrap=True)
     for column in ("all", *COLUMNS, "shared"):
         table.add_column(column, justify="right", no_wrap=True)
     for phase in shown:
-        own = [sum(phase.private_bytes.get(name, 0) for name in names) for names in COLUMNS.values()]
-        sizes = (sizes_of[phase.name], *own, sum(phase.shared_bytes.values()) / plan.ranks_per_node)
+        private = [sum(phase.private_bytes.get(name, 0) for name in names) for names in COLUMNS.values()]
+        sizes = (totals[phase.name], *private, sum(phase.shared_bytes.values()) / plan.ranks_per_node)
         row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
         table.add_row(phase.name, *row, style="bold" if phase.name == peak else None)
     return table
 
 
 def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
-    """A line each, with what to set for it."""
+    """Tabulate other settings, a row for each candidate."""
     table = Table(title="other settings", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("step", "time", "memory", "USD", "set"):
         table.add_column(column, no_wrap=column != "set")
-    for each in candidates:
-        plan = each.plan
+    for candidate in candidates:
+        plan = candidate.plan
         cost = "" if plan.cost_usd is None else dollars(plan.cost_usd)
         change = f"{100 * (plan.step_s / now.step_s - 1):+.0f} %"
-        table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, each.lines)
+        table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, candidate.arguments)
     return table
 
 
-def _whole(plan: Plan) -> list[str]:
+def _run_lines(plan: Plan) -> list[str]:
+    """Describe the whole run: steps, evaluations, saves, export and cost."""
     if not plan.steps:
         return ["whole run       not known before the data are read: set train.max_steps"]
     uncounted = plan.uncounted_evaluations
-    beside = [
+    besides = [
         f"{_counted(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
         f"{_counted(uncounted, 'evaluation')} that {'is' if uncounted == 1 else 'are'} not counted"
         if uncounted
@@ -159,10 +160,10 @@ def _whole(plan: Plan) -> list[str]:
         storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
     lines = [
         f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
-        f"beside steps    {', '.join(filter(None, beside))} ({storage})",
+        f"beside steps    {', '.join(filter(None, besides))} ({storage})",
     ]
     if plan.saving_s > plan.steps * plan.step_s:
-        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {saves_less(plan)}")
+        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {advise_saves(plan)}")
     if plan.cost_usd is not None:
         spot = f", about {dollars(plan.cost_usd * SPOT_FACTOR)} on spot (factor {SPOT_FACTOR}, assumed)"
         sold = plan.instance is not None and instance(plan.instance).on_spot
@@ -171,8 +172,8 @@ def _whole(plan: Plan) -> list[str]:
     return lines
 
 
-def saves_less(plan: Plan) -> str:
-    """What would make saves take less of the run."""
+def advise_saves(plan: Plan) -> str:
+    """Say what makes saves take less of the run."""
     fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
     return f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
 
@@ -190,7 +191,7 @@ def _gib(size_bytes: float) -> str:
 
 
 def _size(size_bytes: float) -> str:
-    """Traffic in powers of ten, as networks and disks are sold."""
+    """Traffic in powers of ten, like the rates of networks and disks."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:,.1f} {unit}"
