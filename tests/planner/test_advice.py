@@ -13,7 +13,7 @@ import yaml
 from aliquot.config.read_config import read_config
 from aliquot.data.workload import Workload
 from aliquot.planner import fit
-from aliquot.planner.advice import _fewer_ranks, _planned, with_advice
+from aliquot.planner.advice import _fewer_ranks, _plans, with_advice
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
@@ -78,5 +78,5 @@ def test_fewer_ranks_are_advised_where_engine_host_does_not_fit_with_so_many() -
     less = replace(SLOW, memory_bytes=sum(needed) // 2)
     planner = Planner(PlannedModel(config), less)
     assert fit.problems(planner.plan(config, layout, workload), less)
-    helps = {words: made for words, made in _planned(_fewer_ranks(planner, config, layout), planner, layout, workload)}
+    helps = {words: made for words, made in _plans(_fewer_ranks(planner, config, layout), planner, layout, workload)}
     assert helps["launch.ranks=1"].engine == "host" and helps["launch.ranks=1"].fits

@@ -12,7 +12,7 @@ from aliquot.nn.attention.base import Documents, Scoring
 from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.loss.base import IGNORE, GradientRows
 from aliquot.nn.loss.head_loss import FusedLoss
-from aliquot.planner.live_storages import Live
+from aliquot.planner.meta_trace import MetaTrace
 from aliquot.planner.micro_batch_cost import Work
 
 TOKENS, LABELLED, WIDTH, VOCABULARY = 75, 61, 16, 101
@@ -21,7 +21,7 @@ Followed = tuple[int, int, int, Work]  # bytes kept for the backward pass, most 
 
 
 def followed(device: str, weights: list[Tensor], work: object) -> Followed:
-    with Live(weights, device) as live:
+    with MetaTrace(weights, device) as live:
         loss = work(live)  # type: ignore[operator]
         kept, forward_bytes, live.peak_bytes = live.live_bytes, live.peak_bytes, live.live_bytes
         loss.backward()
@@ -56,7 +56,7 @@ def test_the_head(dtype: torch.dtype, by_rows: bool, chunks: int) -> None:
         room = torch.empty(50, WIDTH, dtype=dtype, device=device)
         rows = GradientRows((0, 50, 100, 101), lambda a, b: room[: b - a], lambda: None) if by_rows else None
 
-        def work(live: Live) -> Tensor:
+        def work(live: MetaTrace) -> Tensor:
             own = replace(fused, blocks=live.two_for_all) if device == "meta" else fused
             return own(hidden, weight, labels, 0.5, rows)[1]
 
@@ -77,7 +77,7 @@ def test_attention(dtype: torch.dtype, window: int | None, selective: bool) -> N
         )
         documents = Documents(EDGES, attention)
 
-        def work(live: Live) -> Tensor:
+        def work(live: MetaTrace) -> Tensor:
             return attention.attend(query, key, value, documents, Scoring(0.5, window)).sum()
 
         return followed(device, [query, key, value], work)

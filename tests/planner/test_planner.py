@@ -22,7 +22,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit
-from aliquot.planner.advice import _compiled, _planned, with_advice
+from aliquot.planner.advice import _compiled_layers, _plans, with_advice
 from aliquot.planner.phase_memory import COMPILER_BYTES
 from aliquot.planner.pictures import memory_svg
 from aliquot.planner.plan import Plan
@@ -249,7 +249,7 @@ def test_where_memory_is_waited_for_compiled_layers_are_told_of() -> None:
         config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
         planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
         layout = machine.layout(config, 1, 2)
-        helps = list(_planned(_compiled(config, layout), planner, layout, workload))
+        helps = list(_plans(_compiled_layers(config, layout), planner, layout, workload))
         told += [
             words for words, made in helps if made.tokens_per_s > planner.plan(config, layout, workload).tokens_per_s
         ]

@@ -80,8 +80,7 @@ def _series(planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan)
         series += [_larger_batches(config, layout), _larger_micro_batches(config, layout)]
         if layout.device == "cpu" and plan.engine != "host":
             series.append(iter([_set(config, {"shard.engine": "host"})]))
-        if layout.device == "cpu" and config.train.compile == "none":
-            series.append(iter([_set(config, {"train.compile": "layers"})]))
+        series.append(_compiled_layers(config, layout))
         if layout.nodes > 1 and plan.engine == "host" and config.shard.reduce_dtype == "fp32":
             series.append(iter([_set(config, {"shard.reduce_dtype": "bf16"})]))
     return series
@@ -92,7 +91,7 @@ def _product_s(planner: Planner, layout: RankLayout, precision: Precision) -> fl
 
 
 def _plans(
-    changes: Changes, planner: Planner, layout: RankLayout, workload: Workload, names: Names
+    changes: Changes, planner: Planner, layout: RankLayout, workload: Workload, names: Names = NO_NAMES
 ) -> Iterator[tuple[str, Plan]]:
     """Yield words and plan of each change that fits."""
     for change in changes:
@@ -140,6 +139,11 @@ def _fewer_ranks(planner: Planner, config: RunConfig, layout: RankLayout) -> Cha
         launch = config.launch.model_copy(update={"ranks": ranks})
         changed = config.model_copy(update={"launch": launch})
         yield Change(changed, {"launch.ranks": ranks}, layout=planner.machine.layout(config, layout.nodes, ranks))
+
+
+def _compiled_layers(config: RunConfig, layout: RankLayout) -> Changes:
+    if layout.device == "cpu" and config.train.compile == "none":
+        yield _set(config, {"train.compile": "layers"})
 
 
 def _set(config: RunConfig, settings: Mapping[str, object]) -> Change:

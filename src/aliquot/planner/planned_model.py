@@ -131,7 +131,7 @@ class PlannedModel:
             return shaped_model(self._config, self._vocabulary)
 
     def _measure(self, step: Step, edges: tuple[int, ...], predicted: int) -> dict[str, Any]:
-        from aliquot.planner.activations import micro_batch_costs
+        from aliquot.planner.meta_pass import micro_batch_costs
 
         why, replaced = None, {}
         try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aliquot.machine import matmul
-from aliquot.planner.live_storages import Live
+from aliquot.planner.meta_trace import MetaTrace
 from aliquot.planner.micro_batch_cost import Step, Work
 from aliquot.planner.planned_model import PlannedModel
 from tests.planner.shapes import LLAMA, planned_config
@@ -22,7 +22,7 @@ def moved(compiled: bool, fusing: bool = True) -> tuple[float, float]:
     """(bytes, calls) of two runs of elementwise operations with a product between them."""
     x, y = torch.empty(1000, device="meta"), torch.empty(1000, device="meta")
     matrix = torch.empty(10, 10, device="meta")
-    with Live([]) as live:
+    with MetaTrace([]) as live:
         live.fusing = fusing
         total = (x * y).add_(x).view(10, 100).sigmoid().view(1000)
         product = matrix @ matrix
@@ -53,7 +53,7 @@ def test_only_time_is_less_in_compiled_layers() -> None:
 
 def test_copies_are_told_apart_by_what_makes_them_slow() -> None:
     rows = torch.empty(8, 6, 4, device="meta")
-    with Live([]) as live:
+    with MetaTrace([]) as live:
         kept = [
             rows.clone(),
             rows.transpose(0, 1).contiguous(),  # pieces of four elements lie elsewhere

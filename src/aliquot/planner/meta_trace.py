@@ -1,4 +1,4 @@
-"""Which storages are alive while operations run, on meta tensors or others, and how much work the operations are."""
+"""Follow the operations of a pass: live storages, and the work of matrix products, memory traffic and calls."""
 
 from __future__ import annotations
 
@@ -14,32 +14,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aliquot.nn.attention.tiled_attention import attended_alone
 from aliquot.planner.micro_batch_cost import Work, Works
 
-# Beside what torch tags as elementwise: what Inductor computes in the same loops.
+# Operations that torch does not tag as elementwise, but that Inductor computes in the same loops.
 _FUSED = ("aten::mean", "aten::sum", "aten::cat", "aten::_to_copy", "aten::copy_", "aten::slice_backward")
 
 
 def fuses(func: Any) -> bool:
+    """Whether torch.compile fuses the operation with its neighbours."""
     return torch.Tag.pointwise in func.tags or func._schema.name in _FUSED
 
 
 class FusedRun:
-    """Operations that follow each other. Each storage that comes from before is read once; of those that arise, only
-    what is still there at the end was ever written."""
+    """Successive operations that torch.compile makes one pass over memory.
+
+    The pass reads each earlier storage once, and writes only storages that outlive the run of operations.
+    """
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}  # storage -> bytes
-        self._made: dict[int, int] = {}
+        self._written: dict[int, int] = {}
         self._largest = 0
 
     def add(self, inputs: dict[int, int], outputs: dict[int, int]) -> None:
-        """Storages of one operation and their bytes; what it writes in place is among both."""
-        self._read |= {key: size for key, size in inputs.items() if key not in self._made}
-        self._made |= outputs
+        """Add an operation. `inputs`, `outputs`: storage -> bytes; a storage written in place is in both."""
+        self._read |= {key: size for key, size in inputs.items() if key not in self._written}
+        self._written |= outputs
         self._largest = max(self._largest, *inputs.values(), *outputs.values(), 0)
 
     def moved(self, alive: set[int]) -> tuple[int, int]:
-        """(bytes of the largest tensor, bytes that are moved), with `alive` the storages that are left."""
-        return self._largest, sum(self._read.values()) + sum(self._made[key] for key in self._made if key in alive)
+        """Return (bytes of the largest tensor, bytes moved), given the storages that outlive the run."""
+        return self._largest, sum(self._read.values()) + sum(
+            self._written[key] for key in self._written if key in alive
+        )
 
 
 _PRODUCTS = {
@@ -52,48 +57,49 @@ _PRODUCTS = {
 Product = tuple[int, int, int, bool, bool]  # [m, k] x [k, n], and whether their rows lie in one piece
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of storages on `device` alive now and at most, but for `weights`. `take_work` empties the tallies."""
+class MetaTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts live and peak bytes of storages on `device`, without `weights`, and the work of operations."""
 
     def __init__(self, weights: Iterable[Tensor], device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._times = 1.0  # how often an operation counts
+        self._repeats = 1.0  # how often an operation counts
         self.live_bytes = 0
         self.peak_bytes = 0
         self.largest_bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._ignored = {_storage(weight): weight for weight in weights}
-        self._work: Work = defaultdict(float)  # of operations as they are
-        self._compiled: Work = defaultdict(float)  # where torch.compile has those that came while `fusing`
+        self._work: Work = defaultdict(float)  # of eager operations
+        self._compiled: Work = defaultdict(float)  # with the operations during `fusing` compiled
         self.fusing = False
         self._run = FusedRun()
-        self.products: set[Product] = set()  # but those of attention, which are batched
+        self.products: set[Product] = set()  # without those of attention, which are batched
 
     def ignore(self, weight: Tensor) -> None:
-        """It is counted elsewhere."""
+        """Leave a weight out, because another part of the plan counts it."""
         self._free(_storage(weight), weight.untyped_storage().nbytes())
         self._ignored[_storage(weight)] = weight
 
     def take_work(self) -> Works:
+        """Return the work since the last call."""
         self._end_run()
         works = self._work, self._compiled
         self._work, self._compiled = defaultdict(float), defaultdict(float)
         return works
 
     def two_for_all(self, starts: range) -> Iterator[int]:
-        """Of the passes of a loop over rows only two, the first of which counts as all but one: thousands are alike.
+        """Run two passes of a loop over rows instead of thousands; the first counts as all passes but one.
 
-        Two, because the second finds the first one's tensors still alive.
+        Two passes, because the second pass meets live tensors of the first.
         """
-        self._times = max(1.0, (starts.stop - starts.start) / starts.step - 1)
+        self._repeats = max(1.0, (starts.stop - starts.start) / starts.step - 1)
         for start in starts[:2]:
             yield start
-            self._times = 1.0
+            self._repeats = 1.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aliquot.tiled_attention.default:
-            with self:  # what counts is inside
+            with self:  # count the operations inside
                 return attended_alone(*args)
         result = func(*args, **(kwargs or {}))
         outputs = self._tensors(result)
@@ -125,11 +131,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.fusing or not (a_view or fuses(func)):
             self._end_run()
             tallies.append(self._compiled)
-        elif not a_view:  # which costs compiled code nothing
-            self._run.add(*({_storage(t): t.numel() * t.element_size() for t in each} for each in (inputs, outputs)))
+        elif not a_view:  # views cost compiled code nothing
+            self._run.add(
+                *({_storage(t): t.numel() * t.element_size() for t in tensors} for tensors in (inputs, outputs))
+            )
         for key, amount in self._costs(func, args, inputs, outputs, aliases):
             for tally in tallies:
-                tally[key] += self._times * amount
+                tally[key] += self._repeats * amount
 
     def _costs(
         self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor], aliases: bool
@@ -150,23 +158,23 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _end_run(self) -> None:
         largest, moved = self._run.moved({*self._alive, *self._ignored})
         if moved:
-            self._compiled["memory", "fused", largest] += self._times * moved
-            self._compiled["calls",] += self._times
+            self._compiled["memory", "fused", largest] += self._repeats * moved
+            self._compiled["calls",] += self._repeats
             self._run = FusedRun()
 
     def _tensors(self, tree: Any) -> list[Tensor]:
-        """In tuples, lists and dicts, as operations take and give them."""
+        """Return the tensors in nested tuples, lists and dicts."""
         if isinstance(tree, torch.Tensor):
             return [tree] if tree.device.type == self._device else []
         if isinstance(tree, dict):
             tree = tree.values()
         elif not isinstance(tree, tuple | list):
             return []
-        return [tensor for each in tree for tensor in self._tensors(each)]
+        return [tensor for item in tree for tensor in self._tensors(item)]
 
 
 def _operation(func: Any, moved: list[Tensor]) -> str:
-    """By which rates know it: copies that convert or reorder are slower than those that do not."""
+    """Return the name that rates know: copies that convert or reorder are slower than plain copies."""
     name: str = func._schema.name.removeprefix("aten::")
     if name not in ("copy_", "_to_copy", "clone"):
         return name

@@ -17,7 +17,7 @@ from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel, shaped_model
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
-from aliquot.planner.activations import micro_batch_costs
+from aliquot.planner.meta_pass import micro_batch_costs
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step
 from tests.planner.shapes import GEMMA2, LLAMA, MISTRAL, QWEN3, planned_config
 

@@ -1,8 +1,8 @@
-"""What one micro-batch holds in memory and computes: the model's own forward and backward pass on meta tensors.
+"""The cost of a micro-batch: the model's own forward and backward pass on meta tensors.
 
-Nothing is computed and no weight exists: every operation runs for its shapes alone, aliquot's own attention and loss
-too, while a dispatch mode follows which storages are alive. A model's layers are mostly alike, so only a few are run:
-one of each kind, and one more of each kind to see what it adds.
+The pass computes nothing and needs no weights. Every operation runs for its shapes alone, also aliquot's attention and
+loss, while a dispatch mode follows live storages (`meta_trace`). Most layers of a model are alike. Therefore the pass
+runs one layer of each kind, and one more layer of each kind to see the difference.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.experts.expert_modules import experts_weights, pass_over, send_to, weights_of
 from aliquot.nn.loss.base import IGNORE, GradientRows
 from aliquot.nn.loss.head_loss import choose, head_loss_on
-from aliquot.planner.live_storages import Live, Product
+from aliquot.planner.meta_trace import MetaTrace, Product
 from aliquot.planner.micro_batch_cost import Costs, MicroBatchCost, Step
 
 
 def micro_batch_costs(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int) -> Costs:
-    """Of one row with documents at `edges`, `predicted` of whose tokens have a label, compiled or not.
+    """Return the costs of one row with documents at `edges`, `predicted` of whose tokens have a label.
 
-    Raises what the model's code raises on tensors that hold nothing.
+    Raises any exception that the code of the model raises on meta tensors.
     """
     with _prepared(shaped, step) as run_layers:
         first = [kind.positions[0] for kind in shaped.shape.kinds]
@@ -47,61 +47,65 @@ def micro_batch_costs(shaped: ShapedModel, step: Step, edges: tuple[int, ...], p
                 return _run(shaped, step, edges, predicted, tuple(positions))
 
         base = measure(first)
-        others = [
+        extended = [
             (measure(sorted([*first, kind.positions[1]])), len(kind.positions) - 1)
             for kind in shaped.shape.kinds
             if len(kind.positions) > 1
         ]
     plain, compiled = (
-        _of_all_layers(base[way], [(other[way], more) for other, more in others], shaped.shape.layers) for way in (0, 1)
+        _all_layers(base[way], [(costs[way], count) for costs, count in extended], shaped.shape.layers)
+        for way in (0, 1)
     )
     return plain, compiled
 
 
-def _of_all_layers(base: MicroBatchCost, others: list[tuple[MicroBatchCost, int]], layers: int) -> MicroBatchCost:
-    """`others`: with one more layer of a kind than `base`, and how many more there are of that kind."""
+def _all_layers(base: MicroBatchCost, extended: list[tuple[MicroBatchCost, int]], layers: int) -> MicroBatchCost:
+    """Extrapolate to all layers.
+
+    Args:
+        extended: for each kind, the cost with one more layer than `base`, and the number of further layers.
+    """
     total, layer_bytes = base, 0
-    for other, more in others:
-        layer_bytes = max(layer_bytes, other.saved_bytes - base.saved_bytes)
-        total = total.plus(other, base, more)
+    for cost, count in extended:
+        layer_bytes = max(layer_bytes, cost.saved_bytes - base.saved_bytes)
+        total = total.plus(cost, base, count)
     return replace(total, layer_bytes=layer_bytes or total.saved_bytes // layers)
 
 
 def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int, layers: tuple[int, ...]) -> Costs:
     shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
-    own = attention_on(step.device, traits.packs, step.checkpointing == "selective")
-    meta_attention = None if own is None else own.on_meta()
+    attention_backend = attention_on(step.device, traits.packs, step.checkpointing == "selective")
+    meta_attention = None if attention_backend is None else attention_backend.on_meta()
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-    labels = torch.zeros(tokens, dtype=torch.int64)  # real ones: how many rows the loss works on depends on them
+    labels = torch.zeros(tokens, dtype=torch.int64)  # real values, which determine the rows of the loss
     labels[predicted:] = IGNORE
-    with Live(model.parameters()) as live, _fusing_in_layers(model, live):
-        attention = meta_attention and _NotCompiled(meta_attention, live)
+    with MetaTrace(model.parameters()) as live, _fusing_in_layers(model, live):
+        attention = meta_attention and _EagerAttention(meta_attention, live)
         for module in model.modules():
             if weights_of(module) is not None:
                 pass_over(module, live.two_for_all)
         if not step.head_gradient and traits.packs:
             for weight in experts_weights(model):
-                send_to(weight, _ExpertsInARing(weight, live))
+                send_to(weight, _ExpertsRing(weight, live))
 
-        of_head: set[Product] = set()
+        head_products: set[Product] = set()
 
         def loss_of(inputs: Tensor) -> tuple[int, Tensor]:
-            """What is alive after the layers, and the loss."""
+            """Return the live bytes after the layers, and the loss."""
             documents = Documents(edges, attention)
             if not traits.plain_head:
                 loss = model_calls.whole_logits_loss(model, ids, ids, ids, documents)
                 return live.live_bytes, loss
             head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
             head, chosen = model.get_output_embeddings().weight, choose(labels)
-            of_host = not step.head_gradient and torch.is_grad_enabled()
-            room = head_loss.room(chosen, labels, head) if of_host else None
+            in_ring = not step.head_gradient and torch.is_grad_enabled()
+            room = head_loss.room(chosen, labels, head) if in_ring else None
             hidden = model_calls.hidden_states(model, inputs, ids, documents)
             saved_bytes, before = live.live_bytes - (0 if room is None else room.nbytes), live.products.copy()
-            in_a_ring = of_host and head.requires_grad
-            sink = _rows_in_a_ring(shape, step, live) if in_a_ring else None
+            sink = _head_ring(shape, step, live) if in_ring and head.requires_grad else None
             loss = head_loss(hidden, head, labels, 1.0, sink, chosen, room)[1]
-            of_head.update(live.products - before)
+            head_products.update(live.products - before)
             return saved_bytes, loss
 
         inputs = ids
@@ -111,14 +115,14 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
         forward_bytes, forward = live.peak_bytes, live.take_work()
         live.peak_bytes = live.live_bytes
         if loss.requires_grad:
-            live.fusing = _compiles(model)  # attention's few elementwise operations with it
+            live.fusing = _compiles(model)  # with the few elementwise operations of attention
             loss.backward()  # type: ignore[no-untyped-call]
             live.fusing = False
         backward_bytes, backward = live.peak_bytes, live.take_work()
         largest_bytes = live.largest_bytes
-        others = len(live.products - of_head)
+        other_products = len(live.products - head_products)
         del inputs, loss
-        # The same however training recomputes or passes on its gradients.
+        # The same for every kind of recomputation and gradient.
         evaluation = (step.precision, step.device, step.logits_bytes, edges, predicted, layers)
         if evaluation not in shaped.evaluations:
             live.peak_bytes = live.live_bytes
@@ -131,7 +135,7 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
         plain, compiled = (
             MicroBatchCost(
                 saved_bytes, 0, forward_bytes, backward_bytes, most, largest_bytes, *_products_of_kinds(shaped, step),
-                others, len(of_head), *works,
+                other_products, len(head_products), *works,
             )
             for works in zip(forward, backward, evaluating, strict=True)
         )  # fmt: skip
@@ -139,7 +143,7 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
 
 
 def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
-    """Of a shape of attention's tiles, and of a number of an expert's rows."""
+    """Products for each shape of attention's tiles, and for each number of rows of an expert."""
     if step.device != "cpu" or not shaped.built.traits.packs:
         return 0, 0
     ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # values as wide as keys, or not
@@ -147,8 +151,8 @@ def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
     return ways * tile_sizes.PRODUCTS, row_counts.PRODUCTS * -(-len(layers) // 2)
 
 
-def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
-    """Where engine host has the head's gradient written: its room is counted with the engine's."""
+def _head_ring(shape: ModelShape, step: Step, live: MetaTrace) -> GradientRows:
+    """The ring into which engine host writes the head's gradient; the engine's memory contains the ring."""
     edges = piece_edges(shape.vocabulary, shape.width, _dtype(step).itemsize)
     room = torch.empty(edges[1], shape.width, dtype=_dtype(step), device="meta")
     live.ignore(room)
@@ -156,12 +160,12 @@ def _rows_in_a_ring(shape: ModelShape, step: Step, live: Live) -> GradientRows:
 
 
 def _compiles(model: nn.Module) -> bool:
-    """Of a mixture's layers most is experts, which are left as they are: planned as not compiled."""
+    """Whether the plan counts layers as compiled. Most of a mixture's layers are experts, which stay eager."""
     return not experts_weights(model)
 
 
 @contextmanager
-def _fusing_in_layers(model: nn.Module, live: Live) -> Iterator[None]:
+def _fusing_in_layers(model: nn.Module, live: MetaTrace) -> Iterator[None]:
     def begin(*_: Any) -> None:
         live.fusing = True
 
@@ -179,33 +183,33 @@ def _fusing_in_layers(model: nn.Module, live: Live) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _NotCompiled:
-    """Attention, which torch.compile leaves as it is."""
+class _EagerAttention:
+    """Attention, which torch.compile does not compile."""
 
     backend: AttentionBackend
-    live: Live
+    live: MetaTrace
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         before, self.live.fusing = self.live.fusing, False
-        found = self.backend.attend(query, key, value, documents, scoring)
+        attended = self.backend.attend(query, key, value, documents, scoring)
         self.live.fusing = before
-        return found
+        return attended
 
-    def on_meta(self) -> _NotCompiled:
+    def on_meta(self) -> _EagerAttention:
         return self
 
 
-class _ExpertsInARing:
-    """Where engine host has the gradients of experts written."""
+class _ExpertsRing:
+    """The ring into which engine host writes gradients of experts."""
 
-    def __init__(self, weight: Tensor, live: Live) -> None:
+    def __init__(self, weight: Tensor, live: MetaTrace) -> None:
         edges = piece_edges(weight.shape[0], weight[0].numel(), weight.element_size())
         self._live, self._edges = live, edges
         self._room = torch.empty_like(weight[: edges[1]])
         live.ignore(self._room)
 
     def begin(self) -> Iterator[tuple[int, int]]:
-        """Two blocks, counted as all."""
+        """Yield two blocks, which count as all blocks."""
         for first in self._live.two_for_all(range(0, self._edges[-1], self._edges[1])):
             yield first, min(first + self._edges[1], self._edges[-1])
 
@@ -216,13 +220,13 @@ class _ExpertsInARing:
         pass
 
     def whole(self, gradient: Tensor) -> None:
-        raise AssertionError("it is always its turn")
+        raise AssertionError("a ring of the planner never skips a block")
 
 
 class _TwoForAll(GradientRows):
-    """Of the blocks, a hundred for a large vocabulary, two are computed and counted as all."""
+    """Rows of the head's gradient in two blocks, which count as all blocks: a large vocabulary has a hundred."""
 
-    def __init__(self, live: Live, edges: tuple[int, ...], *how: Any) -> None:
+    def __init__(self, live: MetaTrace, edges: tuple[int, ...], *how: Any) -> None:
         super().__init__(edges, *how)
         self._live = live
 
@@ -233,10 +237,10 @@ class _TwoForAll(GradientRows):
 
 @contextmanager
 def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]], Any]]:
-    """The model with weights of the compute dtype, and a way to leave only some of its layers in it."""
+    """Cast the model to the compute dtype, and yield a context manager that leaves only some layers in the model."""
     model = shaped.built.model
     _cast(model, _dtype(step))
-    copy_in_backward(model, step.copies_transposed)  # compiled layers copy, too
+    copy_in_backward(model, step.copies_transposed)  # also in compiled layers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these
         model.gradient_checkpointing_disable()
@@ -262,7 +266,7 @@ def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]],
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Meta weights of `dtype`, whose gradients are gone as soon as they are complete."""
+    """Replace weights by meta weights of `dtype` that drop each gradient once it is complete."""
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
