@@ -1,4 +1,4 @@
-"""EC2 types as AWS describes them now, in the region of the person's own credentials; prices are the catalogue's."""
+"""EC2 types as AWS describes them now, in the region of the user's credentials. Prices come from the catalogue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_PODS_SMALL, _MAX_PODS_LARGE = 110, 250  # kubelet's bound below and above 3
 
 
 def live_instances() -> list[InstanceType]:
-    """Raises UserError without boto3, credentials, a region or the permission."""
+    """Ask AWS for all types. Raises UserError without boto3, credentials, a region or the permission."""
     try:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
@@ -29,7 +29,7 @@ def live_instances() -> list[InstanceType]:
         raise MissingToolError("--live needs boto3: pip install 'aliquot[cluster]'") from None
     try:
         pages = boto3.client("ec2").get_paginator("describe_instance_types").paginate()
-        described = [each for page in pages for each in page["InstanceTypes"]]
+        described = [description for page in pages for description in page["InstanceTypes"]]
     except ClientError as error:
         raise InstanceError(
             f"AWS refused {error.operation_name}: {error.response.get('Error', {}).get('Code')}"
@@ -40,22 +40,26 @@ def live_instances() -> list[InstanceType]:
 
 
 def _types(described: list[dict[str, Any]]) -> Iterator[InstanceType]:
-    shipped = {each.name: each for each in instances()}
-    for each in described:
-        name, processor = each["InstanceType"], each.get("ProcessorInfo", {})
-        arch = next((_ARCH[one] for one in processor.get("SupportedArchitectures", []) if one in _ARCH), None)
+    shipped = {ec2.name: ec2 for ec2 in instances()}
+    for description in described:
+        name, processor = description["InstanceType"], description.get("ProcessorInfo", {})
+        arch = next((_ARCH[arch] for arch in processor.get("SupportedArchitectures", []) if arch in _ARCH), None)
         if arch is None:  # 32-bit and Mac types
             continue
-        yield _type(each, name, arch, shipped.get(name))
+        yield _type(description, name, arch, shipped.get(name))
 
 
-def _type(each: dict[str, Any], name: str, arch: str, known: InstanceType | None) -> InstanceType:
-    cpu, network, gpus = each["VCpuInfo"], each["NetworkInfo"], each.get("GpuInfo", {}).get("Gpus", [])
+def _type(description: dict[str, Any], name: str, arch: str, known: InstanceType | None) -> InstanceType:
+    cpu, network, gpus = (
+        description["VCpuInfo"],
+        description["NetworkInfo"],
+        description.get("GpuInfo", {}).get("Gpus", []),
+    )
     family = name.partition(".")[0]
     digits = re.search(r"\d+(?!\d*tb)", family)  # u-6tb1 has 6 TiB and is of generation 1
     generation = int(digits.group()) if digits else 0
-    maker = _manufacturer(each, arch)
-    vcpus, memory_bytes = cpu["DefaultVCpus"], each["MemoryInfo"]["SizeInMiB"] * _MIB
+    maker = _manufacturer(description, arch)
+    vcpus, memory_bytes = cpu["DefaultVCpus"], description["MemoryInfo"]["SizeInMiB"] * _MIB
     max_pods = known.max_pods if known is not None else _max_pods(network, vcpus)
     return InstanceType(
         name=name,
@@ -64,7 +68,7 @@ def _type(each: dict[str, Any], name: str, arch: str, known: InstanceType | None
         generation=generation,
         vcpus=vcpus,
         physical_cores=cpu.get("DefaultCores", vcpus),
-        clock_mhz=int(each.get("ProcessorInfo", {}).get("SustainedClockSpeedInGhz", 0) * 1000),
+        clock_mhz=int(description.get("ProcessorInfo", {}).get("SustainedClockSpeedInGhz", 0) * 1000),
         memory_bytes=memory_bytes,
         allocatable_memory_bytes=allocatable_memory_bytes(memory_bytes, max_pods, arch),
         allocatable_cpu_millicores=allocatable_cpu_millicores(vcpus),
@@ -75,31 +79,31 @@ def _type(each: dict[str, Any], name: str, arch: str, known: InstanceType | None
         gpus=sum(gpu.get("Count", 0) for gpu in gpus),
         gpu_name=gpus[0]["Name"].lower() if gpus else None,
         gpu_memory_bytes=gpus[0].get("MemoryInfo", {}).get("SizeInMiB", 0) * _MIB if gpus else None,
-        local_nvme_bytes=each.get("InstanceStorageInfo", {}).get("TotalSizeInGB", 0) * 10**9,
+        local_nvme_bytes=description.get("InstanceStorageInfo", {}).get("TotalSizeInGB", 0) * 10**9,
         usd_per_hour=None if known is None else known.usd_per_hour,
     )
 
 
-def _manufacturer(each: dict[str, Any], arch: str) -> str:
-    """intel, amd or aws, as in the catalogue; an older answer has no name, and its family says it."""
-    named = str(each.get("ProcessorInfo", {}).get("Manufacturer", "")).lower()
+def _manufacturer(description: dict[str, Any], arch: str) -> str:
+    """Return intel, amd or aws. Older answers of AWS name no manufacturer, so that the family decides."""
+    named = str(description.get("ProcessorInfo", {}).get("Manufacturer", "")).lower()
     for maker in ("intel", "amd", "aws"):
         if maker in named:
             return maker
     if arch == "arm64":
         return "aws"
-    family = each["InstanceType"].partition(".")[0]
+    family = description["InstanceType"].partition(".")[0]
     return "amd" if re.match(r"[a-z]+\d+a", family) else "intel"
 
 
 def _max_pods(network: dict[str, Any], vcpus: int) -> int:
-    """What the VPC CNI's addresses allow, at most what kubelet does."""
+    """Return the pods that the addresses of the VPC CNI allow, up to the limit of kubelet."""
     addresses = network.get("MaximumNetworkInterfaces", 1) * (network.get("Ipv4AddressesPerInterface", 2) - 1) + 2
     return min(int(addresses), _MAX_PODS_SMALL if vcpus < 30 else _MAX_PODS_LARGE)
 
 
 def _network(network: dict[str, Any]) -> int | None:
-    """Sustained bytes per second of all cards."""
+    """Return the sustained bytes per second of all network cards; None if AWS names no figure."""
     rates = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards", [])]
     known = [rate for rate in rates if rate is not None]
     return int(sum(known) * 1e9 / 8) if known else None

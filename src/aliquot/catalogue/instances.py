@@ -1,6 +1,6 @@
-"""EC2 instance types: what a pod can have of each, whether it has AMX, EFA or GPUs, and its price.
+"""EC2 instance types: resources that pods can request, AMX, EFA, GPUs, and prices.
 
-The data ship with the package (ec2-instances.json beside this file, with source and date); nothing is asked of AWS.
+The data ship with the package (ec2-instances.json, with source and date); this module never calls AWS.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PRICES_REGION = "us-east-1"
 
 _MIB = 1 << 20
 
-# Intel AMX came with the 4th generation of Xeon Scalable (Sapphire Rapids). On EC2 those and their successors are the
-# Intel types of generation 7 and above (c7i, m7i, r7i, i7i, u7i, c8i, ... and their flex, n, b, d, z variants).
-# Accelerated families count generations by accelerator: these have such a host CPU, too.
+# Intel AMX came with the 4th generation of Xeon Scalable (Sapphire Rapids). On EC2 these processors are in the Intel
+# types of generation 7 and above (c7i, m7i, r7i, i7i, u7i, c8i, ... and their flex, n, b, d, z variants).
+# Accelerated families count generations by accelerator; the families below have such a host CPU.
 # Source: the processor column of AWS' "Amazon EC2 instance type specifications".
 _AMX_GENERATION = 7
 _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
 
 _SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")
-_NOT_ON_SPOT = re.compile(r"^hpc")  # on demand alone is among their SupportedUsageClasses (describe-instance-types)
+_NOT_ON_SPOT = re.compile(r"^hpc")  # their SupportedUsageClasses list on-demand only (describe-instance-types)
 # Trainium, Inferentia, Gaudi, Qualcomm, video, FPGAs, AMD's GPUs, parts of a GPU.
 _OTHER_ACCELERATORS = re.compile(r"^(trn|inf|dl|vt|f\d|g4ad|gr?6f)")
 
@@ -48,9 +48,9 @@ class InstanceType:
     generation: int  # the number in the family's name
     vcpus: int
     physical_cores: int
-    clock_mhz: int  # 0: not known
+    clock_mhz: int  # 0: unknown
     memory_bytes: int
-    allocatable_memory_bytes: int  # what all pods of a node may request together, on AL2023 with Karpenter's defaults
+    allocatable_memory_bytes: int  # that all pods of a node may request together, on AL2023 with Karpenter's defaults
     allocatable_cpu_millicores: int
     max_pods: int
     network_bytes_per_s: int | None  # sustained; None: AWS names no figure
@@ -72,12 +72,12 @@ class InstanceType:
 
     @property
     def shares_cpus(self) -> bool:
-        """It has them for hours, not for days."""
+        """Whether the type has its full CPU speed only for hours, not for days."""
         return bool(_SHARES_CPUS.match(self.name))
 
     @property
-    def other_accelerators(self) -> bool:
-        """Something that is neither a CPU nor a whole NVIDIA GPU, and most of the price."""
+    def has_unusable_accelerator(self) -> bool:
+        """Whether most of the price is for hardware that is neither a CPU nor a whole NVIDIA GPU."""
         return bool(_OTHER_ACCELERATORS.match(self.family))
 
     @property
@@ -86,7 +86,7 @@ class InstanceType:
 
 
 def instance(name: str) -> InstanceType:
-    """The type of this name. Raises UserError with the nearest names."""
+    """Return the type of this name. Raises UserError, with the nearest names, for an unknown name."""
     known = _catalogue()
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.75)
@@ -96,12 +96,12 @@ def instance(name: str) -> InstanceType:
 
 
 def instances() -> tuple[InstanceType, ...]:
-    """All types, in the order of families and sizes."""
+    """Return all types, in the order of families and sizes."""
     return tuple(_catalogue().values())
 
 
 def allocatable_memory_bytes(memory_bytes: int, max_pods: int, arch: str) -> int:
-    """What Karpenter lets pods have of a node with its defaults (vmMemoryOverheadPercent 0.075), in bytes.
+    """Return the bytes of a node that Karpenter offers to pods by default (vmMemoryOverheadPercent 0.075).
 
     The hypervisor takes 7.5 % (Graviton first 64 MiB more), kubelet 255 MiB + 11 MiB a pod, eviction 100 MiB.
     Source: Karpenter AWS provider, pkg/providers/instancetype/types.go.
@@ -111,13 +111,16 @@ def allocatable_memory_bytes(memory_bytes: int, max_pods: int, arch: str) -> int
 
 
 def allocatable_cpu_millicores(vcpus: int) -> int:
-    """What kubelet leaves pods: it keeps 6 % of a core, 1 % of a second, 0.5 % of two more, 0.25 % of the rest."""
-    kept = sum((60, 10, 5, 5)[:vcpus]) + 2.5 * max(0, vcpus - 4)
-    return int(vcpus * 1000 - kept)
+    """Return the CPU of a node that kubelet offers to pods.
+
+    Kubelet reserves 6 % of the first core, 1 % of the second, 0.5 % of two more, 0.25 % of the others.
+    """
+    reserved = sum((60, 10, 5, 5)[:vcpus]) + 2.5 * max(0, vcpus - 4)
+    return int(vcpus * 1000 - reserved)
 
 
 def has_amx(family: str, cpu_manufacturer: str, generation: int) -> bool:
-    """Whether the processor of these types multiplies by Intel AMX."""
+    """Whether the processor of these types has Intel AMX."""
     return cpu_manufacturer == "intel" and (generation >= _AMX_GENERATION or family in _AMX_ACCELERATED)
 
 
@@ -125,7 +128,7 @@ def has_amx(family: str, cpu_manufacturer: str, generation: int) -> bool:
 def _catalogue() -> dict[str, InstanceType]:
     data = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())
     types = (_instance(dict(zip(data["columns"], row, strict=True))) for row in data["rows"])
-    return {each.name: each for each in types}
+    return {ec2.name: ec2 for ec2 in types}
 
 
 def _instance(row: dict[str, Any]) -> InstanceType:
@@ -150,12 +153,9 @@ def _physical_cores(row: dict[str, Any], family: str) -> int:
     return max(1, int(row["vcpus"]) // 2)
 
 
-_WHOLE = 1000.0
-
-
 def dollars(amount: float) -> str:
-    """`7,728`, `18.32`, `0.0034`."""
-    if amount >= _WHOLE:
+    """Format an amount of money: `7,728`, `18.32`, `0.0034`."""
+    if amount >= 1000:
         return f"{amount:,.0f}"
     decimals = 2 if amount == 0 else max(2, 1 - math.floor(math.log10(amount)))
     return f"{amount:.{decimals}f}"

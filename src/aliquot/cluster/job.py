@@ -168,7 +168,7 @@ def _gpus(node: InstanceType, plan: Plan) -> int:
     if plan.device == "cpu":
         if node.gpus:
             raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
-        if node.other_accelerators:
+        if node.has_unusable_accelerator:
             raise ClusterError(
                 f"{node.name} is sold for accelerators that aliquot does not use: take a CPU or GPU type"
             )

@@ -228,6 +228,6 @@ def _write(key: list[Any], values: dict[str, Any]) -> None:
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         publish_text(file, json.dumps(values))
-        by_use = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        for old in by_use[:-_CACHED_FILES]:
+        oldest_first = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        for old in oldest_first[:-_CACHED_FILES]:
             old.unlink(missing_ok=True)

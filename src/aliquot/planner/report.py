@@ -76,8 +76,8 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     if problems:  # `plan.fits` is about memory alone
         verdict = Text("does not fit: " + "; ".join(problems), style="red")
     else:
-        of_gpu = " of GPU memory" if plan.host_phases else ""
-        words = f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)}{of_gpu} a rank"
+        where = " of GPU memory" if plan.host_phases else ""
+        words = f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)}{where} a rank"
         if plan.host_phases:
             words += f", {_gib(plan.host_peak_bytes_per_rank)} of {_gib(plan.host_limit_bytes)} of the machine's"
         verdict = Text(words, style="green")
