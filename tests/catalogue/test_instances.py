@@ -35,7 +35,7 @@ def test_every_type_has_karpenters_allocatable_cpu() -> None:
         assert each.allocatable_cpu_millicores == allocatable_cpu_millicores(each.vcpus), each.name
 
 
-def test_the_seeds_node_cannot_hold_what_the_seed_asks_for() -> None:
+def test_c7i_8xlarge_offers_less_than_its_memory() -> None:
     node = instance("c7i.8xlarge")
     assert (node.vcpus, node.physical_cores, node.memory_bytes) == (32, 16, 64 * GIB)
     assert node.allocatable_memory_bytes == 57_691 * MIB < 64 * GIB

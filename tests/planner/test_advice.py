@@ -45,7 +45,7 @@ SLOW = Machine.from_numbers(64, 16, 0.1)
     ],
     ids=lambda value: None if isinstance(value, set) else str(value),
 )
-def test_a_larger_batch_that_is_advised_can_be_pasted(
+def test_advised_batch_can_be_pasted(
     tmp_path: Path, train: dict[str, int], ranks: int | str, settings: set[str]
 ) -> None:
     file, sections = tmp_path / "run.yaml", {"model": {"config": LLAMA}, "data": {"path": "stdlib"}}
@@ -65,7 +65,7 @@ def test_a_larger_batch_that_is_advised_can_be_pasted(
     assert f"{then.tokens_per_s / now.tokens_per_s:.1f}" == found[2]
 
 
-def test_fewer_ranks_are_advised_where_engine_host_does_not_fit_with_so_many() -> None:
+def test_advice_of_fewer_ranks_makes_engine_host_fit() -> None:
     config = planned_config(LLAMA, launch={"ranks": "auto", "threads_per_rank": None})
     planner, workload = Planner(PlannedModel(config), SLOW), Workload.assumed(config)
     layout = SLOW.layout(config, 2)

@@ -38,7 +38,7 @@ def test_json_has_the_fixed_keys(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()  # planning leaves nothing behind
 
 
-def test_a_plan_that_does_not_fit_exits_1_and_says_what_would(tmp_path: Path) -> None:
+def test_plan_that_does_not_fit_exits_1_with_remedies(tmp_path: Path) -> None:
     result = command("plan", write_config(tmp_path), "--memory", "0.3", "--cores", "4")
     assert result.returncode == 1
     assert "does not fit" in result.stdout and "Nothing that was tried fits" in result.stdout
@@ -56,13 +56,13 @@ def plan_in_this_process(*arguments: str | Path) -> Result:
 
 @pytest.mark.parametrize("option", ["--memory", "--network"])
 @pytest.mark.parametrize("value", ["0", "-10", "nan", "inf", "1e300"])
-def test_numbers_that_no_machine_has_are_refused(tmp_path: Path, option: str, value: str) -> None:
+def test_impossible_machine_numbers_are_refused(tmp_path: Path, option: str, value: str) -> None:
     machine = {"--memory": "8", "--cores": "4", "--network": "10", option: value}
     told = plan_in_this_process(write_config(tmp_path), *(word for pair in machine.items() for word in pair))
     assert told.exit_code == 2 and option in told.stderr.splitlines()[-1], told.output
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_picture_is_one_line(tmp_path: Path) -> None:
     arguments = (write_config(tmp_path), "--memory", "8", "--cores", "4", "--picture")
     for picture, why in (
         (tmp_path / "no/x.svg", "No such file or directory"),
@@ -75,7 +75,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert isinstance(told.exception, UserError) and isinstance(told.exception.__cause__, OSError)
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(machine_profile, "_measure", lambda *_: pytest.fail("measured for half a minute first"))
@@ -84,9 +84,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a full disk of its own needs root")
-def test_a_full_disk_holds_nothing_of_a_profile_that_did_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_leaves_no_partial_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)], check=True)
     try:
         (tmp_path / "full").write_bytes(bytes(16384))
@@ -99,7 +97,7 @@ def test_a_full_disk_holds_nothing_of_a_profile_that_did_not_fit(
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ConnectionRefusedError(111, "refused")])
-def test_what_is_about_no_file_is_not_called_so(error: OSError) -> None:
+def test_unrelated_errors_are_not_called_file_errors(error: OSError) -> None:
     with pytest.raises(type(error)), one_line_errors(debug=False):
         raise error
 
@@ -110,7 +108,7 @@ def test_ctrl_c_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.exit_code == 130 and capsys.readouterr().err == "aliquot: stopped by SIGINT\n"
 
 
-def test_training_ends_with_plan_and_measurement_side_by_side(tmp_path: Path) -> None:
+def test_training_ends_with_plan_beside_measurement(tmp_path: Path) -> None:
     output = trained(write_config(tmp_path, launch={"ranks": 2}))
     assert "plan" in output and "err. %" in output and "planned were" in output
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
@@ -133,7 +131,7 @@ def test_memory_is_foreseen(tmp_path: Path, engine: str) -> None:
     assert max(ledger["plan"]["peak_bytes"].values()) == pytest.approx(measured, rel=0.08)
 
 
-def test_a_run_that_cannot_fit_is_refused_before_it_allocates(tmp_path: Path) -> None:
+def test_train_refuses_a_run_that_cannot_fit(tmp_path: Path) -> None:
     """A hundred billion parameters fit no machine that runs tests. With --force it would start."""
     line = refused(
         write_config(tmp_path, launch={"ranks": 2}),

@@ -13,9 +13,7 @@ from aliquot.planner.fit import check_start
 from tests.runs import write_config
 
 
-def test_ranks_that_would_die_before_they_can_plan_are_not_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_start_refuses_too_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path)
     check_start(read_config(config), 2, 1 << 30)
     with pytest.raises(DoesNotFitError, match=r"processes of 4 ranks need 0\.\d\d GiB .* has 0\.50 GiB\. Lower launch"):

@@ -36,7 +36,7 @@ def of(found: Plan, phase: str, host: bool = False) -> dict[str, int]:
     return dict(next(each for each in phases if each.name == phase).private_bytes)
 
 
-def test_phases_are_those_of_the_ledger_and_of_one_memory() -> None:
+def test_gpu_phases_are_those_of_the_ledger() -> None:
     alone, together = planned(1), planned(4)
     for phases in (alone.phases, alone.host_phases):
         assert [phase.name for phase in phases] == [name for name in PHASES if not name.startswith("after ")]
@@ -48,7 +48,7 @@ def test_phases_are_those_of_the_ledger_and_of_one_memory() -> None:
     assert alone.fits and alone.host_peak_bytes_per_rank < alone.host_limit_bytes
 
 
-def test_latent_attention_is_planned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values are narrower than its queries and keys."""
     warned: list[object] = []
     monkeypatch.setattr(planned_model._log, "warning", lambda *told: warned.append(told))
@@ -69,7 +69,7 @@ def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
     assert " on spot" not in shown["hpc7g.16xlarge"]
 
 
-def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:
+def test_offload_moves_states_to_host_memory() -> None:
     train = {"global_batch_size": 2}  # of one micro-batch
     resident, offloaded = planned(train=train), planned(train=train, shard={"offload": "cpu"})
     moved = ("weights", "gradients", "moments")
@@ -82,7 +82,7 @@ def test_offload_moves_states_to_the_machine_whose_limit_then_counts() -> None:
     assert "of the machine's memory beside its GPU's" in told and "\n" not in told
 
 
-def test_sums_of_whole_gradients_stay_on_the_gpu_that_makes_them() -> None:
+def test_unsharded_gradients_stay_on_the_gpu() -> None:
     """FSDP2 adds micro-batches up where they are computed; a rank's own part alone goes to the machine."""
     train = {"global_batch_size": 64, "per_device_train_batch_size": 2}
     resident, offloaded = planned(4, train=train), planned(4, train=train, shard={"offload": "cpu"})
@@ -109,7 +109,7 @@ def test_every_gpu_of_the_catalogue_has_its_data_sheet() -> None:
     assert known_gpu("NVIDIA H100 80GB HBM3") == "h100" and known_gpu("NVIDIA GeForce RTX 4090") is None
 
 
-def test_a_gpu_that_nobody_knows_is_said_to_be_one() -> None:
+def test_unknown_gpu_is_named() -> None:
     layout = RankLayout(1, 1, 1, "cuda")
     found = estimated(replace(MACHINE, gpu_name="NVIDIA GeForce RTX 4090"), layout)
     assert "RTX 4090's is not known" in found.source and found.off_by == 10
@@ -121,7 +121,7 @@ def test_gpus_without_bf16_compute_as_fast_as_in_fp32() -> None:
         assert (found.batched[2] == found.batched[4]) == as_fast == ("has no bf16" in found.source)
 
 
-def test_what_an_h200_reached_is_not_expected_of_slower_cards_of_that_name() -> None:
+def test_slower_hopper_cards_have_lower_estimates() -> None:
     for name, said in (("H100", True), ("NVIDIA H200", True), ("NVIDIA H100 PCIe", False), ("NVIDIA H100 NVL", False)):
         found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
         assert (found.batched[2] > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
@@ -135,7 +135,7 @@ def test_the_plan_shows_both() -> None:
     assert "of GPU memory a rank" in text
 
 
-def test_more_is_kept_whole_the_more_memory_there_is() -> None:
+def test_more_memory_keeps_more_unsharded() -> None:
     model = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
 
     def made(memory_bytes: int, sequences: int = 16) -> Plan:

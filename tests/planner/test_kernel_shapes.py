@@ -106,7 +106,7 @@ def test_one_document_a_call_has_no_bound() -> None:
     assert planned(planned_config(recurrent)) is None
 
 
-def test_what_is_left_of_a_batch_is_another_length_of_row() -> None:
+def test_remainder_of_a_batch_is_another_row_length() -> None:
     even, odd = (
         planned(planned_config(SMALL, train={"global_batch_size": total, "per_device_train_batch_size": 2}))
         for total in (16, 17)

@@ -34,7 +34,7 @@ def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "machines"
 
 
-def test_all_that_plans_ask_for_is_measured() -> None:
+def test_measurement_has_all_rates() -> None:
     measured = measure_rates(lambda value: value, LITTLE)
     values = json.loads(json.dumps(asdict(measured)))
     assert values.keys() == RATES.keys() and values["memory"].keys() == RATES["memory"].keys()
@@ -45,7 +45,7 @@ def test_all_that_plans_ask_for_is_measured() -> None:
     assert profile.rates == measured and profile.ceiling(4) == max(rate for _, rate in measured.products[4])
 
 
-def test_a_core_that_another_process_shares_evenly_is_told_as_busy() -> None:
+def test_shared_core_counts_as_busy() -> None:
     """Then all products are slow alike: by their times it looks as if the core was."""
     every = os.sched_getaffinity(0)
     core = min(every)
@@ -61,7 +61,7 @@ def test_a_core_that_another_process_shares_evenly_is_told_as_busy() -> None:
     assert measured.spread > 0.3
 
 
-def test_products_that_would_take_long_are_left_out_by_all_ranks_alike() -> None:
+def test_all_ranks_skip_the_same_slow_products() -> None:
     """One rank may be slow: the slowest decides, or the others would wait for it in products that it leaves out."""
     effort = Effort((32, 64), 4.0, (1 << 16,), 0.001, 8 << 20)
     measured = measure_rates(lambda value: value or 1.0, effort)
@@ -70,11 +70,11 @@ def test_products_that_would_take_long_are_left_out_by_all_ranks_alike() -> None
     assert [len(curve) for curve in slow.products.values()] == [1, 1]
 
 
-def test_medians_are_of_each_number() -> None:
+def test_median_measurement_is_elementwise() -> None:
     assert median_measurement([{"a": [1.0, 8.0]}, {"a": [3.0, 2.0]}, {"a": [2.0, 4.0]}]) == {"a": [2.0, 4.0]}
 
 
-def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
     machine = Machine.local()
     assert measured_rates(machine, ONE) is None
@@ -89,7 +89,7 @@ def test_a_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pyt
     machine_profile.ensure_measured(Machine.from_instance("c7i.8xlarge"), ONE)  # cannot be measured here
 
 
-def test_rates_of_other_threads_follow_from_the_nearest(unknown: Path) -> None:
+def test_unmeasured_threads_scale_the_nearest_profile(unknown: Path) -> None:
     cpu = read_cpu()
     keep(cpu, 1, 1, RATES)
     one, two = (
@@ -102,7 +102,7 @@ def test_rates_of_other_threads_follow_from_the_nearest(unknown: Path) -> None:
     assert one.overhead_s(1) == two.overhead_s(1)
 
 
-def test_a_network_that_nobody_told_of_is_said_to_be_assumed(unknown: Path) -> None:
+def test_unknown_network_is_called_assumed(unknown: Path) -> None:
     cpu = read_cpu()
     keep(cpu, 1, 1, RATES)
     for nodes, network, assumed in ((1, None, False), (2, None, True), (2, 1e9, False)):
@@ -112,9 +112,7 @@ def test_a_network_that_nobody_told_of_is_said_to_be_assumed(unknown: Path) -> N
         assert ("10 Gbit/s between hosts assumed" in rates.source) == (rates.off_by > 2) == assumed
 
 
-def test_calibration_keeps_a_profile_for_each_end_of_the_layouts(
-    unknown: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_keeps_two_thorough_profiles(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_profile, "THOROUGH", LITTLE)
     cores = read_cpu().usable_cores
     assert machine_profile.calibrate() == unknown
@@ -128,7 +126,7 @@ def made_older(path: Path, seconds: float) -> None:
     path.write_text(json.dumps({**profile, "at": profile["at"] - seconds}))
 
 
-def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_profiles_expire_after_an_hour(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, machine = read_cpu(), Machine.local()
     path = keep(cpu, 1, 1, RATES)
     made_older(path, 3000)
@@ -150,7 +148,7 @@ def test_what_was_measured_an_hour_ago_is_measured_again(unknown: Path, monkeypa
     assert machine_profile.is_measured(machine, ONE)
 
 
-def test_ranks_that_share_cores_have_their_part_of_them(unknown: Path) -> None:
+def test_oversubscribed_ranks_share_cores(unknown: Path) -> None:
     cpu = read_cpu()
     machine, cores = Machine.local(cpu), cpu.usable_cores
     alone, shared = RankLayout(1, cores, 1, "cpu"), RankLayout(1, 2 * cores, 1, "cpu")
@@ -173,7 +171,7 @@ def test_ranks_that_share_cores_have_their_part_of_them(unknown: Path) -> None:
     assert compared()[2] == 1, "the one thread that makes calls has a core"
 
 
-def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -> None:
+def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
     cpu = read_cpu()
     path = keep(cpu, 2, 1, RATES)
     assert recent(cpu, 2, 1) is not None
@@ -203,7 +201,7 @@ def test_a_busy_machine_and_an_older_profile_are_measured_again(unknown: Path) -
     ],
     ids=repr,
 )
-def test_a_file_that_is_no_profile_is_measured_again(unknown: Path, broken: Any) -> None:
+def test_invalid_profile_is_measured_again(unknown: Path, broken: Any) -> None:
     cpu, machine = read_cpu(), Machine.local()
     path = keep(cpu, 1, 1, RATES)
     assert machine_profile.is_measured(machine, ONE)
@@ -214,7 +212,7 @@ def test_a_file_that_is_no_profile_is_measured_again(unknown: Path, broken: Any)
 
 
 @pytest.mark.long
-def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp_path: Path) -> None:
+def test_only_the_first_run_measures_the_machine(unknown: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, launch={"ranks": 2}, train={"max_steps": 1})
     ceilings, kept = [], []
     for name in ("first", "second"):
@@ -230,7 +228,7 @@ def test_a_run_measures_its_machine_and_a_second_one_does_not(unknown: Path, tmp
     assert ceilings[0] == ceilings[1] > 0 and kept[0] == kept[1]
 
 
-def test_a_ceiling_that_steps_beat_is_measured_again(unknown: Path, tmp_path: Path) -> None:
+def test_beaten_ceiling_is_measured_again(unknown: Path, tmp_path: Path) -> None:
     cpu = read_cpu()
     low = {size: [[128.0, 1.0]] for size in ("2", "4")}
     keep(cpu, 1, cpu.usable_cores, {**RATES, "products": low})
@@ -243,7 +241,7 @@ def test_a_ceiling_that_steps_beat_is_measured_again(unknown: Path, tmp_path: Pa
     assert max(rate for _, rate in products["4"]) > 1e6  # and later runs know it
 
 
-def test_the_ceiling_of_a_machine_that_was_busy_is_measured_again(
+def test_ceiling_of_a_busy_machine_is_measured_again(
     unknown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, some time later."""
@@ -267,6 +265,6 @@ def test_the_ceiling_of_a_machine_that_was_busy_is_measured_again(
      ("copy_", "stream"), ("fill_", "stream"), ("mul_", "stream"), ("_softmax_backward_data", "exp"),
      ("sum", "stream"), ("transpose", "transpose")],
 )  # fmt: skip
-def test_operations_in_place_and_of_the_way_back_are_as_fast_as_what_they_are(operation: str, kind: str) -> None:
+def test_rate_kind_of_in_place_and_backward_operations(operation: str, kind: str) -> None:
     """A soft-cap's tanh_ was taken for an addition, and is ten times as slow."""
     assert rates._kind(operation) == kind

@@ -74,7 +74,7 @@ def _train_within(group: Path, plan: dict[str, Any], config: Path, *overrides: s
 
 @pytest.mark.long
 @pytest.mark.parametrize(("freeze", "frozen_shapes"), [([], 0), (["model.layers.*.mlp.*"], 2)])
-def test_the_planned_peak_and_five_hundredths_are_enough(
+def test_planned_peak_plus_5_percent_suffices(
     tmp_path: Path, group: Path, freeze: list[str], frozen_shapes: int
 ) -> None:
     config = tmp_path / "run.yaml"

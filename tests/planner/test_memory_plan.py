@@ -50,7 +50,7 @@ def saved(on_disk: OnDisk) -> int:
 
 @given(excess=st.integers(0, 14 * LARGE))
 @settings(max_examples=examples(40))
-def test_no_more_goes_there_than_must(excess: int) -> None:
+def test_least_goes_to_disk(excess: int) -> None:
     found = least_on_disk(SHAPE, LAYOUT, True, lambda on_disk: excess - saved(on_disk))
     assert bool(found) == (excess > 0)
     everything = least_on_disk(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
@@ -67,7 +67,7 @@ def test_no_more_goes_there_than_must(excess: int) -> None:
 
 
 @pytest.mark.parametrize("excess", [1, 3 * LARGE, 8 * LARGE, 11 * LARGE, 64 * 14 * LARGE])
-def test_little_is_asked_of_a_model_of_many_layers(excess: int) -> None:
+def test_placement_of_many_layers_needs_few_plans(excess: int) -> None:
     """A search over settings asks for each of them."""
     asked: list[OnDisk] = []
 
@@ -81,7 +81,7 @@ def test_little_is_asked_of_a_model_of_many_layers(excess: int) -> None:
     assert len(asked) <= 2 + 2 * kinds + max(shape.alike.values()).bit_length()
 
 
-def test_the_embedding_keeps_its_sums_in_memory() -> None:
+def test_embedding_sums_stay_in_memory() -> None:
     everything = least_on_disk(SHAPE, LAYOUT, True, lambda on_disk: 1.0)
     shapes = list(SHAPE.weights)
     embedding = shapes.index(SHAPE.embedding)
@@ -90,7 +90,7 @@ def test_the_embedding_keeps_its_sums_in_memory() -> None:
     assert len(there) == sum(len(each) > 1 for each in shapes) - 1
 
 
-def test_frozen_layers_go_there_when_all_else_is() -> None:
+def test_frozen_layers_go_to_disk_last() -> None:
     frozen = {"freeze": ["model.embed_tokens.*", "model.layers.*.mlp.*", "model.layers.1.*"]}
     shape = shaped_model(planned_config(LLAMA, train=frozen)).shape
     everything = least_on_disk(shape, LAYOUT, True, lambda on_disk: 1.0)
@@ -119,7 +119,7 @@ def limited(gib: float, **train: object) -> RunConfig:
     return planned_config(WIDE, shard={"engine": "host", "offload": "disk", "memory": gib}, train=train)
 
 
-def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
+def test_plan_states_disk_use_and_cost() -> None:
     free = plan(limited(16), MACHINE, ranks_per_node=2)
     assert not free.on_disk and free.disk_s == free.scratch_bytes_per_node == 0 and free.disk_words is None
     limit = (2 * free.peak_bytes_per_rank + free.beside_bytes) / 2**30
@@ -136,13 +136,13 @@ def test_a_plan_says_what_lies_where_and_what_that_costs() -> None:
     assert not least.fits and least.on_disk.gradients and least.scratch_bytes_per_node > less.scratch_bytes_per_node
 
 
-def test_a_disk_is_offered_where_nothing_else_fits() -> None:
+def test_disk_is_the_last_resort() -> None:
     config, machine = planned_config(WIDE), Machine.from_numbers(0.8, 2, None)
     planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
     assert remedies(planner, config, machine.layout(config), workload).startswith("What fits: shard.offload=disk ")
 
 
-def test_a_disk_that_is_too_small_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, machine = planned_config(WIDE), replace(Machine.from_numbers(0.8, 2, None), cpu=read_cpu())
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
     planner, workload, free = Planner(PlannedModel(config), machine), Workload.assumed(config), os.statvfs(tmp_path)
@@ -160,7 +160,7 @@ def test_a_disk_that_is_too_small_is_not_offered(tmp_path: Path, monkeypatch: py
     ), told
 
 
-def test_what_is_on_a_disk_already_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_without_disk_runs_once_if_disk_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     config, machine = limited(0.1), Machine.from_numbers(0.8, 2, None)
     planner, workload, searches = Planner(PlannedModel(config), machine), Workload.assumed(config), []
 
@@ -184,7 +184,7 @@ def test_other_engines_have_no_disk(shard: dict[str, object]) -> None:
         plan(planned_config(LLAMA, shard=shard), MACHINE)
 
 
-def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> None:
+def test_train_names_disks_that_are_too_small(tmp_path: Path) -> None:
     config = planned_config(LLAMA, checkpoint={"every": 1}, train={"max_steps": 9})
     section = config.run.model_copy(update={"directory": tmp_path / "runs" / "name"})
     config = config.model_copy(update={"run": section})
@@ -201,7 +201,7 @@ def test_disks_that_are_too_small_are_named_before_the_start(tmp_path: Path) -> 
     assert full_disks(before_the_last, type(made)(**huge), done=5) == []
 
 
-def test_fewer_checkpoints_are_named_where_they_leave_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedy_of_fewer_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = planned_config(LLAMA, checkpoint={"every": 1, "export": False}, train={"max_steps": 9})
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
     made = replace(plan(config, MACHINE), checkpoint_bytes=10**9, export_bytes=0)

@@ -35,7 +35,7 @@ def cost_of(model: ShapedModel, how: Step, edges: tuple[int, ...], predicted: in
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.long), "mistral"])
-def test_saved_bytes_are_those_of_a_real_forward_pass(name: str, mode: str) -> None:
+def test_saved_bytes_match_a_real_forward_pass(name: str, mode: str) -> None:
     config = planned_config(MODELS[name])
     foreseen = cost_of(shaped_model(config), step(mode), EDGES, 500).saved_bytes
 
@@ -105,7 +105,7 @@ def test_checkpointing_saves_memory_and_costs_products() -> None:
     ("frozen", "part"),
     [([], 1.0), (["model.embed_tokens.*", "model.layers.[01].*"], 0.75), (["lm_head.*"], 0.9), (None, 0.7)],
 )
-def test_products_are_those_of_the_formula(frozen: list[str] | None, part: float, tmp_path: Path) -> None:
+def test_products_match_the_flops_formula(frozen: list[str] | None, part: float, tmp_path: Path) -> None:
     """6 x matmul parameters x tokens where all learn, attention apart: the dispatch mode misses no product. None: an
     adapter."""
     config = lora_config(tmp_path) if frozen is None else planned_config(LLAMA, train={"freeze": frozen})

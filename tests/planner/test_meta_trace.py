@@ -37,7 +37,7 @@ def test_a_run_is_one_pass() -> None:
     assert moved(compiled=False) == moved(compiled=True, fusing=False) == ((3 + 2 + 2 + 2) * SIZE, 7)
 
 
-def test_only_time_is_less_in_compiled_layers() -> None:
+def test_compiled_layers_change_time_only() -> None:
     model = PlannedModel(planned_config(LLAMA))
     plain, compiled = (
         model.cost(Step("bf16", "none", "cpu", True, False, compiled), (0, 300, 512), 500) for compiled in (False, True)
@@ -51,7 +51,7 @@ def test_only_time_is_less_in_compiled_layers() -> None:
     assert compiled.saved_bytes == plain.saved_bytes and compiled.backward_bytes == plain.backward_bytes
 
 
-def test_copies_are_told_apart_by_what_makes_them_slow() -> None:
+def test_copies_convert_permute_or_transpose() -> None:
     rows = torch.empty(8, 6, 4, device="meta")
     with MetaTrace([]) as live:
         kept = [

@@ -47,7 +47,7 @@ def test_sorted_and_whole(found: list[Offer]) -> None:
     assert found[0].capacity == "spot"
 
 
-def test_a_spot_node_is_cheaper_and_later(found: list[Offer]) -> None:
+def test_spot_offer_is_cheaper_and_slower(found: list[Offer]) -> None:
     by = {(each.plan.nodes, each.capacity): each for each in found}
     spot, sure = by[2, "spot"], by[2, "on-demand"]
     assert (sure.restarts, sure.total_s) == (0.0, sure.plan.total_s)
@@ -57,7 +57,7 @@ def test_a_spot_node_is_cheaper_and_later(found: list[Offer]) -> None:
     assert spot.usd == pytest.approx(0.4 * spot.plan.usd_per_hour * spot.total_s / 3600)
 
 
-def test_what_a_lost_node_costs_where_the_notice_is_too_short(found: list[Offer]) -> None:
+def test_lost_node_costs_unsaved_steps(found: list[Offer]) -> None:
     """The step is finished first, then saved; without saves all since the start is lost."""
     plan = replace(found[0].plan, steps=1000, step_s=10.0, save_s=30.0, checkpoint_bytes=0)
 
@@ -73,7 +73,7 @@ def test_what_a_lost_node_costs_where_the_notice_is_too_short(found: list[Offer]
     assert lost_s(0, step_s=80.0) == pytest.approx(500 * 80.0)
 
 
-def test_without_a_batch_of_its_own_a_run_has_what_its_ranks_make() -> None:
+def test_offers_use_the_batch_of_the_ranks() -> None:
     train = SETTINGS.train.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 2})
     config = SETTINGS.model_copy(update={"train": train})
     made = offers(
@@ -83,7 +83,7 @@ def test_without_a_batch_of_its_own_a_run_has_what_its_ranks_make() -> None:
     assert {offer.global_batch for offer in made} <= {each * ranks for ranks in (1, 2, 4)} and made
 
 
-def test_the_lines_give_what_was_offered(found: list[Offer]) -> None:
+def test_offer_arguments_give_the_offered_run(found: list[Offer]) -> None:
     for each in found:
         pasted = read_config(CONFIG, each.arguments.split())
         assert pasted.cluster is not None and pasted.cluster.instance_types == [each.plan.instance]
@@ -132,7 +132,7 @@ def test_the_lines_replace_a_batch_in_tokens() -> None:
     assert batch_size(pasted.train, 2) == BatchSize(32, found[0].micro_batch)
 
 
-def test_types_that_share_their_cpus_do_not_fit_and_are_named() -> None:
+def test_burstable_types_are_left_out_by_name() -> None:
     arguments = ["instances", "t3.2xlarge,m7i-flex.8xlarge,c7i.48xlarge", "--fits", str(CONFIG)]
     of_four = "USD/h is of one node, tokens/s and USD/1B tokens are of 4 nodes (--nodes)"
     of_one = "USD/h, tokens/s and USD/1B tokens are of one node (--nodes)"
@@ -160,7 +160,7 @@ def test_amounts_say_something_however_small() -> None:
         ("hpc7a.96xlarge", "auto", "hpc7a.96xlarge has no price in"),
     ],
 )
-def test_a_type_that_cannot_be_offered_is_told_why(type_: str, device: str, told: str) -> None:
+def test_type_without_offer_names_the_reason(type_: str, device: str, told: str) -> None:
     more = [f"launch.device={device}", "--tokens", "1B", "--instance", type_]
     result = CliRunner().invoke(app, ["plan", str(CONFIG), *more])
     assert result.exit_code == 2 and told in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
@@ -210,7 +210,7 @@ def test_hpc_types_are_not_on_spot() -> None:
     assert {each.capacity for each in found} == {"on-demand"}
 
 
-def test_instances_that_fit_come_by_what_tokens_cost() -> None:
+def test_fitting_instances_sort_by_token_cost() -> None:
     names = "c7i.12xlarge,c7i.24xlarge,r7i.48xlarge,m7i.16xlarge"
     told = [
         json.loads(CliRunner().invoke(app, ["instances", names, "--fits", str(CONFIG), "--json", *more]).stdout)
@@ -235,7 +235,7 @@ def test_hours_that_are_saves_are_told() -> None:
             assert 0.1 * hours < saves < hours
 
 
-def test_without_a_cluster_the_line_says_the_type(tmp_path: Path) -> None:
+def test_offer_arguments_name_the_instance_type(tmp_path: Path) -> None:
     values = yaml.safe_load(CONFIG.read_text())
     del values["cluster"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))

@@ -10,7 +10,7 @@ from aliquot.planner.planner import plan
 from tests.planner.shapes import LLAMA, planned_config
 
 
-def test_a_rank_has_one_gpu_however_many_there_are() -> None:
+def test_rank_has_one_gpu() -> None:
     machine = Machine.from_instance("g6e.12xlarge")
     assert machine.gpus == 4
     config = planned_config(LLAMA, launch={"device": "cuda"})
@@ -26,7 +26,7 @@ def test_sockets() -> None:
     assert {name: Machine.from_instance(name).numa_nodes for name in nodes} == nodes
 
 
-def test_processors_have_the_instructions_that_they_were_made_with() -> None:
+def test_instruction_sets_of_ec2_processors() -> None:
     """Haswell and Broadwell have no AVX-512, Ivy Bridge no AVX2."""
     first = {
         name: Machine.from_instance(name).isa[0] for name in ("c3.8xlarge", "c4.8xlarge", "c5.9xlarge", "c7i.8xlarge")

@@ -41,7 +41,7 @@ def never(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize("model", [LLAMA, GEMMA2], ids=lambda model: model["model_type"])
-def test_what_is_kept_is_what_was_found(model: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_cost_equals_measured_cost(model: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     config = planned_config(model)
     first = PlannedModel(config)
     found = cost(config, first)
@@ -54,7 +54,7 @@ def test_what_is_kept_is_what_was_found(model: dict[str, object], monkeypatch: p
     assert compiled.saved_bytes == found.saved_bytes and compiled.forward["calls",] < found.forward["calls",]
 
 
-def test_another_model_or_another_aliquot_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_holds_model_and_software(monkeypatch: pytest.MonkeyPatch) -> None:
     config = planned_config(LLAMA)
     one, two = cost(config), cost(planned_config(LLAMA | {"num_hidden_layers": 8}))
     assert two.saved_bytes > one.saved_bytes
@@ -64,7 +64,7 @@ def test_another_model_or_another_aliquot_is_not_taken_for_it(monkeypatch: pytes
         PlannedModel(config)
 
 
-def test_a_changed_config_file_is_seen(tmp_path: Path) -> None:
+def test_changed_config_file_changes_the_plan(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     rows = []
     for layers in (2, 3):
@@ -78,7 +78,7 @@ def test_a_changed_config_file_is_seen(tmp_path: Path) -> None:
         PlannedModel(config)
 
 
-def test_what_is_kept_and_cannot_be_read_is_found_again(own_cache: Path) -> None:
+def test_unreadable_cache_files_are_recomputed(own_cache: Path) -> None:
     config = planned_config(LLAMA)
     found = cost(config)
     for file in (own_cache / "plans").iterdir():
@@ -86,7 +86,7 @@ def test_what_is_kept_and_cannot_be_read_is_found_again(own_cache: Path) -> None
     assert cost(config) == found
 
 
-def test_a_cache_that_cannot_be_written_costs_time_alone(own_cache: Path) -> None:
+def test_unwritable_cache_only_costs_time(own_cache: Path) -> None:
     own_cache.write_text("not a directory")
     assert cost(planned_config(LLAMA)).saved_bytes > 0
 
@@ -114,7 +114,7 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path, capsys: pytest.Capture
     assert memory[0] == memory[1] != []
 
 
-def test_bytes_are_of_the_heaviest_row_and_work_is_the_mean() -> None:
+def test_cost_has_bytes_of_heaviest_row_and_mean_work() -> None:
     length = 1024
     short, long, middling = (tuple(range(0, length + 1, size)) for size in (32, 1024, 512))
     model = PlannedModel(planned_config(LLAMA))
@@ -138,7 +138,7 @@ def test_bytes_are_of_the_heaviest_row_and_work_is_the_mean() -> None:
         assert flops(found) == pytest.approx(32 * sum(of_each) / len(samples), rel=0.02)
 
 
-def test_logits_beyond_their_room_are_made_twice_in_extrapolated_batches_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extrapolation_counts_logits_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     config = planned_config(LLAMA | {"vocab_size": 32000}, data={"sequence_length": 256})
     model, found = PlannedModel(config), Workload.assumed(config)
     step = replace(STEP, logits_bytes=5 * 256 * 32000 * 2)
@@ -157,7 +157,7 @@ def test_an_evaluation_makes_no_gradients_of_the_head() -> None:
     assert flops(cost) - evaluating == pytest.approx(2 * head / 2, rel=0.05)
 
 
-def test_rows_that_are_much_shorter_than_others_count_as_what_they_are() -> None:
+def test_short_rows_count_with_their_own_length() -> None:
     rows = ((0, 10), (0, 10), (0, 10), (0, 90))  # 30 tokens a row, 15 of which have a label
     model = PlannedModel(planned_config(LLAMA))
     found = model.cost_of(STEP, Workload(rows, 30.0, 15.0, None, 0, "test"), 1, approximate=False)

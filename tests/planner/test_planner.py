@@ -70,13 +70,13 @@ def test_dashboards_take_memory_beside_the_ranks() -> None:
     assert watched.limit_bytes == alone.limit_bytes - (137 << 20)
 
 
-def test_evaluation_sets_take_the_memory_of_an_evaluation() -> None:
+def test_evaluation_sets_take_memory() -> None:
     sets = {"eval_sources": [{"name": "a", "path": "a.txt"}]}
     wide = LLAMA | {"vocab_size": 8192}
     assert planned(wide, data=sets).phases[-1] == planned(wide, data={"eval_fraction": 0.1}).phases[-1]
 
 
-def test_a_plan_of_many_sources_works_out_a_micro_batch_as_often_as_one_of_one() -> None:
+def test_many_sources_cost_no_more_meta_passes_than_one() -> None:
     counts = []
     for sources in (1, 7):
         told = [{"name": f"s{n}", "path": f"{n}.txt"} for n in range(sources)]
@@ -103,7 +103,7 @@ def test_auto_is_what_fits() -> None:
 
 
 @pytest.mark.parametrize("engine", ["host", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_more_ranks_hold_less_each_and_larger_micro_batches_more(engine: str) -> None:
+def test_memory_falls_with_ranks_and_grows_with_micro_batches(engine: str) -> None:
     def steady(ranks: int, micro: int) -> Plan:
         train = {"per_device_train_batch_size": micro, "global_batch_size": 32}
         return planned(LLAMA | {"vocab_size": 8192}, 1, ranks, shard={"engine": engine}, train=train)
@@ -142,7 +142,7 @@ def test_wire_of_the_host_engine_is_once_per_step() -> None:
     assert traffic(config, "host", shape, RankLayout(1, 4, 1, "cpu"), 8).wire_bytes == 0
 
 
-def test_what_hosts_send_takes_time_of_their_cores_however_fast_the_network() -> None:
+def test_sending_between_hosts_takes_core_time() -> None:
     machine = replace(SERVER, network_bytes_per_s=1e15)
 
     def saved_s(ranks: int) -> float:
@@ -157,7 +157,7 @@ def test_what_hosts_send_takes_time_of_their_cores_however_fast_the_network() ->
     assert 0 < saved_s(4) < saved_s(1) / 2
 
 
-def test_rows_of_an_embedding_that_do_not_move_are_not_sent() -> None:
+def test_unchanged_embedding_rows_are_not_sent() -> None:
     """Two bits a weight of a block with one that moves, what follows in bytes only of those that do."""
     model = {**LLAMA, "vocab_size": 200_000}
     nodes, vocabulary, width = RankLayout(2, 1, 1, "cpu"), 200_000, 128
@@ -174,7 +174,7 @@ def test_rows_of_an_embedding_that_do_not_move_are_not_sent() -> None:
     assert vocabulary * width / 4 < told(4096, 0.0) < vocabulary * width * 0.3
 
 
-def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
+def test_fsdp_wire_grows_with_micro_batches_and_hosts() -> None:
     config = planned_config(LLAMA)
     shape = shaped_model(config).shape
     one, four = (traffic(config, "fsdp", shape, RankLayout(2, 2, 1, "cpu"), count) for count in (1, 4))
@@ -183,7 +183,7 @@ def test_wire_of_fsdp_grows_with_micro_batches_and_splits_by_hosts() -> None:
     assert traffic(config, "fsdp", shape, RankLayout(1, 2, 1, "cpu"), 4).wire_bytes == 0
 
 
-def test_fsdp_on_cpu_takes_time_for_what_it_copies_and_for_each_group_of_weights() -> None:
+def test_fsdp_on_cpu_pays_for_copies_and_weight_groups() -> None:
     """However few tokens there are. The host engine has neither buffers nor groups."""
     more = {}
     for engine in ("host", "fsdp"):
@@ -195,7 +195,7 @@ def test_fsdp_on_cpu_takes_time_for_what_it_copies_and_for_each_group_of_weights
     assert more["fsdp"] - more["host"] > 2.5e-3 * LLAMA["num_hidden_layers"]
 
 
-def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
+def test_gpus_communicate_through_nvlink_while_computing() -> None:
     """Eight H100 on a host: priced as sockets, or without overlap, a person would buy CPUs instead."""
     train = {"per_device_train_batch_size": 4, "global_batch_size": 32}
     model = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096}
@@ -205,7 +205,7 @@ def test_gpus_of_a_host_pass_on_through_nvlink_while_they_compute() -> None:
     assert pcie.bottleneck.startswith("network-bound") and pcie.step_s > 2 * nvlink.step_s
 
 
-def test_the_same_batch_moves_the_same_bytes_however_it_is_given() -> None:
+def test_traffic_does_not_depend_on_batch_notation() -> None:
     """Accumulation and the global batch fix the micro-batch."""
     given = planned_config(LLAMA, train={"global_batch_size": 32, "per_device_train_batch_size": 4})
     sizes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}  # what nobody gives is 1
@@ -214,7 +214,7 @@ def test_the_same_batch_moves_the_same_bytes_however_it_is_given() -> None:
     assert one == other
 
 
-def test_a_run_that_waits_for_the_wire_is_told_what_helps() -> None:
+def test_network_bound_run_gets_advice() -> None:
     slow, config = Machine.from_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
     planner, workload = Planner(PlannedModel(config), slow), Workload.assumed(config)
     layout = slow.layout(config, 2, 2)
@@ -228,7 +228,7 @@ def test_a_run_that_waits_for_the_wire_is_told_what_helps() -> None:
     assert gained == pytest.approx(float(found[2]), rel=0.06)
 
 
-def test_who_computes_in_the_slower_precision_is_told_so() -> None:
+def test_slower_precision_gets_advice() -> None:
     """Zen 3 multiplies 0.7 numbers in bf16 a cycle, 30 in fp32."""
     found = {}
     for name in ("c6a.2xlarge", "c7a.2xlarge", "c7i.2xlarge"):
@@ -243,7 +243,7 @@ def test_who_computes_in_the_slower_precision_is_told_so() -> None:
     ]  # fmt: skip
 
 
-def test_where_memory_is_waited_for_compiled_layers_are_told_of() -> None:
+def test_memory_bound_runs_are_advised_to_compile() -> None:
     machine, told = Machine.from_instance("c7i.2xlarge"), []
     for compiles in ("none", "layers"):
         config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
@@ -256,14 +256,14 @@ def test_where_memory_is_waited_for_compiled_layers_are_told_of() -> None:
     assert told == ["train.compile=layers"]
 
 
-def test_what_a_gpu_hides_behind_its_work_is_not_what_it_waits_for() -> None:
+def test_hidden_communication_is_no_bottleneck() -> None:
     hidden = StepTime(True, matmul_s=0.9, memory_s=0.9, local_s=0.0, wire_s=1.0, disk_s=0.0)
     assert hidden.bottleneck == "compute-bound" and hidden.total_s == 1.8
     assert replace(hidden, wire_s=2.0).bottleneck == "network-bound 2.2x"
     assert replace(hidden, overlaps=False).bottleneck == "network-bound 1.1x"
 
 
-def test_small_micro_batches_of_many_sources_take_the_time_of_what_they_hold() -> None:
+def test_smaller_micro_batches_take_less_time() -> None:
     train = {"global_batch_size": 8, "per_device_train_batch_size": 8}
     sources = [{"name": name, "path": f"{name}.txt"} for name in "abc"]
     one = plan(planned_config(LLAMA, train=train), SERVER, 1, 1)
@@ -271,12 +271,12 @@ def test_small_micro_batches_of_many_sources_take_the_time_of_what_they_hold() -
     assert one.step_s < three.step_s < 1.3 * one.step_s
 
 
-def test_a_run_that_has_nothing_to_evaluate_on_is_told_of_no_evaluation() -> None:
+def test_run_without_held_out_data_plans_no_evaluation() -> None:
     made = plan(planned_config(LLAMA, train={"max_steps": 4, "eval_steps": 2}), SERVER, 1, 1)
     assert made.evaluations == made.uncounted_evaluations == 0
 
 
-def test_evaluations_saves_and_export_are_in_the_time() -> None:
+def test_total_time_has_evaluations_saves_and_export() -> None:
     sections: dict[str, Any] = {"train": {"max_steps": 25, "eval_steps": 10}, "data": {"eval_fraction": 0.1}}
     config = planned_config(LLAMA, checkpoint={"every": 5, "async": False}, **sections)
     workload = replace(Workload.assumed(config), eval_sequences=64)
@@ -289,7 +289,7 @@ def test_evaluations_saves_and_export_are_in_the_time() -> None:
     assert (unknown.evaluations, unknown.uncounted_evaluations) == (0, 3)
 
 
-def test_an_evaluation_takes_what_gathering_takes() -> None:
+def test_evaluation_takes_gathering_time() -> None:
     """Weights that are on each host anyway take nothing."""
     took = {}
     for engine in ("host", "fsdp", "deepspeed"):
@@ -300,7 +300,7 @@ def test_an_evaluation_takes_what_gathering_takes() -> None:
     assert took["host"] < min(took["fsdp"], took["deepspeed"])
 
 
-def test_large_blocks_that_are_made_anew_leave_holes_and_a_compiler_stays() -> None:
+def test_heap_holes_and_compiler_add_memory() -> None:
     def steady(engine: str, **train: Any) -> dict[str, int]:
         made = plan(planned_config(LLAMA, shard={"engine": engine}, train=train), SERVER, 1, 2)
         return made.phases[-1].private_bytes
@@ -312,7 +312,7 @@ def test_large_blocks_that_are_made_anew_leave_holes_and_a_compiler_stays() -> N
     assert steady("host", compile="layers")["process"] - steady("host")["process"] == COMPILER_BYTES
 
 
-def test_an_evaluation_gathers_all_weights_whatever_learns() -> None:
+def test_evaluation_gathers_frozen_weights() -> None:
     """Frozen ones, too; and where weights stay gathered, once."""
     layout = RankLayout(2, 2, 8, "cpu")
     full = planned_config(LLAMA, shard={"engine": "fsdp"})
@@ -326,14 +326,14 @@ def test_an_evaluation_gathers_all_weights_whatever_learns() -> None:
 @pytest.mark.parametrize(("dtype", "precision", "itemsize"), [
     ("auto", "bf16", 2), ("auto", "fp32", 4), ("float32", "bf16", 4), ("bfloat16", "fp32", 2),
 ])  # fmt: skip
-def test_the_export_is_as_large_as_its_dtype(dtype: str, precision: str, itemsize: int) -> None:
+def test_export_size_follows_dtype(dtype: str, precision: str, itemsize: int) -> None:
     config = planned_config(LLAMA, train={"precision": precision})
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     made = plan(config, SERVER, 1, 2)
     assert made.export_bytes == made.parameters * itemsize
 
 
-def test_rows_that_are_not_packed_are_as_long_as_their_documents() -> None:
+def test_unpacked_rows_have_document_lengths() -> None:
     config = planned_config(LLAMA, data={"packing": False})
     shorter = planned_config(LLAMA, data={"packing": False, "sequence_length": 128})
     assert Workload.assumed(config, 128).samples == Workload.assumed(shorter).samples == ((0, 128),)
@@ -342,7 +342,7 @@ def test_rows_that_are_not_packed_are_as_long_as_their_documents() -> None:
     assert made.kernel_shapes is None and plan(planned_config(LLAMA), SERVER, 1, 2).kernel_shapes is not None
 
 
-def test_with_amx_rows_that_are_not_packed_have_few_lengths_whose_kernels_are_large() -> None:
+def test_amx_kernels_of_unpacked_rows_are_few_and_large() -> None:
     amx, unpacked = replace(SERVER, isa=(*SERVER.isa, "amx_bf16")), planned_config(LLAMA, data={"packing": False})
     made, packed = (plan(config, amx, 1, 2) for config in (unpacked, planned_config(LLAMA)))
     assert made.kernel_shapes is not None and packed.kernel_shapes is not None
@@ -352,7 +352,7 @@ def test_with_amx_rows_that_are_not_packed_have_few_lengths_whose_kernels_are_la
 
 
 @pytest.mark.long
-def test_slow_wires_favour_one_exchange_a_step() -> None:
+def test_slow_networks_favour_engine_host() -> None:
     slow = Machine.from_numbers(64, 16, 1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
     planner = Planner(PlannedModel(config), slow)
@@ -362,7 +362,7 @@ def test_slow_wires_favour_one_exchange_a_step() -> None:
     assert fsdp.bottleneck.startswith("network-bound")
 
 
-def test_a_foreign_machine_has_the_same_numbers_here_and_there() -> None:
+def test_plan_of_another_machine_ignores_this_one() -> None:
     config = planned_config(QWEN3)
     first, again = (plan(config, Machine.from_instance("c7i.8xlarge"), 2, 4) for _ in range(2))
     assert first == again
@@ -371,7 +371,7 @@ def test_a_foreign_machine_has_the_same_numbers_here_and_there() -> None:
     assert "estimate" in first.rates
 
 
-def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
+def test_remedies_fit() -> None:
     tight = Machine.from_numbers(1.2, 4, 10)
     config = planned_config(
         LLAMA | {"vocab_size": 16384, "num_hidden_layers": 1}, train={"per_device_train_batch_size": 16}
@@ -386,7 +386,7 @@ def test_a_run_that_does_not_fit_names_settings_that_do() -> None:
         assert each.plan.fits
 
 
-def test_the_picture_is_svg_with_every_phase() -> None:
+def test_picture_is_svg_with_every_phase() -> None:
     from xml.etree import ElementTree
 
     made = planned()
@@ -395,7 +395,7 @@ def test_the_picture_is_svg_with_every_phase() -> None:
     assert all(word in words for phase in made.phases for word in phase.name.split())
 
 
-def test_what_is_short_beside_memory_is_said_in_place_of_fits() -> None:
+def test_short_shm_replaces_the_verdict() -> None:
     made = replace(planned(), shm_bytes_per_node=1 << 30)
     assert made.fits
     for shm_bytes, words in ((1 << 26, "does not fit: /dev/shm has 0.06 GiB and 1.00 GiB are"), (1 << 30, "fits: ")):
@@ -406,7 +406,7 @@ def test_what_is_short_beside_memory_is_said_in_place_of_fits() -> None:
         assert told.get().splitlines()[1].startswith(words)
 
 
-def test_settings_that_no_engine_follows_are_refused() -> None:
+def test_settings_without_engine_are_refused() -> None:
     with pytest.raises(UserError, match="no GPU"):
         planned(launch={"device": "cuda"})
 
@@ -426,7 +426,7 @@ def test_the_seeds_table_of_llama_3_8b() -> None:
     assert increments == [0.63, 7.48, 7.48, 4.07]
 
 
-def test_a_pinned_rank_plans_for_the_whole_machine() -> None:
+def test_pinned_rank_plans_for_all_cores() -> None:
     allowed = frozenset(os.sched_getaffinity(0))
     whole = Machine.local()
     try:
@@ -446,7 +446,7 @@ def lines_of(made: Plan) -> dict[str, str]:
     return {line[:16].strip(): line[16:] for line in told.get().splitlines()}
 
 
-def test_what_there_is_one_of_is_told_as_one() -> None:
+def test_singular_words_for_one() -> None:
     made = replace(planned(), evaluations=1, uncounted_evaluations=1, saves=1, saves_beside=1, stall_s=1.0)
     beside = lines_of(made)["beside steps"]
     assert beside.startswith("1 evaluation of ") and ", 1 evaluation that is not counted, 1 save beside them" in beside
@@ -459,7 +459,7 @@ def test_what_there_is_one_of_is_told_as_one() -> None:
     ]
 
 
-def test_saves_that_take_longer_than_all_steps_are_told_of_with_what_helps() -> None:
+def test_saves_longer_than_all_steps_get_advice() -> None:
     made = replace(planned(), steps=10, step_s=1.0, saves=1, saves_beside=9, save_s=1.0, stall_s=8.0)
     assert "saves" not in lines_of(made)
     told = lines_of(replace(made, stall_s=10.0))["saves"]

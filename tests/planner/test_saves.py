@@ -21,7 +21,7 @@ def config_of(every: int, eval_steps: int = 0, **checkpoint: Any) -> RunConfig:
 
 
 @given(st.integers(0, 9), st.integers(1, 9), st.integers(1, 40), st.booleans(), st.booleans(), st.booleans())
-def test_saves_are_counted_as_a_run_makes_them(
+def test_saves_are_counted_like_a_run_makes_them(
     every: int, eval_steps: int, steps: int, best: bool, last: bool, asynchronous: bool
 ) -> None:
     config = config_of(every, eval_steps, best=best, last=last, **{"async": asynchronous})
@@ -33,7 +33,7 @@ def test_saves_are_counted_as_a_run_makes_them(
     assert found.blocking == (int(steps in due) if asynchronous else len(due))
 
 
-def test_steps_wait_for_what_may_not_be_copied() -> None:
+def test_steps_wait_for_uncopied_parts() -> None:
     config = config_of(1, buffer_bytes=GB)
     # Of 96 GB at 0.5 GB/s, 2 may be copied by two ranks: 188 s, less the 8 s until the next update.
     assert count_saves(config, 100, Saving(1, 96 * GB, 0.5 * GB), 2, 10.0, 8.0) == SaveCounts(1, 99, 99 * 182.0)

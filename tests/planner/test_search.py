@@ -68,7 +68,7 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
         assert again.peak_bytes_per_rank == pytest.approx(each.plan.peak_bytes_per_rank, rel=0.1), each.arguments
 
 
-def test_proposed_lines_bring_the_planned_ranks_where_those_go_by_the_batch(tmp_path: Path) -> None:
+def test_proposed_arguments_keep_the_planned_ranks(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     sections = {
         "model": {"config": SMALL},
@@ -86,7 +86,7 @@ def test_proposed_lines_bring_the_planned_ranks_where_those_go_by_the_batch(tmp_
         assert machine.layout(pasted, 2) == each.layout, each.arguments
 
 
-def test_the_fastest_come_first_on_the_nodes_asked_for() -> None:
+def test_fastest_sorts_by_time_on_as_many_nodes() -> None:
     config = planned_config(SMALL)
     planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
     found = fastest(planner, config, layout, Workload.assumed(config))
@@ -107,7 +107,7 @@ def test_the_fastest_come_first_on_the_nodes_asked_for() -> None:
     ],
     ids=str,
 )
-def test_what_train_refuses_is_not_planned(sections: dict[str, Any]) -> None:
+def test_plan_refuses_settings_that_train_refuses(sections: dict[str, Any]) -> None:
     config = planned_config(SMALL, **sections)
     with pytest.raises(EngineError):
         Planner(PlannedModel(config), SERVER).plan(config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
@@ -125,7 +125,7 @@ def test_what_is_proposed_has_room_in_shm() -> None:
 
 
 @pytest.mark.long
-def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
+def test_fastest_settings_fit_on_the_fewest_nodes() -> None:
     shape, layout = SMALL | {"vocab_size": 131072}, RankLayout(2, 2, 2, "cpu")
     found = {}
     for nodes in ("1:2", 2):
@@ -138,7 +138,7 @@ def test_the_fastest_fit_on_the_fewest_nodes_that_may_be_left() -> None:
     assert found[2] & too_large  # else nothing was shown
 
 
-def test_where_the_fewest_nodes_are_short_more_of_them_must_be_left() -> None:
+def test_too_few_remaining_nodes_are_refused() -> None:
     config = planned_config(LLAMA, launch={"nodes": "1:4", "ranks": 2})
     planner, workload = Planner(PlannedModel(config), SERVER), Workload.assumed(config)
     found = {str(each.changes.get("launch.nodes")) for each in candidates(
@@ -148,7 +148,7 @@ def test_where_the_fewest_nodes_are_short_more_of_them_must_be_left() -> None:
     assert {str(each.changes.get("launch.nodes")) for each in of_all} >= {"8", "2", "1"}
 
 
-def test_a_disk_is_proposed_with_the_engine_that_has_it() -> None:
+def test_disk_remedy_sets_engine_host() -> None:
     small = Machine.from_numbers(0.7, 4, 10)
     config = planned_config(LLAMA | {"num_hidden_layers": 24, "hidden_size": 512}, shard={"engine": "fsdp"})
     told = remedies(Planner(PlannedModel(config), small), config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
@@ -166,7 +166,7 @@ def told_of(file: Path, *more: str) -> dict[str, Any]:
     ("type_", "wanted"),
     [("g6.12xlarge", "shard.offload=cpu"), ("p5.48xlarge", "cluster.ranks_per_node=8")],
 )
-def test_gpus_that_are_idle_and_the_machines_memory_are_tried(type_: str, wanted: str) -> None:
+def test_search_tries_idle_gpus_and_offload(type_: str, wanted: str) -> None:
     """The others of a node fit, or else what is beside them; what is proposed can be pasted, and fits."""
     machine = ["--instance", type_, "--nodes", "1"]
     told = told_of(GPU_RUN, *machine)
@@ -207,7 +207,7 @@ def test_nodes_are_proposed_by_the_name_that_counts(
 
 
 @pytest.mark.parametrize("more", [[], ["launch.ranks=2"], ["--ranks-per-node", "2"]], ids=str)
-def test_idle_gpus_are_told_of_with_what_takes_them(more: list[str]) -> None:
+def test_idle_gpus_get_arguments_that_use_them(more: list[str]) -> None:
     machine = ["--instance", "p5.48xlarge", "model.config.num_hidden_layers=1"]
     told = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more]).stdout
     found = re.search(rf"^idle            uses {2 if more else 1} of 8 GPUs of each node: (.+) for all$", told, re.M)

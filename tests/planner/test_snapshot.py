@@ -23,7 +23,7 @@ def copies(
     return snapshot_bytes(config, PAIR, 10, Saving(numel, 12 * numel, 0.5e9), each, micro_batches, freed)
 
 
-def test_a_save_shorter_than_a_step_needs_none() -> None:
+def test_save_shorter_than_a_step_needs_no_snapshot() -> None:
     of_100_million = 12 * 100_000_000 // 2  # bytes of a rank: 4.8 s at half the disk's rate
     assert copies(5.0, 100_000_000) == copies(1.25, 100_000_000, micro_batches=4) == 0
     assert 0.5 * 256 * MIB < copies(3.6, 100_000_000) < 0.3 * of_100_million
@@ -38,7 +38,7 @@ def test_a_save_shorter_than_a_step_needs_none() -> None:
     assert snapshot_bytes(config, PAIR, 10, Saving(10**8, 12 * 10**8, 0.5e9), each, 1, 0) == 256 * MIB
 
 
-def test_what_is_copied_where_activations_were_counts_only_if_it_is_there_when_they_return() -> None:
+def test_snapshot_beyond_freed_activations_adds_to_the_peak() -> None:
     at_update = copies(3.6, 100_000_000)  # 4.8 s to write, the next forward pass takes 0.9 of the last 1.2
     assert copies(3.6, 100_000_000, freed=1 << 30) == at_update // 4
     assert copies(3.6, 100_000_000, freed=50 * MIB) == at_update - 50 * MIB, "more than they leave free"
@@ -46,7 +46,7 @@ def test_what_is_copied_where_activations_were_counts_only_if_it_is_there_when_t
     assert copies(0.1, 100_000_000, freed=1 << 30) == 256 * MIB
 
 
-def test_a_disk_that_was_measured_is_trusted_more() -> None:
+def test_measured_disk_needs_smaller_snapshot() -> None:
     config, each = planned_config(LLAMA, checkpoint={"every": 5}), MicroBatchTime((0.25, 0.0), (0.5, 0.25), (0.0, 0.0))
     assumed, measured = (
         snapshot_bytes(config, PAIR, 10, Saving(10**8, 12 * 10**8, 1e9, known), each, 2, 0) for known in (False, True)
@@ -54,7 +54,7 @@ def test_a_disk_that_was_measured_is_trusted_more() -> None:
     assert measured == 0 < assumed
 
 
-def test_moments_in_int8_are_slow_to_save_however_fast_the_disk() -> None:
+def test_int8_moments_save_slowly_on_fast_disks() -> None:
     """Of 20 M parameters two ranks encode 10 M in a second; a run needed 230 MiB where none were planned."""
     each = MicroBatchTime((0.25, 0.0), (0.5, 0.25), (0.0, 0.0))
     for states, expected in (("fp32", 0), ("int8", 12 * 10_000_000 // 2)):
