@@ -163,7 +163,7 @@ def deployment(image: str) -> dict[str, Any]:
 
 
 def test_versions_from_images() -> None:
-    found = Versions.of(
+    found = Versions.from_deployments(
         [
             deployment("ghcr.io/kubeflow/trainer/trainer-controller-manager:v2.1.0"),
             deployment("registry.k8s.io/jobset/jobset:v0.10.1@sha256:abc"),

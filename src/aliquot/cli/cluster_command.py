@@ -83,7 +83,7 @@ def check(
 ) -> None:
     """Say what keeps a job from running before it is sent. Exit code 1: there is an error."""
     with one_line_errors(debug):
-        from aliquot.cluster.check import check_job_of_config, check_manifests, in_order
+        from aliquot.cluster.check import check_job_of_config, check_manifests, errors_first
         from aliquot.cluster.crds import read_crds
         from aliquot.cluster.live_cluster import ask_cluster, crds_of_cluster
         from aliquot.cluster.manifests import is_manifest, read_manifests
@@ -97,7 +97,7 @@ def check(
             job = _job(path, overrides)
             manifests, findings = parsed(job), check_job_of_config(job, own)
         if live:
-            findings = in_order([*findings, *ask_cluster(manifests, job)])
+            findings = errors_first([*findings, *ask_cluster(manifests, job)])
         if as_json:
             print(json.dumps([each.as_json() for each in findings], indent=1))
         else:

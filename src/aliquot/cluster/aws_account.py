@@ -1,4 +1,4 @@
-"""What the AWS account says about the security groups and subnets that the manifests select. Asked through boto3."""
+"""Check with boto3 that the security groups and subnets that the manifests select exist in the AWS account."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.manifests import ManifestObject, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, mapping, select_kinds
 from aliquot.cluster.node_pool_view import ZONE, pool_view
 from aliquot.config.cluster_section import ClusterSection
 
@@ -16,8 +16,8 @@ _NOT_ALLOWED = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException"
 
 
 def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | None) -> list[RuleFinding]:
-    """A finding says so where boto3, credentials or a permission is missing."""
-    classes = of_kind(manifests, "EC2NodeClass")
+    """Check the node classes and storage. Missing boto3, credentials or permissions become a finding."""
+    classes = select_kinds(manifests, "EC2NodeClass")
     if not classes:
         return []
     try:
@@ -28,12 +28,12 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
     try:
         account = _Account(boto3.client("ec2"), ClientError, [])
         for node_class in classes:
-            account.found.extend(_node_class(account, node_class, manifests))
+            account.findings.extend(_node_class(account, node_class, manifests))
         if section is not None and (identities := section.storage.security_group_ids):
             where = "cluster.storage.security_group_ids"
             groups = account.groups([{"id": identity} for identity in identities], where)
-            account.found.extend(_lustre(groups, where) if groups else [])
-        return account.found
+            account.findings.extend(_lustre(groups, where) if groups else [])
+        return account.findings
     except BotoCoreError as error:
         reason = " ".join(str(error).split())
         return [finding("permission", "AWS", f"no answer: {reason}", "aws configure, or run it where credentials are")]
@@ -41,14 +41,14 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
 
 @dataclass
 class _Account:
-    """EC2's answers; what it refuses becomes a finding, and the rest is asked all the same."""
+    """Queries EC2. A refused query becomes a finding, and the other queries continue."""
 
     ec2: Any
     refusal: type[Exception]  # botocore's ClientError
-    found: list[RuleFinding]
+    findings: list[RuleFinding]
 
     def groups(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
-        """Those that any of the terms selects, as in Karpenter. None: AWS refused to say."""
+        """Return the security groups that any of the terms selects, as in Karpenter. None: AWS refused the query."""
         queries = []
         for term in terms:
             names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []
@@ -63,15 +63,15 @@ class _Account:
     def _ask(
         self, rule: str, where: object, operation: str, answer: str, identity: str, queries: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]] | None:
-        found: dict[str, dict[str, Any]] = {}
+        answers: dict[str, dict[str, Any]] = {}
         refused = False
         for query in queries:
             try:
-                found |= {each[identity]: each for each in getattr(self.ec2, operation)(**query)[answer]}
+                answers |= {item[identity]: item for item in getattr(self.ec2, operation)(**query)[answer]}
             except self.refusal as error:
                 refused = True
-                self.found.append(_refused(error, rule, where))
-        return list(found.values()) if found or not refused else None
+                self.findings.append(_refused(error, rule, where))
+        return list(answers.values()) if answers or not refused else None
 
 
 def _refused(error: Any, rule: str, where: object) -> RuleFinding:
@@ -97,7 +97,7 @@ def _node_class(
         yield finding(
             "security-group", node_class, "no security group meets its terms", "tag one, or correct the terms"
         )
-    elif groups and not any(_lets_itself_in(group, groups) for group in groups):
+    elif groups and not any(_allows_itself(group, groups) for group in groups):
         names = ", ".join(group["GroupId"] for group in groups)
         yield finding(
             "security-group", node_class, f"{names}: no rule allows all traffic from the group itself",
@@ -110,14 +110,14 @@ def _node_class(
             "subnet", node_class, "no subnet meets its terms", "tag the private subnets, or correct the terms"
         )
     zones = {subnet["AvailabilityZone"] for subnet in subnets or []}
-    for pool in of_kind(manifests, "NodePool"):
+    for pool in select_kinds(manifests, "NodePool"):
         for zone in pool_view(pool).values(ZONE):
             if zones and zone not in zones:
                 yield finding("subnet", pool, f"none of its subnets is in {zone}", f"one of {', '.join(sorted(zones))}")
 
 
 def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFinding]:
-    if not any(_lets_itself_in(group, groups, _LUSTRE_PORT) for group in groups):
+    if not any(_allows_itself(group, groups, _LUSTRE_PORT) for group in groups):
         yield finding(
             "security-group", where, f"TCP {_LUSTRE_PORT} is not open among the nodes and the file system",
             "all traffic from the group itself, or TCP 988 and 1018-1023",
@@ -125,19 +125,21 @@ def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFindin
 
 
 def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:
-    """`*` as a value means any, as in Karpenter."""
+    """Convert tags to filters; `*` stands for any value, as in Karpenter."""
     return [
         {"Name": "tag-key", "Values": [key]} if value == "*" else {"Name": f"tag:{key}", "Values": [value]}
         for key, value in mapping(term.get("tags")).items()
     ]
 
 
-def _lets_itself_in(group: dict[str, Any], groups: Sequence[dict[str, Any]], port: int | None = None) -> bool:
-    """Whether a rule allows all traffic, or at least TCP to `port`, from one of the node's own groups."""
-    own = {each["GroupId"] for each in groups}
+def _allows_itself(group: dict[str, Any], groups: Sequence[dict[str, Any]], port: int | None = None) -> bool:
+    """Return whether a rule allows all traffic, or at least TCP to `port`, from one of the node's groups."""
+    group_ids = {candidate["GroupId"] for candidate in groups}
     for rule in group.get("IpPermissions", []):
         protocol = rule.get("IpProtocol")
         tcp = port is not None and protocol == "tcp" and rule.get("FromPort", 1) <= port <= rule.get("ToPort", 0)
-        if (protocol == "-1" or tcp) and any(pair.get("GroupId") in own for pair in rule.get("UserIdGroupPairs", [])):
+        if (protocol == "-1" or tcp) and any(
+            pair.get("GroupId") in group_ids for pair in rule.get("UserIdGroupPairs", [])
+        ):
             return True
     return False

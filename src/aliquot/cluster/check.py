@@ -1,4 +1,4 @@
-"""`aliquot cluster check`: all rules over manifests, with the config and the plan where they are known."""
+"""Run `aliquot cluster check`: apply all rules to manifests, and to the config and the plan if they are known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aliquot.cluster.crds import KindSchema, supported
 from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, configs_of, job_views
-from aliquot.cluster.manifests import ManifestObject, dig, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, select_kinds
 from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
@@ -25,35 +25,40 @@ from aliquot.cluster.rules_storage import check_storage
 def check_manifests(
     manifests: Sequence[ManifestObject], job: Job | None = None, crds: Sequence[KindSchema] = ()
 ) -> list[RuleFinding]:
-    """Errors first. `job`: what the manifests were rendered from; `crds`: what counts instead of what is shipped."""
-    own = {(each.group, each.kind) for each in crds}
-    known = [*crds, *(each for each in supported() if (each.group, each.kind) not in own)]
-    found = list(check_schemas(manifests, known))
-    pools = [pool_view(pool) for pool in of_kind(manifests, "NodePool")]
+    """Return the findings, errors first.
+
+    Args:
+        job: the job from which the manifests were rendered.
+        crds: schemas that replace the shipped schemas of their kinds.
+    """
+    given_kinds = {(schema.group, schema.kind) for schema in crds}
+    known = [*crds, *(schema for schema in supported() if (schema.group, schema.kind) not in given_kinds)]
+    findings = list(check_schemas(manifests, known))
+    pools = [pool_view(pool) for pool in select_kinds(manifests, "NodePool")]
     for pool in pools:
-        found.extend(check_pool(pool))
-    for node_class in of_kind(manifests, "EC2NodeClass"):
-        found.extend(check_node_class(node_class, pools))
-    found.extend(check_references(manifests))
-    found.extend(check_storage(manifests))
+        findings.extend(check_pool(pool))
+    for node_class in select_kinds(manifests, "EC2NodeClass"):
+        findings.extend(check_node_class(node_class, pools))
+    findings.extend(check_references(manifests))
+    findings.extend(check_storage(manifests))
     trainer, plan, grace_s = (
         (job.section.trainer, job.plan, job.config.checkpoint.grace_s) if job is not None else (None, None, None)
     )
     views = job_views(list(manifests))
-    found.extend(check_pods_references(views, manifests))
-    found.extend(check_security(views, manifests))
+    findings.extend(check_pods_references(views, manifests))
+    findings.extend(check_security(views, manifests))
     for view in views:
-        found.extend(check_job(view, trainer, plan, _grace_s(view, manifests) if grace_s is None else grace_s))
-        found.extend(check_elastic(view, manifests))
-        found.extend(check_together(view, pools, manifests))
-    found.extend(check_config_maps(manifests))
+        findings.extend(check_job(view, trainer, plan, _grace_s(view, manifests) if grace_s is None else grace_s))
+        findings.extend(check_elastic(view, manifests))
+        findings.extend(check_together(view, pools, manifests))
+    findings.extend(check_config_maps(manifests))
     if job is not None:
-        found.extend(check_config(job))
-    return in_order(found)
+        findings.extend(check_config(job))
+    return errors_first(findings)
 
 
 def _grace_s(view: JobView, manifests: Sequence[ManifestObject]) -> float | None:
-    """Of the config that the pods mount."""
+    """Return checkpoint.grace_s of the config that the pods mount."""
     for config in configs_of(view, manifests):
         with suppress(TypeError, ValueError):
             return float(dig(config, "checkpoint", "grace_s"))
@@ -61,10 +66,10 @@ def _grace_s(view: JobView, manifests: Sequence[ManifestObject]) -> float | None
 
 
 def check_job_of_config(job: Job, crds: Sequence[KindSchema] = ()) -> list[RuleFinding]:
-    """What a render of `job` would hold, checked without writing it."""
+    """Check the manifests of `job` without writing them."""
     return check_manifests(parsed(job), job, crds)
 
 
-def in_order(findings: Sequence[RuleFinding]) -> list[RuleFinding]:
+def errors_first(findings: Sequence[RuleFinding]) -> list[RuleFinding]:
     unique = list(dict.fromkeys(findings))
-    return sorted(unique, key=lambda each: each.level != "error")
+    return sorted(unique, key=lambda item: item.level != "error")

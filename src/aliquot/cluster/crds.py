@@ -1,7 +1,7 @@
-"""What the API server holds objects of a kind to: the schemas of CustomResourceDefinitions, with their CEL rules.
+"""Read the schemas of CustomResourceDefinitions with their CEL rules, which the API server applies to objects.
 
-facts.json beside this file has them, without words, of the versions that aliquot supports, and those of the core kinds
-that it renders; `python -m tests.cluster_facts` writes it. A person's own come from files or from the cluster.
+facts.json next to this file holds the schemas, without descriptions, of the supported versions and of the core kinds
+that aliquot renders; `python -m tests.cluster_facts` writes it. Other schemas come from files or from the cluster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KindSchema:
     kind: str
     source: str  # "Karpenter 1.14.1", or the file
     schema: dict[str, Any]  # structural: spec.versions[].schema.openAPIV3Schema of a CRD
-    shipped: bool = False  # known to be a schema
+    shipped: bool = False  # part of facts.json, so known to be a valid schema
 
     @property
     def group(self) -> str:
@@ -42,24 +42,24 @@ def is_core(group: str) -> bool:
 
 
 def supported() -> list[KindSchema]:
-    """Of the versions that aliquot supports, the newest of each kind first."""
+    """Return the shipped schemas, the newest version of each kind first."""
     return list(_facts())
 
 
 def read_crds(directory: Path) -> list[KindSchema]:
-    """Of all files below `directory`, or of one file. Raises UserError where there is no CRD, or one cannot be read."""
+    """Read all CRDs below `directory`, or in one file. Raises UserError if there is none, or one cannot be read."""
     paths = sorted(directory.rglob("*")) if directory.is_dir() else [directory]
-    found: list[KindSchema] = []
+    schemas: list[KindSchema] = []
     for file in paths:
         if file.is_file() and (file.suffix in _SUFFIXES or file == directory):
-            found += schemas_of(_documents(file), str(file))
-    if not found:
+            schemas += schemas_of(_documents(file), str(file))
+    if not schemas:
         raise ManifestError("no CustomResourceDefinition here", directory)
-    return found
+    return schemas
 
 
 def schemas_of(documents: Iterable[Any], source: str) -> Iterator[KindSchema]:
-    """Each served version of those of `documents` that are CRDs. Raises UserError where one is not whole."""
+    """Yield each served version of the CRDs among `documents`. Raises UserError for an incomplete CRD."""
     for document in documents:
         if not isinstance(document, dict) or document.get("kind") != "CustomResourceDefinition":
             continue
@@ -78,27 +78,33 @@ def _documents(file: Path) -> list[Any]:
         text = file.read_text(encoding="utf-8")
         if "CustomResourceDefinition" not in text:
             return []
-        found = list(yaml.load_all(text, Loader=BoundedFastLoader))
+        documents = list(yaml.load_all(text, Loader=BoundedFastLoader))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ManifestError(f"cannot read this CRD: {' '.join(str(error).split())}", file) from None
-    lists = [each["items"] for each in found if isinstance(each, dict) and isinstance(each.get("items"), list)]
-    return [*found, *(item for each in lists for item in each)]
+    lists = [
+        document["items"]
+        for document in documents
+        if isinstance(document, dict) and isinstance(document.get("items"), list)
+    ]
+    return [*documents, *(item for document in lists for item in document)]
 
 
 @cache
 def _facts() -> Sequence[KindSchema]:
     loaded = json.loads(files("aliquot.cluster").joinpath("facts.json").read_text())
     shared: list[Any] = []
-    for each in loaded["shared"]:  # refers only to what is before it
-        shared.append(_resolved(each, shared))
+    for entry in loaded["shared"]:  # an entry refers only to earlier entries
+        shared.append(_resolved(entry, shared))
     return [
-        KindSchema(each["apiVersion"], each["kind"], each["source"], _resolved(each["schema"], shared), shipped=True)
-        for each in loaded["kinds"]
+        KindSchema(
+            entry["apiVersion"], entry["kind"], entry["source"], _resolved(entry["schema"], shared), shipped=True
+        )
+        for entry in loaded["kinds"]
     ]
 
 
 def _resolved(value: Any, shared: list[Any]) -> Any:
-    """`value` with each {"$ref": N} replaced by that one of `shared`."""
+    """Replace each {"$ref": N} in `value` by item N of `shared`."""
     if isinstance(value, dict):
         if "$ref" in value:
             return shared[value["$ref"]]

@@ -1,6 +1,6 @@
-"""The one pod that runs as root: a Job that makes the directories of a run and gives them to the trainer.
+"""Write the Job that makes the directories of a run as root, and the init containers that wait for them.
 
-It is apart from the training pods so that they pass Pod Security `restricted`; those wait for its directories.
+Only the pod of this Job runs as root, so that the training pods pass Pod Security `restricted`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from aliquot.cluster.node_manifests import labels
 from aliquot.cluster.pod_config import directories
 
 _PROGRAM = ["python3", "-P", "-m", "aliquot.cluster.make_directories"]
-_WAIT_S = 900  # a node may have to come for the Job, and pull the image
-_KEEP_S = 86400  # the finished Job, for its log
+_WAIT_S = 900  # the Job may need a new node, which pulls the image
+_KEEP_S = 86400  # a finished Job stays so long for its log
 
 
 def directory_job(job: Job, any_run: bool = False) -> Document | None:
-    """None for a claim that exists: its directories are its owner's. `any_run`: also of runs by others.
+    """Write the Job; None for an existing claim, whose owner makes the directories.
 
-    A Job cannot be changed, so its name holds a digest of what it does: another render makes another Job.
+    A Job cannot be changed, so its name holds a digest of its spec: a different render makes a new Job.
+
+    Args:
+        any_run: make directories for runs of other jobs, too.
     """
     if job.section.storage.kind == "claim":
         return None
@@ -36,7 +39,7 @@ def directory_job(job: Job, any_run: bool = False) -> Document | None:
             "spec": {
                 "restartPolicy": "Never",
                 "automountServiceAccountToken": False,
-                # Any node of the image's architecture will do, and one of the job's own where there is no other.
+                # Any node of the image's architecture can run the Job, also a node of the training job.
                 "nodeSelector": {"kubernetes.io/arch": job.types[0].arch, "kubernetes.io/os": "linux"},
                 "tolerations": pod.tolerations(job),
                 "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
@@ -63,7 +66,7 @@ def directory_job(job: Job, any_run: bool = False) -> Document | None:
 
 
 def wait_containers(job: Job, any_run: bool = False) -> list[Document]:
-    """The init container of a training pod that waits for the directories; none for a claim that exists."""
+    """Write the init container of a training pod that waits for the directories; none for an existing claim."""
     if job.section.storage.kind == "claim":
         return []
     paths = [literal(path) for path in directories(job, any_run)]

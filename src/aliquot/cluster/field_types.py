@@ -1,4 +1,4 @@
-"""What of a document is of the kind that its fields have: the rules read that, and nothing else."""
+"""Remove values of the wrong type from a document, so that rules can read the rest without checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aliquot.cluster.quantity import parse
 
 _INTEGERS = range(-(1 << 63), 1 << 63)
 
-# What is expected, in words, and whether a value is that.
+# The expected value in words, and a test of a value.
 _SCALARS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "string": ("text, in quotes where it looks like a number or true", lambda value: isinstance(value, str)),
     "integer": ("an integer", lambda value: type(value) is int and value in _INTEGERS),
@@ -27,56 +27,58 @@ _SCALARS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True)
 class Complaint:
-    """A field that nobody knows, or a value that is not of its field's kind."""
+    """An unknown field, or a value of the wrong type."""
 
     path: str
     value: object
     expected: str | None  # in words; None: the field is unknown
-    nearest: str | None = None  # of the names that are known there
+    nearest: str | None = None  # the most similar known name
 
 
 def schemas_of_kind(document: dict[str, Any], known: Sequence[KindSchema]) -> list[KindSchema]:
-    """One for each version of the project that serves this kind; none for kinds of which nothing is known."""
+    """Return the schemas of this kind, one for each version of its project; none for an unknown kind."""
     return [
-        each for each in known if (each.api_version, each.kind) == (document.get("apiVersion"), document.get("kind"))
+        schema
+        for schema in known
+        if (schema.api_version, schema.kind) == (document.get("apiVersion"), document.get("kind"))
     ]
 
 
-def sound(document: dict[str, Any]) -> tuple[dict[str, Any], list[Complaint]]:
-    """`document` without what is of the wrong kind, so that whoever reads it finds what he expects or nothing.
+def well_typed(document: dict[str, Any]) -> tuple[dict[str, Any], list[Complaint]]:
+    """Return `document` without values of the wrong type, and a complaint for each of them.
 
-    A scalar where text is expected is kept as text, which is what its writer means; a null says nothing. A field is
-    known that any supported version has.
+    A scalar in place of text becomes text, because its writer means text; nulls are dropped. A field of any supported
+    version is known.
     """
     complaints: list[Complaint] = []
-    kept = _sound(document, _of_all_versions(str(document.get("kind"))), "", complaints)
-    return kept or {}, complaints
+    value = _well_typed(document, _schema_of_all_versions(str(document.get("kind"))), "", complaints)
+    return value or {}, complaints
 
 
 @cache
-def _of_all_versions(kind: str) -> dict[str, Any]:
-    return reduce(_merged, (each.schema for each in supported() if each.kind == kind), {})
+def _schema_of_all_versions(kind: str) -> dict[str, Any]:
+    return reduce(_merged, (schema.schema for schema in supported() if schema.kind == kind), {})
 
 
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """What either knows; where one takes words and the other only integers, words."""
+    """Merge two schemas of a kind: a field of either is known, and int-or-string wins over integer."""
     if not first or expected_kind(second) == "int-or-string":
         return second
     if not second or expected_kind(first) == "int-or-string":
         return first
-    found = {**second, **first}
+    merged = {**second, **first}
     for key in ("items", "additionalProperties"):
         if isinstance(first.get(key), dict) and isinstance(second.get(key), dict):
-            found[key] = _merged(first[key], second[key])
-    properties = [each.get("properties", {}) for each in (first, second)]
+            merged[key] = _merged(first[key], second[key])
+    properties = [schema.get("properties", {}) for schema in (first, second)]
     if any(properties):
         names = {**properties[1], **properties[0]}
-        found["properties"] = {name: _merged(*(each.get(name, {}) for each in properties)) for name in names}
-    return found
+        merged["properties"] = {name: _merged(*(schema.get(name, {}) for schema in properties)) for name in names}
+    return merged
 
 
 def expected_kind(schema: dict[str, Any]) -> str | None:
-    """object, array, or one of `_SCALARS`; None where anything may stand."""
+    """Return object, array, or a key of `_SCALARS`; None if any value is allowed."""
     if "KMGTP" in schema.get("pattern", ""):
         return "quantity"
     if schema.get("x-kubernetes-int-or-string"):
@@ -85,33 +87,33 @@ def expected_kind(schema: dict[str, Any]) -> str | None:
     return kind
 
 
-def _sound(value: Any, schema: dict[str, Any], path: str, complaints: list[Complaint]) -> Any:
-    """None: nothing is left."""
+def _well_typed(value: Any, schema: dict[str, Any], path: str, complaints: list[Complaint]) -> Any:
+    """Return the well-typed part of `value`, or None."""
     kind = expected_kind(schema)
     if kind == "array":
         if not isinstance(value, list):
             complaints.append(Complaint(path, value, "a list"))
             return None
         inner = schema.get("items", {})
-        items = [_sound(item, inner, f"{path}[{index}]", complaints) for index, item in enumerate(value)]
-        return [item for item in items if item is not None]
+        elements = [_well_typed(item, inner, f"{path}[{index}]", complaints) for index, item in enumerate(value)]
+        return [item for item in elements if item is not None]
     if kind == "object":
         if not isinstance(value, dict):
             complaints.append(Complaint(path, value, "a mapping of keys to values"))
             return None
-        given = {key: item for key, item in value.items() if item is not None}
-        kept = {}
-        for key, item in given.items():
+        present = {key: item for key, item in value.items() if item is not None}
+        fields = {}
+        for key, item in present.items():
             here, below = f"{path}.{key}".lstrip("."), schema_below(schema, key)
             if below is None:
-                near = difflib.get_close_matches(str(key), list(schema["properties"]), 1, 0.6)
-                complaints.append(Complaint(here, item, None, near[0] if near else None))
-            kept[key] = _sound(item, below or {}, here, complaints)
-        return {key: item for key, item in kept.items() if item is not None}
+                matches = difflib.get_close_matches(str(key), list(schema["properties"]), 1, 0.6)
+                complaints.append(Complaint(here, item, None, matches[0] if matches else None))
+            fields[key] = _well_typed(item, below or {}, here, complaints)
+        return {key: item for key, item in fields.items() if item is not None}
     if kind is None:
         return value
     if kind == "string" and isinstance(value, datetime.date):
-        return value.isoformat()  # YAML's dates are text to the API server
+        return value.isoformat()  # the API server reads YAML dates as text
     expected, fits = _SCALARS[kind]
     if fits(value):
         return value
@@ -122,7 +124,7 @@ def _sound(value: Any, schema: dict[str, Any], path: str, complaints: list[Compl
 
 
 def schema_below(schema: dict[str, Any], key: Any) -> dict[str, Any] | None:
-    """Of what lies under `key` in a mapping; None where no such key is known, {} where anything may stand."""
+    """Return the schema of `key` in a mapping; None if the key is unknown, {} if any value is allowed."""
     properties, more = schema.get("properties", {}), schema.get("additionalProperties")
     if key in properties:
         below: dict[str, Any] = properties[key]

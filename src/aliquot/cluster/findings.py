@@ -1,4 +1,4 @@
-"""What `cluster check` may find: every rule with its reason, and one finding with its place and its fix."""
+"""The rules of `cluster check` with their reasons, and a finding with its place and its fix."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ class RuleFinding:
 
 
 def finding(rule: str, where: object, message: str, fix: str, level: Level | None = None) -> RuleFinding:
-    """`level`: where a case is milder or worse than its rule."""
+    """Make a finding; `level` overrides the level of the rule."""
     return RuleFinding(rule, str(where), message, fix, level or RULES[rule].level)

@@ -1,4 +1,4 @@
-"""What a config and its plan decide together about a job on a cluster, before any of it is a manifest."""
+"""Describe a job on a cluster, from a config and its plan: resources of a pod, types of nodes, scratch space."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"
 AMX_TAINT = "intel.com/amx"
 
-LOGS_BYTES = 2 * GIB  # of a pod's own disk, beside what is asked for
-_OF_THE_NODE_BYTES = 30 * GIB  # of its volume: the system, images, logs
-_IMAGES_BYTES = 10 * GIB  # with logs, on the disks of the machine itself
+LOGS_BYTES = 2 * GIB  # disk of a pod in addition to its scratch space
+_SYSTEM_BYTES = 30 * GIB  # of a node's volume: system, images and logs
+_IMAGES_BYTES = 10 * GIB  # images and logs on local disks
 _NAME_LENGTH = 40
 _GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
 
 
 @dataclass(frozen=True)
 class Job:
-    """One TrainJob: a pod takes a node, and each node is of one of `types`, which are alike."""
+    """A TrainJob with one pod per node; every node has one of `types`, which are alike."""
 
     name: str
     config: RunConfig
     section: ClusterSection
     plan: Plan
     types: tuple[InstanceType, ...]
-    cpus: int  # whole ones, requested and limited
+    cpus: int  # whole CPUs, requested and limited
     memory_bytes: int  # requested and limited; /dev/shm counts against it
-    shm_bytes: int  # size limit of /dev/shm; 0: the container's own 64 MiB do
+    shm_bytes: int  # size limit of /dev/shm; 0: the container's default of 64 MiB is enough
     gpus: int
     efa_interfaces: int
     grace_s: int
-    scratch_bytes: int  # on disk, of states that do not fit into memory; 0: all do
-    local_disks: bool  # they lie on the disks of the machine itself, else on its volume
+    scratch_bytes: int  # on disk, for optimizer states that do not fit into memory
+    local_disks: bool  # scratch space is on local disks, not on the node's volume
 
     @property
     def gpu_nodes(self) -> bool:
@@ -50,8 +50,13 @@ class Job:
 
 
 def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
-    """`least`: the plan for the fewest nodes where they may come and go. Raises UserError where one of the plans cannot
-    run on the given types.
+    """Describe the job of a plan.
+
+    Args:
+        least: for an elastic job the plan with the fewest nodes.
+
+    Raises:
+        UserError: a plan cannot run on the given types.
     """
     section = cluster_section(config)
     types = tuple(instance(name) for name in section.instance_types)
@@ -59,14 +64,14 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     gpus = _gpus(types[0], plan)
     if plan.nodes != section.most_nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
-    cpus = min(section.pod_cpus(each.allocatable_cpu_millicores) for each in types)
-    memory = min(section.pod_memory_bytes(each.allocatable_memory_bytes) for each in types)
+    cpus = min(section.pod_cpus(item.allocatable_cpu_millicores) for item in types)
+    memory = min(section.pod_memory_bytes(item.allocatable_memory_bytes) for item in types)
     plans = (plan, *([] if least is None else [least]))
-    shm = -(-max(each.shm_bytes_per_node for each in plans) // MIB) * MIB
+    shm = -(-max(item.shm_bytes_per_node for item in plans) // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
-    for each in plans:
-        _check_memory(each, types[0], memory, f"with {each.nodes} nodes " if least is not None else "")
+    for item in plans:
+        _check_memory(item, types[0], memory, f"with {item.nodes} nodes " if least is not None else "")
     return Job(
         name=section.name or job_name(config.run.name),
         config=config,
@@ -77,10 +82,10 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         memory_bytes=memory,
         shm_bytes=shm,
         gpus=gpus,
-        # gloo knows only TCP: EFA serves NCCL alone.
+        # Only NCCL uses EFA; gloo uses TCP.
         efa_interfaces=types[0].efa_interfaces if gpus and section.efa == "auto" and plan.nodes > 1 else 0,
-        scratch_bytes=max(_scratch(section, types, each) for each in plans),
-        local_disks=any(each.scratch_bytes_per_node for each in plans) and all(each.local_nvme_bytes for each in types),
+        scratch_bytes=max(_scratch(section, types, item) for item in plans),
+        local_disks=any(item.scratch_bytes_per_node for item in plans) and all(item.local_nvme_bytes for item in types),
         grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,
     )
 
@@ -97,7 +102,7 @@ def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) 
                 f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
                 f" {memory_bytes / GIB:.2f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
             )
-        if not plan.fits:  # shard.memory allows less than the pod has
+        if not plan.fits:  # shard.memory is smaller than the pod's memory
             raise ClusterError(
                 f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}), and its"
                 f" ranks may have {plan.limit_bytes_per_node / GIB:.2f} GiB: more nodes, or a larger shard.memory"
@@ -117,7 +122,7 @@ def cluster_section(config: RunConfig) -> ClusterSection:
 
 
 def placed(config: RunConfig) -> RunConfig:
-    """`config` as it runs on the cluster's nodes: with their number, and the ranks of each where they are given."""
+    """Return `config` with the number of nodes of its cluster section, and with its ranks per node if given."""
     section = cluster_section(config)
     update: dict[str, object] = {"nodes": section.nodes, "node_rank": 0}
     if section.ranks_per_node != "auto":
@@ -126,45 +131,46 @@ def placed(config: RunConfig) -> RunConfig:
 
 
 def job_name(run_name: str) -> str:
-    """A DNS label that begins with a letter, as near to `run_name` as may be; pod names leave it 40 characters."""
+    """Derive a DNS label from `run_name` that begins with a letter; pod names leave 40 characters for it."""
     label = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}"
-    if len(label) > _NAME_LENGTH:  # two that begin alike are still two jobs
+    if len(label) > _NAME_LENGTH:  # the digest separates names with equal beginnings
         label = f"{label[: _NAME_LENGTH - 7].strip('-')}-{hashlib.sha256(run_name.encode()).hexdigest()[:6]}"
     return label.strip("-")
 
 
 def _alike(types: Sequence[InstanceType]) -> None:
     first = types[0]
-    for other in types[1:]:
+    for node_type in types[1:]:
         for name, what in (("arch", "architecture"), ("vcpus", "vCPUs"), ("gpus", "GPUs"), ("gpu_name", "GPU"),
                            ("gpu_memory_bytes", "bytes of a GPU"),
                            ("efa_interfaces", "EFA interfaces"), ("amx", "AMX")):  # fmt: skip
-            if getattr(first, name) != getattr(other, name):
+            if getattr(first, name) != getattr(node_type, name):
                 raise ClusterError(
-                    f"cluster.instance_types: {first.name} and {other.name} differ in {what} ({getattr(first, name)}"
-                    f" and {getattr(other, name)}); the ranks of one job need equal nodes"
+                    f"cluster.instance_types: {first.name} and {node_type.name} differ in {what}"
+                    f" ({getattr(first, name)} and {getattr(node_type, name)}); the ranks of one job need equal nodes"
                 )
 
 
 def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan) -> int:
-    """Bytes, a little more than planned. Raises ClusterError where the nodes' disks are smaller."""
+    """Return the scratch space, 2 % above the plan. Raises ClusterError if the nodes' disks are smaller."""
     if not plan.scratch_bytes_per_node:
         return 0
-    wanted = -(-plan.scratch_bytes_per_node * 51 // 50 // MIB) * MIB
-    local = min(each.local_nvme_bytes for each in types)
-    there = allocatable_disk_bytes(local or section.volume_gib * GIB) - (_IMAGES_BYTES if local else _OF_THE_NODE_BYTES)
-    if wanted > there:
+    needed = -(-plan.scratch_bytes_per_node * 51 // 50 // MIB) * MIB
+    local = min(node_type.local_nvme_bytes for node_type in types)
+    reserved = _IMAGES_BYTES if local else _SYSTEM_BYTES
+    available = allocatable_disk_bytes(local or section.volume_gib * GIB) - reserved
+    if needed > available:
         what = f"the disks of {types[0].name} leave" if local else "cluster.volume_gib leaves"
         raise ClusterError(
-            f"shard.offload: disk puts {wanted / GIB:.0f} GiB on each node, and {what} {max(0, there) / GIB:.0f} GiB:"
-            " take a type with larger disks, or a larger volume"
+            f"shard.offload: disk puts {needed / GIB:.0f} GiB on each node, and {what}"
+            f" {max(0, available) / GIB:.0f} GiB: take a type with larger disks, or a larger volume"
         )
-    return wanted
+    return needed
 
 
 def _gpus(node: InstanceType, plan: Plan) -> int:
-    """GPUs to request of a node."""
+    """Return the number of GPUs to request of a node."""
     if plan.device == "cpu":
         if node.gpus:
             raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")

@@ -1,4 +1,4 @@
-"""`aliquot cluster status`: where a job on the cluster stands, and in words why it does not run. Reads only."""
+"""Run `aliquot cluster status`: report the progress of a job, or the reason that it does not run. Reads only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Object = dict[str, Any]
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _NODE_LABELS = ("node.kubernetes.io/instance-type", "topology.kubernetes.io/zone", "karpenter.sh/capacity-type")
-_LAST_LINES = 50  # of rank 0's log, in which the last line of a step is looked for
+_LAST_LINES = 50  # lines of rank 0's log to search for the last step
 
-# What the scheduler says -> what it means.
+# Messages of the scheduler and their meaning.
 _UNSCHEDULABLE = (
     (r"Insufficient ([\w./-]*\w)", "no node has enough {0} free: a new one is coming, or no NodePool may make it"),
     (r"untolerated taint \{([^}]*)\}", "nodes have the taint {0}, which the pod does not tolerate"),
@@ -39,16 +39,16 @@ _ENDED = {2: "bad input: see the log", 137: "killed, most often for memory", 143
 
 
 def job_status(name: str, namespace: str, kubectl: Kubectl) -> Iterator[str]:
-    """Lines for a person. Raises UserError where there is no such job, or it may not be seen."""
+    """Yield the lines of the report. Raises UserError if the job does not exist or may not be read."""
     job = _job(name, namespace, kubectl)
     pods = job_pods(name, namespace, kubectl)
-    running = sum(dig(each, "status", "phase") == "Running" for each in pods)
+    running = sum(dig(item, "status", "phase") == "Running" for item in pods)
     yield f"TrainJob {namespace}/{name}: {_state(job)}; {running} of {len(pods)} pods run"
     yield from _progress(job)
     if not pods:
         yield f"no pods: {_why_no_pods(job)}"
     events = _maybe(kubectl, "events", "-n", namespace) if pods else []
-    nodes = {_name(each): each for each in _maybe(kubectl, "nodes")} if pods else {}
+    nodes = {_name(item): item for item in _maybe(kubectl, "nodes")} if pods else {}
     for pod in pods:
         node = dig(pod, "spec", "nodeName")
         what = why_waiting(pod, events) or _ended(pod) or ""
@@ -60,27 +60,28 @@ def job_status(name: str, namespace: str, kubectl: Kubectl) -> Iterator[str]:
 
 
 def job_pods(name: str, namespace: str, kubectl: Kubectl) -> list[Object]:
-    """The newest attempt's, node 0's first, and of those that have replaced each other the newest: of a job whose nodes
-    come and go one is started for each that is lost. Raises UserError where they may not be seen."""
+    """Return the pods of the newest attempt, node 0 first. Of an elastic job's pods that replaced each other only the
+    newest counts. Raises UserError if the pods may not be listed.
+    """
     try:
         pods = kubectl.get("pods", "-n", namespace, "-l", f"jobset.sigs.k8s.io/jobset-name={name}")
     except Refused as refused:
         raise ClusterError(f"the pods of {namespace}/{name} cannot be listed: {refused.last_line}") from None
     attempt = "jobset.sigs.k8s.io/restart-attempt"
-    newest = max((int(_labels(each).get(attempt) or 0) for each in pods), default=0)
-    kept = [each for each in pods if int(_labels(each).get(attempt) or 0) == newest]
-    of_index: dict[int, Object] = {}
-    for each in sorted(kept, key=lambda each: str(dig(each, "metadata", "creationTimestamp") or "")):
-        of_index[int(_labels(each).get(_INDEX) or 0)] = each
-    return [of_index[index] for index in sorted(of_index)]
+    newest = max((int(_labels(pod).get(attempt) or 0) for pod in pods), default=0)
+    current = [pod for pod in pods if int(_labels(pod).get(attempt) or 0) == newest]
+    pods_by_index: dict[int, Object] = {}
+    for pod in sorted(current, key=lambda pod: str(dig(pod, "metadata", "creationTimestamp") or "")):
+        pods_by_index[int(_labels(pod).get(_INDEX) or 0)] = pod
+    return [pods_by_index[index] for index in sorted(pods_by_index)]
 
 
 def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
-    """In words, with what Kubernetes said; None for a pod that runs or has ended."""
+    """Explain why a pod waits, with the message of Kubernetes; None for a pod that runs or has ended."""
     if dig(pod, "status", "phase") != "Pending":
         return None
-    own = [each for each in events if dig(each, "involvedObject", "name") == _name(pod)]
-    warnings = [str(each.get("message")) for each in own if each.get("type") == "Warning"]
+    pod_events = [event for event in events if dig(event, "involvedObject", "name") == _name(pod)]
+    warnings = [str(event.get("message")) for event in pod_events if event.get("type") == "Warning"]
     for condition in listed(dig(pod, "status", "conditions")):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             if condition.get("reason") == "SchedulingGated":
@@ -93,7 +94,7 @@ def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
             if reason is not None and reason != "PodInitializing":
                 says = dig(container, "state", "waiting", "message") or (warnings or [""])[-1]
                 return f"{_WAITING.get(reason, reason)}{f' ({says})' if says else ''}"
-    if any(dig(each, "state", "running") is not None for each in listed(dig(pod, "status", "initContainerStatuses"))):
+    if any(dig(event, "state", "running") is not None for event in listed(dig(pod, "status", "initContainerStatuses"))):
         return "it waits for the Job that makes the directories of the run: kubectl get jobs"
     return warnings[-1] if warnings else "it has a node, and starts" if dig(pod, "spec", "nodeName") else "no node yet"
 
@@ -116,11 +117,11 @@ def _job(name: str, namespace: str, kubectl: Kubectl) -> Object:
 
 
 def _state(job: Object) -> str:
-    conditions = {each.get("type"): each for each in listed(dig(job, "status", "conditions"))}
+    conditions = {condition.get("type"): condition for condition in listed(dig(job, "status", "conditions"))}
     for kind, words in (("Complete", "complete"), ("Failed", "failed"), ("Suspended", "suspended")):
-        found = mapping(conditions.get(kind))
-        if found.get("status") == "True":
-            return f"{words} ({found.get('message') or found.get('reason')})"
+        match = mapping(conditions.get(kind))
+        if match.get("status") == "True":
+            return f"{words} ({match.get('message') or match.get('reason')})"
     return "suspended" if dig(job, "spec", "suspend") else "not finished"
 
 
@@ -134,14 +135,14 @@ def _why_no_pods(job: Object) -> str:
 
 
 def _progress(job: Object) -> Iterator[str]:
-    """What the trainer itself has told, where Trainer's feature gate TrainJobRuntimeStatus is on."""
+    """Report the progress that the run has posted, if Trainer's feature gate TrainJobRuntimeStatus is on."""
     status = mapping(dig(job, "status", "trainerStatus"))
     if not status:
         return
     parts = [f"{status.get('progressPercentage')} %"]
     if isinstance(left := status.get("estimatedRemainingSeconds"), int):
         parts.append(f"{datetime.timedelta(seconds=left)} left")
-    parts += [f"{each.get('name')} {each.get('value')}" for each in listed(status.get("metrics"))]
+    parts += [f"{metric.get('name')} {metric.get('value')}" for metric in listed(status.get("metrics"))]
     yield f"{', '.join(parts)} (at {status.get('lastUpdatedTime')})"
 
 
@@ -150,8 +151,12 @@ def _node(name: Any, nodes: dict[str, Object]) -> str:
         return ""
     labels = _labels(mapping(nodes.get(name)))
     about = [labels[key] for key in _NODE_LABELS if key in labels]
-    ready = [each for each in listed(dig(nodes.get(name), "status", "conditions")) if each.get("type") == "Ready"]
-    about += ["not ready"] if any(each.get("status") != "True" for each in ready) else []
+    ready = [
+        condition
+        for condition in listed(dig(nodes.get(name), "status", "conditions"))
+        if condition.get("type") == "Ready"
+    ]
+    about += ["not ready"] if any(condition.get("status") != "True" for condition in ready) else []
     return f"on {name}" + (f" ({', '.join(about)})" if about else "")
 
 
@@ -164,7 +169,7 @@ def _ended(pod: Object) -> str | None:
 
 
 def _coming_nodes(kubectl: Kubectl) -> Iterator[str]:
-    """Nodes that Karpenter is making, with what keeps them."""
+    """Report the nodes that Karpenter is making, with the reason that each is not ready."""
     for claim in _maybe(kubectl, "nodeclaims"):
         for condition in listed(dig(claim, "status", "conditions")):
             if condition.get("type") in ("Launched", "Registered", "Initialized") and condition.get("status") != "True":
@@ -183,16 +188,16 @@ def _last_step(pods: Sequence[Object], namespace: str, kubectl: Kubectl) -> str 
 
 
 def _maybe(kubectl: Kubectl, *arguments: str) -> list[Object]:
-    """Nothing where it is not there, or may not be seen: the rest is still worth saying."""
+    """Return the objects, or nothing if they do not exist or may not be read."""
     try:
         return kubectl.get(*arguments)
     except Refused:
         return []
 
 
-def _name(each: Object) -> str:
-    return str(dig(each, "metadata", "name"))
+def _name(item: Object) -> str:
+    return str(dig(item, "metadata", "name"))
 
 
-def _labels(each: Object) -> dict[str, str]:
-    return mapping(dig(each, "metadata", "labels"))
+def _labels(item: Object) -> dict[str, str]:
+    return mapping(dig(item, "metadata", "labels"))

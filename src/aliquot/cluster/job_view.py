@@ -1,4 +1,4 @@
-"""A TrainJob as the controller will run it: its own words, and below them those of its runtime."""
+"""View a TrainJob as its controller runs it: its fields, merged over those of its runtime."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
 from aliquot.core.decode import BoundedTextLoader, TooDeepError
 
 NODE = "node"
-DEFAULT_GRACE_S = 30  # of Kubernetes
+DEFAULT_GRACE_S = 30  # the default of Kubernetes
 
 
 @dataclass(frozen=True)
 class JobView:
-    """What one pod of the job is. Unknown values (of a runtime that is not at hand) are None or empty."""
+    """The fields of a pod of the job. Fields of a runtime that is not among the manifests are None or empty."""
 
     manifest: ManifestObject
     runtime: ManifestObject | None
@@ -27,7 +27,7 @@ class JobView:
     processes: object  # an integer, or a word
     image: str
     env: list[dict[str, Any]]
-    patches: list[dict[str, Any]]  # pod specs laid over the runtime's
+    patches: list[dict[str, Any]]  # pod specs merged over the runtime's
     node_selector: dict[str, str]
     tolerations: list[dict[str, Any]]
     volumes: list[dict[str, Any]]
@@ -37,8 +37,8 @@ class JobView:
     grace_s: int
     requests: dict[str, Any]  # of the container `node`, as are `limits`
     limits: dict[str, Any]
-    beside: list[dict[str, Any]]  # resources of the containers that run beside it
-    before: list[dict[str, Any]]  # of those that run before, one after the other
+    sidecars: list[dict[str, Any]]  # resources of the containers that run at the same time
+    init_containers: list[dict[str, Any]]  # resources of the containers that run before, one after the other
 
     @property
     def cpu_millicores(self) -> int | None:
@@ -48,49 +48,49 @@ class JobView:
     def memory_limit_bytes(self) -> int | None:
         return parse_bytes(self.limits.get("memory"))
 
-    def of_pod(self, resource: str, read: Callable[[object], int | None]) -> int:
-        """What the scheduler looks for: the sum of what runs together, or of what runs before, the most."""
-        own = {"requests": self.requests, "limits": self.limits}
-        together = sum(_requested(each, resource, read) for each in [own, *self.beside])
-        return max(together, *(_requested(each, resource, read) for each in self.before), 0)
+    def pod_total(self, resource: str, read: Callable[[object], int | None]) -> int:
+        """Return the amount that the scheduler requires: of concurrent containers, or of the largest init container."""
+        node_resources = {"requests": self.requests, "limits": self.limits}
+        together = sum(_requested(resources, resource, read) for resources in [node_resources, *self.sidecars])
+        return max(together, *(_requested(resources, resource, read) for resources in self.init_containers), 0)
 
     def count(self, resource: str) -> int:
         return parse_bytes(self.limits.get(resource, self.requests.get(resource, 0))) or 0
 
     @property
     def shm(self) -> dict[str, Any] | None:
-        """The emptyDir that is mounted at /dev/shm; None where none is."""
+        """The emptyDir mounted at /dev/shm, or None."""
         names = [mount.get("name") for mount in self.mounts if mount.get("mountPath") == "/dev/shm"]
-        found = [volume for volume in self.volumes if volume.get("name") in names]
-        return mapping(found[0].get("emptyDir")) if found else None
+        shm_volumes = [volume for volume in self.volumes if volume.get("name") in names]
+        return mapping(shm_volumes[0].get("emptyDir")) if shm_volumes else None
 
 
 def job_views(manifests: list[ManifestObject]) -> list[JobView]:
-    runtimes = of_kind(manifests, "TrainingRuntime", "ClusterTrainingRuntime")
-    return [_view(job, runtimes) for job in of_kind(manifests, "TrainJob")]
+    runtimes = select_kinds(manifests, "TrainingRuntime", "ClusterTrainingRuntime")
+    return [_view(job, runtimes) for job in select_kinds(manifests, "TrainJob")]
 
 
 def pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """(pod metadata, pod spec) of every patch, in either dialect."""
-    found = [(mapping(each.get("metadata")), mapping(each.get("spec"))) for each in
+    """Return (pod metadata, pod spec) of every patch, in either dialect."""
+    patches = [(mapping(override.get("metadata")), mapping(override.get("spec"))) for override in
              job.items("spec", "podTemplateOverrides")]  # fmt: skip
     for patch in job.items("spec", "runtimePatches"):
         for replicated in listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")):
             template = mapping(dig(replicated, "template", "spec", "template"))
-            found.append((mapping(template.get("metadata")), mapping(template.get("spec"))))
-    return found
+            patches.append((mapping(template.get("metadata")), mapping(template.get("spec"))))
+    return patches
 
 
 def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
-    wanted = (kind, job.get("spec", "runtimeRef", "name"))
-    runtime = next((each for each in runtimes if (each.kind, each.name) == wanted), None)
+    runtime_key = (kind, job.get("spec", "runtimeRef", "name"))
+    runtime = next((item for item in runtimes if (item.kind, item.name) == runtime_key), None)
     base = runtime_pod(runtime)
     base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
-    before = containers(base_spec, "initContainers")
+    init_containers = containers(base_spec, "initContainers")
     patches = pod_patches(job)
     specs = [base_spec, *(spec for _, spec in patches)]
-    metadata = [mapping(base.get("metadata")), *(each for each, _ in patches)]
+    metadata = [mapping(base.get("metadata")), *(item for item, _ in patches)]
     trainer = mapping(job.get("spec", "trainer"))
     resources = [mapping(base_container.get("resources")), mapping(trainer.get("resourcesPerNode"))]
     grace = [spec["terminationGracePeriodSeconds"] for spec in specs if "terminationGracePeriodSeconds" in spec]
@@ -107,38 +107,44 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         tolerations=[item for spec in specs for item in listed(spec.get("tolerations"))],
         volumes=[item for spec in specs for item in listed(spec.get("volumes"))],
         mounts=[item for spec in specs for item in listed(_node_container(spec).get("volumeMounts"))],
-        annotations=_merged([mapping(each.get("annotations")) for each in metadata]),
+        annotations=_merged([mapping(item.get("annotations")) for item in metadata]),
         affinity=_merged([mapping(spec.get("affinity")) for spec in specs]),
         grace_s=grace[-1] if grace and isinstance(grace[-1], int) else DEFAULT_GRACE_S,
-        requests=_merged([mapping(each.get("requests")) for each in resources]),
-        limits=_merged([mapping(each.get("limits")) for each in resources]),
-        beside=[
-            *(mapping(each.get("resources")) for each in containers(base_spec, "containers") if each != base_container),
-            *(mapping(each.get("resources")) for each in before if each.get("restartPolicy") == "Always"),
+        requests=_merged([mapping(item.get("requests")) for item in resources]),
+        limits=_merged([mapping(item.get("limits")) for item in resources]),
+        sidecars=[
+            *(mapping(item.get("resources")) for item in containers(base_spec, "containers") if item != base_container),
+            *(mapping(item.get("resources")) for item in init_containers if item.get("restartPolicy") == "Always"),
         ],
-        before=[mapping(each.get("resources")) for each in before if each.get("restartPolicy") != "Always"],
+        init_containers=[
+            mapping(item.get("resources")) for item in init_containers if item.get("restartPolicy") != "Always"
+        ],
     )
 
 
 def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[object]:
-    """What the ConfigMaps hold that its pods mount, every scalar as it is written: 2:4 is no number."""
+    """Parse the ConfigMaps that the pods mount, with scalars as text, because YAML reads 2:4 as a number."""
     mounted = {mapping(volume.get("configMap")).get("name") for volume in job.volumes}
-    for each in of_kind(list(manifests), "ConfigMap"):
-        for text in mapping(each.get("data")).values() if each.name in mounted else ():
+    for config_map in select_kinds(list(manifests), "ConfigMap"):
+        for text in mapping(config_map.get("data")).values() if config_map.name in mounted else ():
             with suppress(yaml.YAMLError, TooDeepError):
                 yield yaml.load(str(text), Loader=BoundedTextLoader)
 
 
 def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
-    """The pod template of the job `node`."""
+    """Return the pod template of the replicated job `node`."""
     if runtime is None:
         return {}
-    jobs = [each for each in runtime.items("spec", "template", "spec", "replicatedJobs") if each.get("name") == NODE]
+    jobs = [
+        replicated_job
+        for replicated_job in runtime.items("spec", "template", "spec", "replicatedJobs")
+        if replicated_job.get("name") == NODE
+    ]
     return mapping(dig(jobs, 0, "template", "spec", "template"))
 
 
 def pod_spec(job: JobView) -> dict[str, Any]:
-    """The runtime's pod with the job's patches laid over it."""
+    """Merge the job's patches over the runtime's pod."""
     spec: dict[str, Any] = mapping(runtime_pod(job.runtime).get("spec"))
     for patch in job.patches:
         spec = _patched(spec, patch)
@@ -146,7 +152,7 @@ def pod_spec(job: JobView) -> dict[str, Any]:
 
 
 def _patched(base: Any, patch: Any) -> Any:
-    """A strategic merge: mappings key by key, lists of named things by name, anything else is replaced."""
+    """Merge strategically: mappings by key, lists of named items by name; other values are replaced."""
     if isinstance(base, dict) and isinstance(patch, dict):
         return {**base, **{key: _patched(base.get(key), value) for key, value in patch.items()}}
     items = [*base, *patch] if isinstance(base, list) and isinstance(patch, list) else []
@@ -163,16 +169,16 @@ def _runtime_processes(runtime: ManifestObject | None) -> object:
 
 
 def _node_container(spec: dict[str, Any]) -> dict[str, Any]:
-    return mapping(dig([each for each in containers(spec, "containers") if each.get("name") == NODE], 0))
+    return mapping(dig([container for container in containers(spec, "containers") if container.get("name") == NODE], 0))
 
 
 def containers(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Those of a pod under `containers` or `initContainers`."""
-    return [mapping(each) for each in listed(spec.get(key))]
+    """Return the containers of a pod under `containers` or `initContainers`."""
+    return [mapping(container) for container in listed(spec.get(key))]
 
 
 def _requested(resources: dict[str, Any], name: str, read: Callable[[object], int | None]) -> int:
-    """A limit without a request is one."""
+    """Return the requested amount; a limit without a request counts as a request."""
     limit = mapping(resources.get("limits")).get(name, 0)
     return read(mapping(resources.get("requests")).get(name, limit)) or 0
 

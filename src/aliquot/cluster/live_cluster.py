@@ -1,6 +1,7 @@
-"""`cluster check --live`: what the cluster and the account say. Reads only, except a server-side dry run.
+"""Run `cluster check --live`: check manifests against a cluster and its AWS account.
 
-The cluster is asked through kubectl with its own configuration; a refusal is one finding with verb and resource.
+All queries only read, except a server-side dry run. kubectl uses its own configuration. A refused query becomes a
+finding with verb and resource.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _JOBSET_OF_TRAINER: dict[Version, Version] = {(2, 1): (0, 10), (2, 3): (0, 12)}
 
 
 class Refused(Exception):
-    """kubectl said no, in its words."""
+    """kubectl failed, with its error output."""
 
     @property
     def last_line(self) -> str:
@@ -54,12 +55,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Kubectl:
-    """kubectl, with the context and credentials that it has by itself."""
+    """kubectl with its own context and credentials."""
 
     program: str = "kubectl"
 
     def run(self, *arguments: str, text: str | None = None) -> str:
-        """Standard output. Raises Refused."""
+        """Return the standard output. Raises Refused."""
         try:
             result = subprocess.run(
                 [self.program, *arguments, f"--request-timeout={_TIMEOUT_S}s"],
@@ -77,22 +78,25 @@ class Kubectl:
 
 
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
-    """Raises UserError where there is no kubectl."""
+    """Run all queries. Raises UserError if kubectl is not installed."""
     kubectl = kubectl_here()
-    found = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
-    found += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]
-    return found
+    findings = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
+    findings += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]
+    return findings
 
 
 def kubectl_here() -> Kubectl:
-    """Raises UserError where there is none."""
+    """Raise UserError if kubectl is not installed."""
     if shutil.which("kubectl") is None:
         raise MissingToolError("kubectl is needed, configured for the cluster (aws eks update-kubeconfig)")
     return Kubectl()
 
 
 def crds_of_cluster() -> list[KindSchema]:
-    """None where they may not be read: `ask_cluster` says so. Raises UserError where there is no kubectl."""
+    """Read the CRDs of the cluster; none if the query is refused, which `ask_cluster` reports.
+
+    Raises UserError if kubectl is not installed.
+    """
     try:
         return list(schemas_of(kubectl_here().get("customresourcedefinitions"), "the cluster"))
     except Refused:
@@ -101,12 +105,12 @@ def crds_of_cluster() -> list[KindSchema]:
 
 def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     try:
-        crds = {mapping(each.get("metadata")).get("name"): each for each in kubectl.get("customresourcedefinitions")}
+        crds = {mapping(item.get("metadata")).get("name"): item for item in kubectl.get("customresourcedefinitions")}
     except Refused as refused:
         yield _permission("list", "customresourcedefinitions", refused)
         return
-    groups = {str(dig(each, "spec", "group")) for each in crds.values()}
-    needed = {str(each.document.get("apiVersion")).partition("/")[0] for each in manifests}
+    groups = {str(dig(item, "spec", "group")) for item in crds.values()}
+    needed = {str(item.document.get("apiVersion")).partition("/")[0] for item in manifests}
     for group, (name, where) in _OPERATORS.items():
         if group in needed and group not in groups:
             yield finding("operator", group, f"{name} is not installed", f"install it: {where}")
@@ -115,17 +119,17 @@ def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterato
     except Refused as refused:
         yield _permission("list", "deployments", refused)
         return
-    yield from check_versions(Versions.of(deployments), manifests)
+    yield from check_versions(Versions.from_deployments(deployments), manifests)
 
 
 def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    own = {(each.namespace, each.name) for each in manifests if each.kind == "Secret"}
+    rendered = {(manifest.namespace, manifest.name) for manifest in manifests if manifest.kind == "Secret"}
     for view in job_views(list(manifests)):
         space = view.manifest.namespace
         for variable in view.env:
             reference = mapping(dig(variable, "valueFrom", "secretKeyRef"))
             name, key = reference.get("name"), reference.get("key")
-            if not isinstance(name, str) or (space, name) in own:
+            if not isinstance(name, str) or (space, name) in rendered:
                 continue
             fix = f"kubectl create secret generic {name} -n {space} --from-file={key}=FILE"
             try:
@@ -155,25 +159,25 @@ def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[R
 
 def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[RuleFinding]:
     hard, used = mapping(dig(quota, "status", "hard")), mapping(dig(quota, "status", "used"))
-    for kind, own in (("requests", view.requests), ("limits", view.limits)):
-        for resource, value in own.items():
+    for kind, pod_resources in (("requests", view.requests), ("limits", view.limits)):
+        for resource, value in pod_resources.items():
             name = f"{kind}.{resource}"
-            bound = hard.get(name, hard.get(resource) if kind == "requests" else None)
-            each, allowed = parse(value), parse(bound)
+            limit = hard.get(name, hard.get(resource) if kind == "requests" else None)
+            per_node, allowed = parse(value), parse(limit)
             taken = parse(used.get(name, used.get(resource, 0))) or 0
-            if each is not None and allowed is not None and taken + each * view.nodes > allowed:
+            if per_node is not None and allowed is not None and taken + per_node * view.nodes > allowed:
                 yield finding(
                     "quota", view.manifest,
-                    f"{view.nodes} x {value} of {name}; ResourceQuota {dig(quota, 'metadata', 'name')} has {bound},"
+                    f"{view.nodes} x {value} of {name}; ResourceQuota {dig(quota, 'metadata', 'name')} has {limit},"
                     f" {float(taken):g} in use",
                     "a larger quota, or fewer nodes",
                 )  # fmt: skip
 
 
 def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """Every object by itself, so that each refusal has its place."""
-    to_be_made = {each.name for each in manifests if each.kind == "Namespace"}
-    runtimes = any(each.kind in ("TrainingRuntime", "ClusterTrainingRuntime") for each in manifests)
+    """Apply every object separately, so that each refusal belongs to an object."""
+    new_namespaces = {manifest.name for manifest in manifests if manifest.kind == "Namespace"}
+    runtimes = any(manifest.kind in ("TrainingRuntime", "ClusterTrainingRuntime") for manifest in manifests)
     for manifest in manifests:
         try:
             kubectl.run(
@@ -183,16 +187,18 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
         except Refused as refused:
             if _FORBIDDEN.search(str(refused)):
                 yield _permission("patch", manifest.kind, refused)
-            elif manifest.namespace in to_be_made and f'namespaces "{manifest.namespace}" not found' in str(refused):
-                continue  # a dry run makes no namespace, so what is to lie in it cannot be tried
+            elif manifest.namespace in new_namespaces and f'namespaces "{manifest.namespace}" not found' in str(
+                refused
+            ):
+                continue  # a dry run makes no namespace, so objects in it cannot be tried
             elif runtimes and "must be created before the TrainJob" in str(refused):
-                continue  # nor a runtime
+                continue  # a dry run makes no runtime either
             else:
                 yield finding("refused-by-server", manifest, refused.last_line, "correct what it names")
 
 
 def _permission(verb: str, resource: str, refused: Refused) -> RuleFinding:
-    """One line that says which verb on which resource was refused."""
+    """Report the refused verb and resource in one line."""
     match = _FORBIDDEN.search(str(refused))
     if match is None:
         return finding("permission", resource, refused.last_line, f"kubectl {verb} {resource} by hand")
@@ -205,7 +211,7 @@ def _permission(verb: str, resource: str, refused: Refused) -> RuleFinding:
 
 @dataclass(frozen=True)
 class Versions:
-    """(major, minor) of what is installed; None: not found, or its image's tag is no version."""
+    """The installed versions as (major, minor); None: not installed, or the image's tag is no version."""
 
     trainer: Version | None = None
     jobset: Version | None = None
@@ -213,39 +219,42 @@ class Versions:
     kueue: Version | None = None
 
     @classmethod
-    def of(cls, deployments: Sequence[Mapping[str, Any]]) -> Versions:
-        """From the image tags of the cluster's Deployments."""
-        found: dict[str, Version] = {}
+    def from_deployments(cls, deployments: Sequence[Mapping[str, Any]]) -> Versions:
+        """Read the versions from the image tags of the cluster's Deployments."""
+        versions: dict[str, Version] = {}
         for deployment in deployments:
             for container in listed(dig(dict(deployment), "spec", "template", "spec", "containers")):
                 image = str(container.get("image")).partition("@")[0]
                 tag = re.search(r":v?(\d+)\.(\d+)[^/:]*$", image)
                 for name, part in _IMAGES.items():
                     if tag is not None and f"/{image[: tag.start()]}".endswith(f"/{part}"):
-                        found.setdefault(name, (int(tag[1]), int(tag[2])))
-        return cls(**found)
+                        versions.setdefault(name, (int(tag[1]), int(tag[2])))
+        return cls(**versions)
 
 
 def check_versions(installed: Versions, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     trainer, jobset = installed.trainer, installed.jobset
     if trainer is not None:
         yield from _dialect(trainer, manifests)
-        wanted = _JOBSET_OF_TRAINER.get(trainer)
-        if wanted is not None and jobset is not None and jobset < wanted:
+        needed = _JOBSET_OF_TRAINER.get(trainer)
+        if needed is not None and jobset is not None and jobset < needed:
             yield finding(
-                "versions", "JobSet", f"{_text(jobset)} with Kubeflow Trainer {_text(trainer)}",
-                f"JobSet {_text(wanted)} or later; Trainer's own manifests bring it",
+                "versions", "JobSet", f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}",
+                f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it",
             )  # fmt: skip
     if installed.karpenter is not None and installed.karpenter < (1, 0):
         yield finding(
-            "versions", "Karpenter", f"{_text(installed.karpenter)} does not serve karpenter.sh/v1", "Karpenter 1.x"
+            "versions",
+            "Karpenter",
+            f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1",
+            "Karpenter 1.x",
         )
-    queued = any(each.get("metadata", "labels", "kueue.x-k8s.io/queue-name") for each in manifests)
+    queued = any(manifest.get("metadata", "labels", "kueue.x-k8s.io/queue-name") for manifest in manifests)
     if queued and trainer is not None and installed.kueue is not None:
         new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, installed.kueue >= (0, 17)
         if new_trainer != new_kueue:
             yield finding(
-                "versions", "Kueue", f"{_text(installed.kueue)} with Kubeflow Trainer {_text(trainer)}",
+                "versions", "Kueue", f"{_dotted(installed.kueue)} with Kubeflow Trainer {_dotted(trainer)}",
                 "Kueue 0.17 or later" if new_trainer else "Kueue 0.16, or Kubeflow Trainer 2.3",
             )  # fmt: skip
 
@@ -255,10 +264,10 @@ def _dialect(trainer: Version, manifests: Sequence[ManifestObject]) -> Iterator[
     for manifest in manifests:
         if manifest.kind == "TrainJob" and manifest.get("spec", wrong) is not None:
             yield finding(
-                "trainer-dialect", manifest, f"spec.{wrong}, and Kubeflow Trainer {_text(trainer)} is installed",
+                "trainer-dialect", manifest, f"spec.{wrong}, and Kubeflow Trainer {_dotted(trainer)} is installed",
                 f"render with cluster.trainer={right}",
             )  # fmt: skip
 
 
-def _text(version: Version) -> str:
+def _dotted(version: Version) -> str:
     return ".".join(map(str, version))

@@ -1,10 +1,10 @@
-"""Run in a pod: make the directories of a run on a shared volume as root, or wait until the trainer may write to them.
+"""A program for pods: make a run's directories on a shared volume as root, or wait until the trainer may write to them.
 
     python -m aliquot.cluster.make_directories own UID VOLUME DIRECTORY...
     python -m aliquot.cluster.make_directories await SECONDS DIRECTORY...
 
-A new file system belongs to root and the trainer does not run as root. Other pods write to the volume, too, so `own`
-follows no link on it: a link planted there would give its target away.
+A new file system belongs to root, but the trainer does not run as root. Other pods write to the volume, too. Therefore
+`own` follows no link on the volume: a planted link would give its target to the trainer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def own_directory(directory: Path, volume: Path, user: int) -> None:
 def await_directories(directories: Sequence[Path], timeout_s: float) -> None:
     """Return when this user may write to all `directories`. Raises StorageError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while missing := [each for each in directories if not os.access(each, os.W_OK | os.X_OK)]:
+    while missing := [directory for directory in directories if not os.access(directory, os.W_OK | os.X_OK)]:
         if time.monotonic() >= deadline:
             raise StorageError(
                 f"user {os.getuid()} cannot write here after {timeout_s:g} s: the Job that makes the directory has not"
@@ -67,15 +67,15 @@ def await_directories(directories: Sequence[Path], timeout_s: float) -> None:
 
 
 def main(mode: str, number: str, *paths: str) -> None:
-    """Raises StorageError; `number` is a user id or seconds, as above."""
-    directories = [Path(each) for each in paths]
+    """Run the program; `number` is a user id or seconds. Raises StorageError."""
+    directories = [Path(path) for path in paths]
     if mode == "await":
         await_directories(directories, float(number))
         return
-    volume, *wanted = directories
-    for each in wanted:
-        with writing(each):
-            own_directory(each, volume, int(number))
+    volume, *targets = directories
+    for path in targets:
+        with writing(path):
+            own_directory(path, volume, int(number))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Manifests as Python dicts, and those as YAML that every reader of YAML takes for the same values.
+"""Write manifests, which are Python dicts, as YAML that every YAML reader reads as the same values.
 
-No manifest is ever a string with holes: what a config holds becomes a scalar, whatever characters it has.
+No manifest is a string template: values of a config become scalars, whatever characters they contain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import yaml
 
 Document = dict[str, Any]
 
-# Written bare; anything else is quoted. YAML 1.1 and Go's reader disagree on `y`, `1e3`, `0o14`, `1:30` and more.
+# Strings without quotes; others are quoted, because readers of YAML disagree on `y`, `1e3`, `0o14`, `1:30` and more.
 _BARE = re.compile(r"^[A-Za-z/][A-Za-z0-9_./@:-]*$")
 _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 _BLOCK = re.compile(r"^[^\s\x00-\x1f][^\x00-\x09\x0b-\x1f\x7f-\xa0\u2028\u2029\ufeff]*\n$")
@@ -24,7 +24,7 @@ class _ManifestDumper(yaml.SafeDumper):
         super().increase_indent(flow, False)  # lists are indented, as people write them
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # each value is written out: no anchors for a reader to follow
+        return True  # repeated values are written out, without anchors
 
 
 def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -41,7 +41,7 @@ _ManifestDumper.add_representer(str, _string)
 
 
 def to_yaml(document: Mapping[str, Any], header: Sequence[str] = ()) -> str:
-    """`document` with its keys in the order given, below one comment line for each of `header`."""
+    """Write `document` with its keys in their order, below one comment line for each item of `header`."""
     comments = "".join(f"# {one_line(line)}\n" for line in header)
     return comments + yaml.dump(
         dict(document), Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False
@@ -49,15 +49,15 @@ def to_yaml(document: Mapping[str, Any], header: Sequence[str] = ()) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` with nothing in it that ends a line or cannot be seen: what may follow a `#`."""
+    """Replace line ends and invisible characters of `text`, so that it can follow a `#`."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def literal(text: str) -> str:
-    """`text` for a command, argument or variable of a container, where the kubelet expands `$(NAME)`; `$$` is `$`."""
+    """Escape `text` for a command, argument or variable of a container, in which the kubelet expands `$(NAME)`."""
     return text.replace("$", "$$")
 
 
 def compact(**items: Any) -> Document:
-    """A dict of what is there: None, empty lists and empty dicts are left out."""
+    """Make a dict without None, empty lists and empty dicts."""
     return {key: value for key, value in items.items() if value is not None and value not in ([], {})}

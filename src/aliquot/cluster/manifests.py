@@ -1,4 +1,4 @@
-"""Manifests as they lie in files: each object with where it begins, and every kind that the rules ask about."""
+"""Read manifests from files: each object with its file and line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.field_types import Complaint, sound
+from aliquot.cluster.field_types import Complaint, well_typed
 from aliquot.core.decode import BoundedLoader, TooDeepError
 from aliquot.core.errors import ManifestError
 
@@ -19,9 +19,9 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class ManifestObject:
-    """Rules read it through `get` and `items` alone, where every known field is of its kind or missing."""
+    """An object of a manifest. Rules read `get` and `items`, in which known fields have the right type or are None."""
 
-    document: dict[str, Any]  # as it was written
+    document: dict[str, Any]  # as written
     place: str  # file:line
 
     @property
@@ -36,28 +36,28 @@ class ManifestObject:
     def namespace(self) -> str:
         return str(self.get("metadata", "namespace") or "default")
 
-    def apart_from(self, other: ManifestObject) -> bool:
-        """Whether both say a namespace, and not the same; an object without one lies where it is applied."""
-        spaces = [each.get("metadata", "namespace") for each in (self, other)]
+    def in_other_namespace(self, other: ManifestObject) -> bool:
+        """Return whether both objects name a namespace and the names differ. An object without one can be anywhere."""
+        spaces = [manifest.get("metadata", "namespace") for manifest in (self, other)]
         return all(isinstance(space, str) for space in spaces) and spaces[0] != spaces[1]
 
     def get(self, *path: str | int) -> Any:
-        """The value at a path of keys and indices, None where anything on the way is missing."""
-        return dig(self._sound[0], *path)
+        """Return the value at a path of keys and indices, None if a part of the path is missing."""
+        return dig(self._well_typed[0], *path)
 
     def items(self, *path: str | int) -> list[Any]:
-        """The mappings of a list at `path`; empty where there is none."""
-        found = self.get(*path)
-        return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+        """Return the mappings of a list at `path`; empty if there is no list."""
+        value = self.get(*path)
+        return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
     @property
     def complaints(self) -> list[Complaint]:
-        """What was left out, since it is not of its field's kind, and fields that nobody knows."""
-        return self._sound[1]
+        """Unknown fields, and values that were removed because of a wrong type."""
+        return self._well_typed[1]
 
     @cached_property
-    def _sound(self) -> tuple[dict[str, Any], list[Complaint]]:
-        return sound(self.document)
+    def _well_typed(self) -> tuple[dict[str, Any], list[Complaint]]:
+        return well_typed(self.document)
 
     def __str__(self) -> str:
         return f"{self.place} {self.kind}/{self.name}"
@@ -82,12 +82,12 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def of_kind(manifests: Sequence[ManifestObject], *kinds: str) -> list[ManifestObject]:
+def select_kinds(manifests: Sequence[ManifestObject], *kinds: str) -> list[ManifestObject]:
     return [manifest for manifest in manifests if manifest.kind in kinds]
 
 
 def read_manifests(path: Path) -> list[ManifestObject]:
-    """Of a file, or of all YAML and JSON files of a directory. Raises UserError where one is not YAML."""
+    """Read a file, or all YAML and JSON files of a directory. Raises UserError for a file that is no YAML."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     else:
@@ -98,13 +98,13 @@ def read_manifests(path: Path) -> list[ManifestObject]:
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether `path` holds Kubernetes objects rather than a run's configuration."""
+    """Return whether `path` holds Kubernetes objects, not a run's configuration."""
     if path.is_dir():
         return True
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return False  # whoever reads it as a configuration says what is wrong
+        return False  # the reader of configurations reports the error
     return any(line.startswith(("apiVersion:", "kind:")) for line in lines) or path.suffix == ".json"
 
 
@@ -114,9 +114,9 @@ def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
             place = f"{name}:{node.start_mark.line + 1}"
             try:
                 value = BoundedLoader("").construct_document(node)
-            except (ValueError, KeyError, AttributeError) as error:  # 2026-99-99, or what does not fit its !!tag
+            except (ValueError, KeyError, AttributeError) as error:  # 2026-99-99, or a value that contradicts its !!tag
                 raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", place) from None
-            if value is not None:  # nothing but comments between two `---`
+            if value is not None:  # only comments between two `---`
                 yield from _objects(value, place)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1

@@ -1,4 +1,4 @@
-"""The nodes of a job: Karpenter's NodePool and EC2NodeClass."""
+"""Write the nodes of a job: Karpenter's NodePool and EC2NodeClass."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from aliquot.cluster.manifest_yaml import Document, compact
 
 POOL_LABEL = "aliquot.io/pool"
 _DISCOVERY = "karpenter.sh/discovery"
-# Of a gp3 volume with states of the run on it. Without, it has 125 MiB/s, a quarter of what the plan reckons with; an
-# operation is of 256 KiB at most.
-_OF_GPUS = {"nvidia.com/gpu.present": "true"}  # by which NVIDIA's device plugin finds its nodes
-_FAST = {"throughput": 1000, "iops": 4000}
+_GPU_LABELS = {"nvidia.com/gpu.present": "true"}  # NVIDIA's device plugin selects its nodes by this label
+# For a gp3 volume with optimizer states. The default of 125 MiB/s is a quarter of the rate in the plan; an operation
+# has 256 KiB at most.
+_FAST_VOLUME = {"throughput": 1000, "iops": 4000}
 
 
 def taint(job: Job) -> Document:
-    """Keeps all pods away that were not made for these nodes."""
+    """Return the taint that keeps all other pods away from these nodes."""
     key = GPU if job.gpu_nodes else AMX_TAINT if job.types[0].amx else POOL_LABEL
     return {"key": key, "value": "present", "effect": "NoSchedule"}
 
 
 def node_pool(job: Job) -> Document:
-    """Only these types, tainted and labelled, one more than the job has at most; nodes live until they are empty, or
-    taken back."""
+    """Write a NodePool of the job's types, with taint, label, and a limit of one node more than the job has.
+
+    Nodes stay until they are empty or reclaimed.
+    """
     section = job.section
     requirements = [
         _one_of("kubernetes.io/arch", [job.types[0].arch]),
         _one_of("kubernetes.io/os", ["linux"]),
         _one_of("karpenter.sh/capacity-type", section.capacity),
-        # By whole type: family and size as two lists would also allow the pairs that nobody chose.
-        _one_of("node.kubernetes.io/instance-type", [each.name for each in job.types]),
+        # Whole type names: lists of families and sizes would also allow other combinations.
+        _one_of("node.kubernetes.io/instance-type", [node_type.name for node_type in job.types]),
     ]
     if section.zone is not None:
         requirements.append(_one_of("topology.kubernetes.io/zone", [section.zone]))
-    nodes = section.most_nodes + 1  # a lost node's successor need not wait until the lost one is gone from the books
+    nodes = section.most_nodes + 1  # a lost node still counts while its successor starts
     limits = {
-        "cpu": str(nodes * max(each.vcpus for each in job.types)),
-        "memory": f"{nodes * max(each.memory_bytes for each in job.types) >> 20}Mi",
+        "cpu": str(nodes * max(node_type.vcpus for node_type in job.types)),
+        "memory": f"{nodes * max(node_type.memory_bytes for node_type in job.types) >> 20}Mi",
     }
     if job.gpu_nodes:
         limits[GPU] = str(nodes * job.types[0].gpus)
@@ -48,7 +50,7 @@ def node_pool(job: Job) -> Document:
         "metadata": {"name": job.name, "labels": labels(job)},
         "spec": {
             "template": {
-                "metadata": {"labels": {POOL_LABEL: job.name, **(_OF_GPUS if job.gpu_nodes else {})}},
+                "metadata": {"labels": {POOL_LABEL: job.name, **(_GPU_LABELS if job.gpu_nodes else {})}},
                 "spec": {
                     "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
                     "requirements": requirements,
@@ -57,7 +59,7 @@ def node_pool(job: Job) -> Document:
                 },
             },
             "limits": limits,
-            # Not by karpenter.sh/do-not-disrupt on the pods: it would not pass a spot notice on to them.
+            # karpenter.sh/do-not-disrupt on the pods is no alternative: it would withhold spot notices from them.
             "disruption": {
                 "consolidationPolicy": "WhenEmpty",
                 "consolidateAfter": "10m",
@@ -77,7 +79,7 @@ def node_class(job: Job) -> Document:
         "metadata": {"name": job.name, "labels": labels(job)},
         "spec": compact(
             role=section.node_role,
-            # An alias picks the standard or the NVIDIA image by the type; a version does not drift under a run.
+            # An alias selects the standard or the NVIDIA image by type; a pinned version does not change in a run.
             amiSelectorTerms=[{"alias": section.ami}],
             subnetSelectorTerms=discovered,
             securityGroupSelectorTerms=discovered,
@@ -88,23 +90,23 @@ def node_class(job: Job) -> Document:
                     "ebs": {
                         "volumeSize": f"{section.volume_gib}Gi",
                         "volumeType": "gp3",
-                        **(_FAST if job.scratch_bytes and not job.local_disks else {}),
+                        **(_FAST_VOLUME if job.scratch_bytes and not job.local_disks else {}),
                         "encrypted": True,
                         "deleteOnTermination": True,
                     },
                 }
             ],
-            instanceStorePolicy="RAID0" if job.local_disks else None,  # pods have the local disks then, as one
+            instanceStorePolicy="RAID0" if job.local_disks else None,  # pods see the local disks as one
             metadataOptions={"httpEndpoint": "enabled", "httpPutResponseHopLimit": 1, "httpTokens": "required"},
             userData=section.user_data,
         ),
     }
 
 
-def _placement_group(given: str | None) -> Document | None:
-    if given is None:
+def _placement_group(group: str | None) -> Document | None:
+    if group is None:
         return None
-    return {"id" if re.fullmatch(r"pg-[0-9a-z]+", given) else "name": given}
+    return {"id" if re.fullmatch(r"pg-[0-9a-z]+", group) else "name": group}
 
 
 def labels(job: Job) -> dict[str, str]:

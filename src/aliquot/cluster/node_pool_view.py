@@ -1,4 +1,7 @@
-"""A NodePool as Karpenter sees it: which EC2 types and zones its requirements leave, which labels its nodes have."""
+"""View a NodePool as Karpenter does: its EC2 types and zones, and the labels and disks of its nodes.
+
+Source of the disk sizes: Karpenter AWS provider, pkg/providers/instancetype/types.go.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instances
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
 from aliquot.cluster.quantity import GIB, parse_bytes
 
 _NUMBER = re.compile(r"^[0-9]{1,18}$")
@@ -19,8 +22,8 @@ TYPE = "node.kubernetes.io/instance-type"
 ZONE = "topology.kubernetes.io/zone"
 CAPACITY = "karpenter.sh/capacity-type"
 _PREFIX = "karpenter.k8s.aws/instance-"
-_DEFAULT_BYTES = 20 * GIB  # of a node class without a mapping of that device
-_ROOTS = {"al2023": "/dev/xvda", "bottlerocket": "/dev/xvdb"}  # where pods' files lie, by image family
+_DEFAULT_BYTES = 20 * GIB  # disk of a node class without a mapping of that device
+_ROOTS = {"al2023": "/dev/xvda", "bottlerocket": "/dev/xvdb"}  # device with the pods' files, by image family
 
 
 @dataclass(frozen=True)
@@ -29,105 +32,111 @@ class PoolView:
     requirements: list[dict[str, Any]]
     labels: dict[str, str]
     taints: list[dict[str, Any]]
-    types: list[InstanceType]  # that its requirements leave
+    types: list[InstanceType]  # types that meet its requirements
 
     @property
     def gpu(self) -> bool:
-        return bool(self.types) and all(each.gpus > 0 for each in self.types)
+        return bool(self.types) and all(node_type.gpus > 0 for node_type in self.types)
 
     @property
     def capacities(self) -> list[str]:
         return self.values(CAPACITY) or ["on-demand"]
 
     def node_class(self, manifests: Sequence[ManifestObject]) -> ManifestObject | None:
-        """None: it is not among `manifests`."""
+        """Find the pool's node class; None if it is not among `manifests`."""
         name = self.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
-        return next((each for each in of_kind(manifests, "EC2NodeClass") if each.name == name), None)
+        return next(
+            (node_class for node_class in select_kinds(manifests, "EC2NodeClass") if node_class.name == name), None
+        )
 
     def values(self, key: str) -> list[str]:
-        """What a requirement `key In [...]` lists; empty where there is none."""
-        found = [each for each in self.requirements if each.get("key") == key and each.get("operator") == "In"]
-        return [str(value) for each in found for value in listed(each.get("values"))]
+        """Return the values of a requirement `key In [...]`; empty if there is none."""
+        matching = [
+            requirement
+            for requirement in self.requirements
+            if requirement.get("key") == key and requirement.get("operator") == "In"
+        ]
+        return [str(value) for requirement in matching for value in listed(requirement.get("values"))]
 
 
 def pool_view(pool: ManifestObject) -> PoolView:
     requirements = pool.items("spec", "template", "spec", "requirements")
-    decided = [each for each in requirements if each.get("key") in _KNOWN]
+    decided = [requirement for requirement in requirements if requirement.get("key") in _KNOWN]
     return PoolView(
         manifest=pool,
         requirements=requirements,
         labels=mapping(pool.get("spec", "template", "metadata", "labels")),
         taints=pool.items("spec", "template", "spec", "taints"),
-        types=[each for each, labels in _labelled() if all(_meets(labels, one) for one in decided)],
+        types=[requirement for requirement, labels in _labelled() if all(_meets(labels, one) for one in decided)],
     )
 
 
-def type_labels(each: InstanceType) -> dict[str, str]:
-    """The labels that Karpenter gives nodes of a type, as far as the catalogue knows them."""
+def type_labels(node_type: InstanceType) -> dict[str, str]:
+    """Return the labels that Karpenter gives nodes of a type, as far as the catalogue knows them."""
     labels = {
-        TYPE: each.name,
-        "kubernetes.io/arch": each.arch,
+        TYPE: node_type.name,
+        "kubernetes.io/arch": node_type.arch,
         "kubernetes.io/os": "linux",
-        f"{_PREFIX}family": each.family,
-        f"{_PREFIX}size": each.size,
-        f"{_PREFIX}category": re.match(r"[a-z]+", each.family).group(),  # type: ignore[union-attr]
-        f"{_PREFIX}generation": str(each.generation),
-        f"{_PREFIX}cpu": str(each.vcpus),
-        f"{_PREFIX}cpu-manufacturer": each.cpu_manufacturer,
-        f"{_PREFIX}memory": str(each.memory_bytes >> 20),
+        f"{_PREFIX}family": node_type.family,
+        f"{_PREFIX}size": node_type.size,
+        f"{_PREFIX}category": re.match(r"[a-z]+", node_type.family).group(),  # type: ignore[union-attr]
+        f"{_PREFIX}generation": str(node_type.generation),
+        f"{_PREFIX}cpu": str(node_type.vcpus),
+        f"{_PREFIX}cpu-manufacturer": node_type.cpu_manufacturer,
+        f"{_PREFIX}memory": str(node_type.memory_bytes >> 20),
     }
-    if each.gpus:
+    if node_type.gpus:
         labels |= {
-            f"{_PREFIX}gpu-count": str(each.gpus),
-            f"{_PREFIX}gpu-name": str(each.gpu_name),
-            f"{_PREFIX}gpu-memory": str((each.gpu_memory_bytes or 0) >> 20),
+            f"{_PREFIX}gpu-count": str(node_type.gpus),
+            f"{_PREFIX}gpu-name": str(node_type.gpu_name),
+            f"{_PREFIX}gpu-memory": str((node_type.gpu_memory_bytes or 0) >> 20),
         }
     return labels
 
 
 @cache
 def _labelled() -> list[tuple[InstanceType, dict[str, str]]]:
-    return [(each, type_labels(each)) for each in instances()]
+    return [(node_type, type_labels(node_type)) for node_type in instances()]
 
 
-# Labels of a node that its type decides; others (capacity, zone, a person's own) are open.
-_KNOWN = {key for each in instances() if each.gpus for key in type_labels(each)}
+# Labels that follow from a node's type; other labels (capacity, zone, custom ones) are open.
+_KNOWN = {key for node_type in instances() if node_type.gpus for key in type_labels(node_type)}
 
 
 def _meets(labels: dict[str, str], requirement: dict[str, Any]) -> bool:
-    operator, own = requirement.get("operator"), labels.get(str(requirement.get("key")))
+    operator, value = requirement.get("operator"), labels.get(str(requirement.get("key")))
     values = [str(value) for value in listed(requirement.get("values"))]
     if operator in ("Gt", "Lt", "Gte", "Lte"):
-        if own is None or len(values) != 1 or not _NUMBER.match(values[0]):
+        if value is None or len(values) != 1 or not _NUMBER.match(values[0]):
             return False
-        number, bound = int(own), int(values[0])
+        number, bound = int(value), int(values[0])
         return {"Gt": number > bound, "Lt": number < bound, "Gte": number >= bound, "Lte": number <= bound}[operator]
     known: dict[object, bool] = {
-        "In": own in values,
-        "NotIn": own not in values,
-        "Exists": own is not None,
-        "DoesNotExist": own is None,
+        "In": value in values,
+        "NotIn": value not in values,
+        "Exists": value is not None,
+        "DoesNotExist": value is None,
     }
     return known.get(operator, True)
 
 
 def allocatable_disk_bytes(size_bytes: int) -> int:
-    """Of a disk of that size: kubelet evicts below 10 % and keeps 1 GiB. May be below 0."""
+    """Return the bytes of a disk that pods can use: kubelet evicts below 10 % and reserves 1 GiB. May be negative."""
     return size_bytes - -(-size_bytes // 10) - GIB
 
 
 def disk_bytes(node_class: ManifestObject, node: InstanceType) -> int | None:
-    """Size of the disk that holds pods' files; None: an image whose devices are not known."""
+    """Return the size of the disk that holds pods' files; None for an image with unknown devices."""
     if node_class.get("spec", "instanceStorePolicy") == "RAID0" and node.local_nvme_bytes:
         return node.local_nvme_bytes
     mappings = node_class.items("spec", "blockDeviceMappings")
-    roots = [each for each in mappings if each.get("rootVolume") is True]
+    roots = [item for item in mappings if item.get("rootVolume") is True]
     if not roots:
         alias = str(dig(node_class.items("spec", "amiSelectorTerms"), 0, "alias") or "")
         family = str(node_class.get("spec", "amiFamily") or alias.partition("@")[0]).lower()
         if family not in _ROOTS:
             return None
-        roots = [each for each in mappings if each.get("deviceName") == _ROOTS[family]]
+        roots = [item for item in mappings if item.get("deviceName") == _ROOTS[family]]
     if not roots:
         return _DEFAULT_BYTES
     return parse_bytes(dig(roots, 0, "ebs", "volumeSize"))

@@ -1,4 +1,4 @@
-"""What the pods of a job need beyond their resources: variables, volumes, placement, security."""
+"""Write the fields of a job's pods: variables, volumes, placement and security context."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from aliquot.cluster.pod_config import (
 )
 from aliquot.cluster.quantity import mebibytes
 
-USER = 1000  # of the image
+USER = 1000  # user id in the image
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 
 _ZONE = "topology.kubernetes.io/zone"
 _SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"
-_JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # which JobSet gives to each pod; the JobSet has the TrainJob's name
+_JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # label of JobSet; the JobSet has the TrainJob's name
 _RUNTIME = "aliquot.io/runtime"
 
 
@@ -29,39 +29,39 @@ def command() -> list[str]:
 
 
 def environment(job: Job) -> list[Document]:
-    """Without the PET_* variables, which the controller sets."""
-    variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only place that any user may write to
+    """Return the variables of a pod, without the PET_* variables of the controller."""
+    variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only directory that any user may write to
     if uses_hub(job):
         variables["HF_HOME"] = hub_cache(job)
     if job.gpu_nodes:
         variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"
     if job.efa_interfaces:
-        # Huge pages would have to be requested and are lost to everything else.
+        # Huge pages would have to be requested, and no other program could use them.
         variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "NCCL_DEBUG": "WARN"}
-    found: list[Document] = [{"name": name, "value": literal(value)} for name, value in variables.items()]
+    entries: list[Document] = [{"name": name, "value": literal(value)} for name, value in variables.items()]
     if (secret := job.section.huggingface_secret) is not None:
-        found.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})
-    return found
+        entries.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})
+    return entries
 
 
 def volumes(job: Job, with_config: bool = True) -> list[Document]:
-    found: list[Document] = [{"name": _CONFIG, "configMap": {"name": config_map_name(job)}}] if with_config else []
-    found += [shared_volume(job), {"name": _TEMPORARY, "emptyDir": {}}]
+    entries: list[Document] = [{"name": _CONFIG, "configMap": {"name": config_map_name(job)}}] if with_config else []
+    entries += [shared_volume(job), {"name": _TEMPORARY, "emptyDir": {}}]
     if job.scratch_bytes:
-        found.append({"name": _OFFLOAD, "emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}})
+        entries.append({"name": _OFFLOAD, "emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}})
     if job.shm_bytes:
-        found.append({"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": mebibytes(job.shm_bytes)}})
-    return found
+        entries.append({"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": mebibytes(job.shm_bytes)}})
+    return entries
 
 
 def volume_mounts(job: Job, with_config: bool = True) -> list[Document]:
-    found: list[Document] = [{"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True}] if with_config else []
-    found += [shared_mount(job), {"name": _TEMPORARY, "mountPath": "/tmp"}]
+    mounts: list[Document] = [{"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True}] if with_config else []
+    mounts += [shared_mount(job), {"name": _TEMPORARY, "mountPath": "/tmp"}]
     if job.scratch_bytes:
-        found.append({"name": _OFFLOAD, "mountPath": OFFLOAD_DIRECTORY})
+        mounts.append({"name": _OFFLOAD, "mountPath": OFFLOAD_DIRECTORY})
     if job.shm_bytes:
-        found.append({"name": _SHM, "mountPath": "/dev/shm"})
-    return found
+        mounts.append({"name": _SHM, "mountPath": "/dev/shm"})
+    return mounts
 
 
 def shared_mount(job: Job) -> Document:
@@ -84,27 +84,30 @@ def node_selector(job: Job) -> dict[str, str]:
 
 
 def tolerations(job: Job) -> list[Document]:
-    own = taint(job)
-    return [{"key": own["key"], "operator": "Equal", "value": own["value"], "effect": own["effect"]}]
+    node_taint = taint(job)
+    return [
+        {"key": node_taint["key"], "operator": "Equal", "value": node_taint["value"], "effect": node_taint["effect"]}
+    ]
 
 
 def affinity(job: Job, any_job: bool = False) -> Document | None:
-    """All nodes in one zone, whichever: a step waits for the slowest link. None where the zone is given.
+    """Keep all nodes in one zone, because a step waits for the slowest link. None if the config names the zone.
 
-    `any_job`: those of whichever job a pod belongs to, else of the one with this name.
+    Args:
+        any_job: for the nodes of any job of the runtime, not of the job with this name.
     """
     if job.section.zone is not None or job.plan.nodes == 1:
         return None
-    own = compact(
+    term = compact(
         labelSelector={"matchLabels": pod_labels(job, any_job)},
         matchLabelKeys=[_JOB_SET] if any_job else None,
         topologyKey=_ZONE,
     )
-    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
-    """Labels that the pods of the job have and no others; `any_job`: those of all jobs of the runtime."""
+    """Return labels that identify the job's pods, or with `any_job` the pods of all jobs of the runtime."""
     return runtime_labels(job) if any_job else {_JOB_SET: job.name}
 
 

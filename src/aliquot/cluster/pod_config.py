@@ -1,4 +1,4 @@
-"""The configuration as the pods read it: as planned, self-contained, and with every file on the shared file system."""
+"""Write the configuration for the pods: as planned, self-contained, with every file on the shared file system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config_map_name(job: Job) -> str:
 
 
 def shipped_config(job: Job) -> dict[str, Any]:
-    """Nested values for `aliquot train`. Raises UserError where model.config names a file that cannot be read."""
+    """Return the configuration for `aliquot train`. Raises UserError if model.config names an unreadable file."""
     config, plan, mount = job.config, job.plan, job.section.storage.mount_path
     values = config.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"cluster"})
     for section in ("run", "data", "launch", "shard", "observe"):
@@ -53,17 +53,17 @@ def shipped_config(job: Job) -> dict[str, Any]:
 
 
 def directories(job: Job, any_run: bool = False) -> list[str]:
-    """What the trainer must be able to write to; `any_run`: beside the run of this job those of others."""
+    """Return the directories that the trainer writes to; with `any_run` also for runs of other jobs."""
     values = shipped_config(job)
-    own = PurePosixPath(values["run"]["directory"])
-    found = [str(own.parent if any_run else own), values["data"]["cache_directory"]]
+    run_directory = PurePosixPath(values["run"]["directory"])
+    paths = [str(run_directory.parent if any_run else run_directory), values["data"]["cache_directory"]]
     if uses_hub(job):
-        found.append(hub_cache(job))
-    return found
+        paths.append(hub_cache(job))
+    return paths
 
 
 def uses_hub(job: Job) -> bool:
-    """Whether something is fetched from the Hugging Face hub: a name that is no absolute path."""
+    """Return whether the run uses the Hugging Face hub: for a name that is no absolute path."""
     config = job.config
     names = [config.model.path, config.data.tokenizer, *config.data.datasets()]
     return any(name is not None and not name.startswith("/") for name in names)
@@ -74,7 +74,7 @@ def hub_cache(job: Job) -> str:
 
 
 def _below(mount: str, path: Path) -> str:
-    """A relative path is one on the shared file system."""
+    """Place a relative path on the shared file system."""
     return str(PurePosixPath(mount) / path.as_posix())
 
 

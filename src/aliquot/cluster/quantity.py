@@ -1,4 +1,4 @@
-"""Kubernetes quantities ("31", "500m", "57179Mi") to integers and back."""
+"""Convert Kubernetes quantities ("31", "500m", "57179Mi") to integers and back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SCALE = {
     "E": Fraction(10**18), "Ei": Fraction(2**60),
     "Ki": Fraction(2**10), "Mi": Fraction(2**20), "Gi": Fraction(2**30), "Ti": Fraction(2**40), "Pi": Fraction(2**50),
 }  # fmt: skip
-_LARGEST = Fraction(2**63 - 1)  # what is more counts as this
+_LARGEST = Fraction(2**63 - 1)  # larger quantities count as this
 _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([eE][+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i))?$")
 
 
 def parse(value: object) -> Fraction | None:
-    """The number that a quantity stands for; None where it is none."""
+    """Parse a quantity; None if `value` is no quantity."""
     match = _QUANTITY.match(str(value))
     if match is None or isinstance(value, bool):
         return None
@@ -29,7 +29,7 @@ def parse(value: object) -> Fraction | None:
 
 
 def parse_bytes(value: object) -> int | None:
-    """Whole bytes, rounded up; None where `value` is no quantity."""
+    """Parse bytes, rounded up; None if `value` is no quantity."""
     number = parse(value)
     return None if number is None else -int(-number // 1)
 
@@ -40,5 +40,5 @@ def parse_millicores(value: object) -> int | None:
 
 
 def mebibytes(size_bytes: int) -> str:
-    """Rounded down: a limit must not exceed what there is."""
+    """Format mebibytes, rounded down, because a limit must not exceed the available memory."""
     return f"{size_bytes // MIB}Mi"

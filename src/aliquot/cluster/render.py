@@ -1,4 +1,4 @@
-"""From a config and its plan to a directory of manifests, and the commands that use it; always the same bytes."""
+"""Render a config and its plan to a directory of manifests, deterministically, and print the commands that use it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ KUSTOMIZATION = "kustomization.yaml"
 
 
 def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
-    """Every object by the name of its file, in the order in which a person would make them.
+    """Return every object by the name of its file, in the order of creation.
 
-    `runtime`: instead of the job what jobs of others refer to, a ClusterTrainingRuntime.
+    Args:
+        runtime: a ClusterTrainingRuntime for jobs of other people in place of the job.
     """
-    found: dict[str, Document] = {}
+    objects: dict[str, Document] = {}
     if job.section.create_namespace:
-        found["namespace.yaml"] = {
+        objects["namespace.yaml"] = {
             "apiVersion": "v1",
             "kind": "Namespace",
             "metadata": {"name": job.section.namespace},
         }
-    found |= {"node-class.yaml": node_class(job), "node-pool.yaml": node_pool(job), **storage(job)}
+    objects |= {"node-class.yaml": node_class(job), "node-pool.yaml": node_pool(job), **storage(job)}
     if (maker := directory_job(job, any_run=runtime)) is not None:
-        found["directories-job.yaml"] = maker
-    found["network-policy.yaml"] = network_policy(job, any_job=runtime)
+        objects["directories-job.yaml"] = maker
+    objects["network-policy.yaml"] = network_policy(job, any_job=runtime)
     if runtime:
-        return {**found, "cluster-training-runtime.yaml": cluster_training_runtime(job)}
+        return {**objects, "cluster-training-runtime.yaml": cluster_training_runtime(job)}
     return {
-        **found,
+        **objects,
         "config-map.yaml": config_map(job),
         "training-runtime.yaml": training_runtime(job),
         "train-job.yaml": train_job(job),
@@ -47,16 +48,16 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
 
 
 def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
-    """File name -> text; `version` is aliquot's, `runtime` as in `documents`."""
+    """Return the text of every file; `version` is aliquot's version, `runtime` as in `documents`."""
     header = [f"Rendered by aliquot {version}; change the run's config and render again."]
     header += [] if runtime else [plan_line(job)]
-    found = documents(job, runtime)
-    files = {name: to_yaml(document, header) for name, document in found.items()}
+    objects = documents(job, runtime)
+    files = {name: to_yaml(document, header) for name, document in objects.items()}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": list(found),
-        # Else a runtime comes after the job that names it, which Trainer's webhook refuses.
+        "resources": list(objects),
+        # Otherwise the runtime would come after the job that names it, which Trainer's webhook refuses.
         "sortOptions": {"order": "fifo"},
     }
     files[KUSTOMIZATION] = to_yaml(kustomization, header)
@@ -64,7 +65,7 @@ def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
 
 
 def parsed(job: Job, runtime: bool = False) -> list[ManifestObject]:
-    """The objects of a render as `cluster check` reads them from files."""
+    """Return the rendered objects as `cluster check` reads them from files."""
     return [
         manifest
         for name, document in documents(job, runtime).items()
@@ -86,7 +87,7 @@ def plan_line(job: Job) -> str:
 
 
 def write(files: dict[str, str], directory: Path) -> None:
-    """Replace files of the same names. Others stay and are not applied: kustomization.yaml does not list them."""
+    """Write the files. Other files in the directory stay; kustomization.yaml does not list them."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -96,7 +97,7 @@ def write(files: dict[str, str], directory: Path) -> None:
 
 
 def commands(job: Job, directory: Path) -> list[tuple[str, str]]:
-    """(what it does, the command): apply, watch, rank 0's log, delete."""
+    """Return (purpose, command): apply, watch, rank 0's log, delete."""
     where = shlex.quote(str(directory))
     space = f"-n {job.section.namespace}"
     pods = f"jobset.sigs.k8s.io/jobset-name={job.name}"

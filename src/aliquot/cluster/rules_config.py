@@ -1,4 +1,4 @@
-"""Rules about a run's config, which a manifest cannot show: what the trainer will do once its pods run."""
+"""Rules about a run's config: problems that appear only once its pods run, and that manifests do not show."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
 
 
 def _saves(job: Job) -> Iterator[RuleFinding]:
-    """What the plan says of a checkpoint against the time and the room that it has."""
+    """Compare the planned time and size of checkpoints with grace period and storage."""
     plan, settings, storage = job.plan, job.config.checkpoint, job.section.storage
     needed_s = plan.step_s + plan.save_s
     if needed_s > settings.grace_s:
@@ -46,29 +46,32 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
             f" ({plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s)",
             "that long, where nodes wait so long, or a file system that is faster (larger: cluster.storage)", "warning",
         )  # fmt: skip
-    at_once = settings.keep + settings.best + 1  # a new one is complete before an old one goes
-    wanted = at_once * plan.checkpoint_bytes + plan.export_bytes
-    if storage.kind != "claim" and wanted > storage.size_gib * GIB:
+    count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
+    needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
+    if storage.kind != "claim" and needed_bytes > storage.size_gib * GIB:
         yield finding(
             "storage-size", "cluster.storage.size_gib",
-            f"{storage.size_gib} GiB; {at_once} checkpoints and the export take {wanted / GIB:.0f}",
+            f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}",
             "a larger file system, or a smaller checkpoint.keep",
         )  # fmt: skip
 
 
 def _processors(job: Job) -> Iterator[RuleFinding]:
     first = job.types[0]
-    for other in job.types[1:]:
-        if not job.gpus and (other.cpu_manufacturer, other.generation) != (first.cpu_manufacturer, first.generation):
+    for node_type in job.types[1:]:
+        if not job.gpus and (node_type.cpu_manufacturer, node_type.generation) != (
+            first.cpu_manufacturer,
+            first.generation,
+        ):
             yield finding(
                 "unequal-nodes", "cluster.instance_types",
-                f"{first.name} and {other.name} have different processors, and the plan's times are of the first",
+                f"{first.name} and {node_type.name} have different processors, and the plan's times are of the first",
                 "types of one generation and one manufacturer",
             )  # fmt: skip
 
 
 def _credentials(job: Job) -> Iterator[RuleFinding]:
-    """Pods do not reach the node's own role: httpPutResponseHopLimit is 1."""
+    """Check for an identity of the pods, because httpPutResponseHopLimit 1 keeps them from the node's role."""
     config = job.config
     for key, value in (
         ("checkpoint.mirror", config.checkpoint.mirror),
@@ -83,24 +86,24 @@ def _credentials(job: Job) -> Iterator[RuleFinding]:
 
 
 def _paths(job: Job) -> Iterator[RuleFinding]:
-    """What the pods read and write must lie on the shared file system; a hub id, a dataset's name lie nowhere."""
+    """Check that the pods read and write files on the shared file system only."""
     config, mount = job.config, PurePosixPath(job.section.storage.mount_path)
-    # Python's own texts are in the image.
+    # The documentation of Python's standard library is in the image.
     local = [(key, value) for key, value in config.data.every_path() if value != "stdlib"]
     if config.checkpoint.resume not in ("auto", "never") and "://" not in config.checkpoint.resume:
         local.append(("checkpoint.resume", config.checkpoint.resume))
     if (mirror := config.checkpoint.mirror) is not None and (mirror.startswith("file://") or "://" not in mirror):
         local.append(("checkpoint.mirror", mirror.removeprefix("file://")))
     template = config.data.chat_template
-    if template is not None and template != "none" and "{" not in template:  # a file's name, not the template itself
+    if template is not None and template != "none" and "{" not in template:  # the name of a file, not a template
         local.append(("data.chat_template", template))
     names = [("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)]
     if config.adapter is not None and config.adapter.path is not None:
         names.append(("adapter.path", str(config.adapter.path)))
-    # A name that could be one of the hub is taken for a path where it is one here, as training here would.
+    # A name that could be a hub id counts as a path if the path exists here, as in a local run.
     local += [(key, value) for key, value in names if value is not None and _is_path(value)]
     made = [("run.directory", config.run.directory), ("data.cache_directory", config.data.cache_directory)]
-    # Those two are put below the mount.
+    # `shipped_config` places these two below the mount.
     written = [(key, str(mount / path.as_posix())) for key, path in made if path is not None]
     for key, value in [*written, *local]:
         if "://" in value:

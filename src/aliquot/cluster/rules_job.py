@@ -1,4 +1,4 @@
-"""Rules about a TrainJob with its runtime, by itself and against its plan where there is one."""
+"""Rules about a TrainJob with its runtime: alone, against its plan, and for elastic jobs (launch.nodes MIN:MAX)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView, configs_of
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import max_job_name_length
 from aliquot.core.errors import has_url_credentials
@@ -24,8 +24,8 @@ _TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A
 
 _RANGE = re.compile(r"\d+:\d+")
 _STOPPED = 143
-# How a pod goes: its exit code, None where nothing is left to say one, and whether it was disrupted.
-_WAYS = (
+# The ends of a pod: description, exit code (None: lost without one), and whether the pod has DisruptionTarget.
+_POD_ENDS = (
     ("is drained or reclaimed", _STOPPED, True),
     ("is told to stop", _STOPPED, False),
     ("is lost with its node", None, True),
@@ -33,7 +33,12 @@ _WAYS = (
 
 
 def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
-    """`trainer`: the installed version, e.g. "2.3", if known; `grace_s`: checkpoint.grace_s of the config, if known."""
+    """Check a job.
+
+    Args:
+        trainer: the installed version, for example "2.3", if known.
+        grace_s: checkpoint.grace_s of the config, if known.
+    """
     yield from _name(job)
     yield from _trainer(job, trainer)
     yield from _processes(job, plan)
@@ -83,7 +88,7 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
 def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     processes = job.processes
     if not isinstance(processes, int) or isinstance(processes, bool):
-        # Trainer 2.3 takes one a GPU where nothing is said, else one a requested CPU; 2.1 one a CPU.
+        # The default of Trainer 2.3 is one per GPU, or else one per requested CPU; of 2.1 one per CPU.
         if processes is None and (job.cpu_millicores or 0) <= 1000 and job.count(GPU) == 0:
             return  # one
         shown = "not set" if processes is None else repr(processes)
@@ -112,7 +117,7 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     for name, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
         request, limit = job.requests.get(name), job.limits.get(name)
         if name == "cpu" and job.processes is None and request == "1":
-            continue  # as in our own runtimes, for one process a node
+            continue  # as in aliquot's runtimes, for one process per node
         if request is None and limit is None:
             yield finding(
                 "requests-and-limits", job.manifest, f"no {name} is requested", f"requests and limits for {name}"
@@ -162,13 +167,13 @@ def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
 
 
 def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
-    wanted = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S
-    # Without its config and its runtime at hand, only a job of aliquot is known to need so long.
+    needed_s = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S
+    # Only a job of aliquot is known to need this time; its runtime or its config must be known.
     known = job.runtime is not None or grace_s is not None
-    if known and job.grace_s < wanted:
+    if known and job.grace_s < needed_s:
         yield finding(
             "grace", job.manifest, f"terminationGracePeriodSeconds is {job.grace_s}",
-            f"at least {wanted:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}",
+            f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}",
         )  # fmt: skip
     if job.runtime is not None:
         retried = dig(
@@ -190,23 +195,23 @@ def _restarting(job: JobView) -> Iterator[RuleFinding]:
         job.runtime.items("spec", "template", "spec", "replicatedJobs") if job.runtime is not None else ()
     ):
         spec = mapping(dig(replicated, "template", "spec"))
-        said = dig(spec, "template", "spec", "restartPolicy")
-        policy = said or "OnFailure"  # JobSet's webhook fills that in
+        written = dig(spec, "template", "spec", "restartPolicy")
+        policy = written or "OnFailure"  # JobSet's webhook fills that in
         if policy == "Always" or (policy != "Never" and spec.get("podFailurePolicy") is not None):
-            with_what = "" if policy == "Always" else " beside podFailurePolicy"
+            suffix = "" if policy == "Always" else " beside podFailurePolicy"
             yield finding(
-                "restart-policy", job.runtime, f"restartPolicy is {said or 'not set, so OnFailure'}{with_what}",
+                "restart-policy", job.runtime, f"restartPolicy is {written or 'not set, so OnFailure'}{suffix}",
                 "restartPolicy: Never",
             )  # fmt: skip
 
 
 def check_config_maps(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Look for URLs that hold a password, as the mirror's in a run's configuration may."""
-    for each in of_kind(list(manifests), "ConfigMap"):
-        for name, text in mapping(each.get("data")).items():
+    for config_map in select_kinds(list(manifests), "ConfigMap"):
+        for name, text in mapping(config_map.get("data")).items():
             if has_url_credentials(str(text)):
                 yield finding(
-                    "secret-value", each, f"data {name} has a URL with a user name or password in it",
+                    "secret-value", config_map, f"data {name} has a URL with a user name or password in it",
                     "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env",
                 )  # fmt: skip
 
@@ -225,15 +230,17 @@ def check_elastic(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator
     if job.runtime is None or (nodes := _node_range(job, manifests)) is None:
         return
     replicated = [
-        each for each in job.runtime.items("spec", "template", "spec", "replicatedJobs") if each.get("name") == NODE
+        replicated_job
+        for replicated_job in job.runtime.items("spec", "template", "spec", "replicatedJobs")
+        if replicated_job.get("name") == NODE
     ]
     spec = mapping(dig(replicated, 0, "template", "spec"))
-    for told, code, disrupted in _WAYS:
+    for event, code, disrupted in _POD_ENDS:
         action = _failure_action(mapping(spec.get("podFailurePolicy")), code, disrupted)
         if action != "Ignore":
             what = "counts against backoffLimit" if action in ("Count", None) else f"ends the Job ({action})"
             yield finding(
-                "nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and a pod that {told} {what}",
+                "nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and a pod that {event} {what}",
                 "podFailurePolicy: first Ignore for DisruptionTarget, then for exit code 143, as `render` writes it",
             )  # fmt: skip
             return
@@ -251,14 +258,14 @@ def check_elastic(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator
 
 
 def _node_range(job: JobView, manifests: Sequence[ManifestObject]) -> str | None:
-    """MIN:MAX, from the command or from a config that the pods mount; None: a number, or nothing is known."""
+    """Return MIN:MAX from the command or a config that the pods mount; None for a fixed or unknown number."""
     trainer = mapping(job.manifest.get("spec", "trainer"))
-    told = [str(word) for key in ("command", "args") for word in listed(trainer.get(key))]
-    for word in reversed(told):
+    words = [str(word) for key in ("command", "args") for word in listed(trainer.get(key))]
+    for word in reversed(words):
         if word.startswith("launch.nodes="):
             return _range(word.partition("=")[2])
-    found = (_range(dig(config, "launch", "nodes")) for config in configs_of(job, manifests))
-    return next((each for each in found if each is not None), None)
+    ranges = (_range(dig(config, "launch", "nodes")) for config in configs_of(job, manifests))
+    return next((nodes for nodes in ranges if nodes is not None), None)
 
 
 def _range(value: object) -> str | None:
@@ -266,10 +273,14 @@ def _range(value: object) -> str | None:
 
 
 def _failure_action(policy: dict[str, Any], code: int | None, disrupted: bool) -> object:
-    """Of the first rule that holds; None: none does."""
+    """Return the action of the first rule that matches, or None."""
     for rule in listed(policy.get("rules")):
         exits, conditions = mapping(mapping(rule).get("onExitCodes")), listed(mapping(rule).get("onPodConditions"))
-        if conditions and disrupted and any(mapping(each).get("type") == "DisruptionTarget" for each in conditions):
+        if (
+            conditions
+            and disrupted
+            and any(mapping(condition).get("type") == "DisruptionTarget" for condition in conditions)
+        ):
             return rule.get("action")
         if exits and code is not None and exits.get("containerName") in (None, NODE):
             listed_there = code in listed(exits.get("values"))

@@ -1,4 +1,4 @@
-"""Rules about a NodePool and its EC2NodeClass, each by itself."""
+"""Rules about a NodePool and about its EC2NodeClass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
-from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
 from aliquot.cluster.node_pool_view import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView
 
 _NODE_CLASS, _AUTO_MODE = ("karpenter.k8s.aws", "EC2NodeClass"), ("eks.amazonaws.com", "NodeClass")
@@ -42,9 +42,9 @@ def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
 
 
 def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
-    own = [pool for pool in pools if pool.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
+    users = [pool for pool in pools if pool.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
            == node_class.name]  # fmt: skip
-    yield from _images(node_class, own)
+    yield from _images(node_class, users)
     user_data = str(node_class.get("spec", "userData") or "")
     for match in _PACKAGES.finditer(user_data):
         yield finding(
@@ -57,8 +57,8 @@ def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> I
 
 
 def check_references(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    classes = {each.name for each in of_kind(manifests, "EC2NodeClass")}
-    for pool in of_kind(manifests, "NodePool"):
+    classes = {node_class.name for node_class in select_kinds(manifests, "EC2NodeClass")}
+    for pool in select_kinds(manifests, "NodePool"):
         reference = mapping(pool.get("spec", "template", "spec", "nodeClassRef"))
         group, kind, name = (reference.get(key) for key in ("group", "kind", "name"))
         if (group, kind) == _AUTO_MODE:
@@ -88,11 +88,11 @@ def _labels(pool: PoolView) -> Iterator[RuleFinding]:
 
 
 def _names(pool: PoolView) -> Iterator[RuleFinding]:
-    """Types, families and sizes that EC2 does not have."""
+    """Find types, families and sizes that EC2 does not have."""
     known = {
-        TYPE: {each.name for each in instances()},
-        _FAMILY: {each.family for each in instances()},
-        _SIZE: {each.size for each in instances()},
+        TYPE: {node_type.name for node_type in instances()},
+        _FAMILY: {node_type.family for node_type in instances()},
+        _SIZE: {node_type.size for node_type in instances()},
     }
     for key, names in known.items():
         for value in pool.values(key):
@@ -109,10 +109,10 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
     if not types:
         yield finding("no-type-left", pool.manifest, "the requirements exclude each other", "loosen one of them")
         return
-    sizes = {(each.vcpus, each.memory_bytes, each.gpus) for each in types}
+    sizes = {(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}
     if len(sizes) > 1:
-        small = min(types, key=lambda each: each.memory_bytes)
-        large = max(types, key=lambda each: each.memory_bytes)
+        small = min(types, key=lambda node_type: node_type.memory_bytes)
+        large = max(types, key=lambda node_type: node_type.memory_bytes)
         yield finding(
             "unequal-nodes", pool.manifest,
             f"{len(types)} types from {small.name} ({small.vcpus} vCPU, {small.memory_bytes >> 30} GiB) to {large.name}"
@@ -120,10 +120,10 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
             f"one size a pool: `{TYPE} In [...]` with types that are alike",
         )  # fmt: skip
     amx_wanted = any(taint.get("key") == AMX_TAINT for taint in pool.taints) or "amx" in pool.manifest.name
-    without = [each.name for each in types if not each.amx]
-    if amx_wanted and without:
+    without_amx = [node_type.name for node_type in types if not node_type.amx]
+    if amx_wanted and without_amx:
         yield finding(
-            "no-amx", pool.manifest, f"{len(without)} of its types have no AMX, e.g. {without[0]}",
+            "no-amx", pool.manifest, f"{len(without_amx)} of its types have no AMX, e.g. {without_amx[0]}",
             "families of Sapphire Rapids and later: c7i, m7i, r7i, i7i, c8i, m8i, r8i; see `aliquot instances --amx`",
             "error",
         )  # fmt: skip
@@ -136,12 +136,12 @@ def _sold(pool: PoolView) -> Iterator[RuleFinding]:
             "not-sold", pool.manifest, f"{CAPACITY} {', '.join(unknown)}: there is {', '.join(_CAPACITIES)}",
             (difflib.get_close_matches(unknown[0].lower(), _CAPACITIES, 1) or ["on-demand"])[0],
         )  # fmt: skip
-    names = ", ".join(each.name for each in pool.types[:3])
-    if pool.types and pool.capacities == ["spot"] and not any(each.on_spot for each in pool.types):
+    names = ", ".join(node_type.name for node_type in pool.types[:3])
+    if pool.types and pool.capacities == ["spot"] and not any(node_type.on_spot for node_type in pool.types):
         yield finding("not-sold", pool.manifest, f"{names}: not sold as spot", f"{CAPACITY}: on-demand")
     zones = pool.values(ZONE)
-    here = bool(zones) and all(zone.startswith(PRICES_REGION) for zone in zones)
-    if here and pool.types and all(each.usd_per_hour is None for each in pool.types):
+    is_priced_region = bool(zones) and all(zone.startswith(PRICES_REGION) for zone in zones)
+    if is_priced_region and pool.types and all(node_type.usd_per_hour is None for node_type in pool.types):
         yield finding(
             "not-sold", pool.manifest, f"{names}: not sold on demand in {PRICES_REGION} ({PRICES_DATE})",
             "a type that is (`aliquot instances` shows prices), or another region", "warning",

@@ -1,7 +1,7 @@
-"""Rules about what a job's pods name: volumes, claims, ConfigMaps, Secrets, a runtime in their namespace.
+"""Rules about the references of a job's pods: volumes, claims, ConfigMaps, Secrets and the runtime.
 
-What is not among the manifests may be on the cluster already: it is a finding only where one of that kind is here that
-nobody uses.
+An object that is not among the manifests may exist on the cluster. It is a finding only if an object of its kind among
+the manifests is unused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job_view import JobView, containers, pod_patches, runtime_pod
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
 
 # (kind, path to its name) in a volume and in a variable
 _IN_VOLUMES = (
@@ -35,7 +35,7 @@ def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestO
 
 
 def _references(job: JobView) -> Iterator[tuple[str, str]]:
-    volumes = {str(volume.get("name")): volume for volume in job.volumes}  # a patch's counts, not the runtime's
+    volumes = {str(volume.get("name")): volume for volume in job.volumes}  # a patch overrides the runtime
     for items, places in ((list(volumes.values()), _IN_VOLUMES), (job.env, _IN_VARIABLES)):
         for item in items:
             for kind, path in places:
@@ -46,15 +46,17 @@ def _references(job: JobView) -> Iterator[tuple[str, str]]:
 def _reference(
     job: JobView, kind: str, name: str, used: set[tuple[str, str]], manifests: Sequence[ManifestObject]
 ) -> Iterator[RuleFinding]:
-    given = of_kind(manifests, kind)
-    named = [each for each in given if each.name == name]
-    if named and all(each.apart_from(job.manifest) for each in named):
+    candidates = select_kinds(manifests, kind)
+    named = [item for item in candidates if item.name == name]
+    if named and all(item.in_other_namespace(job.manifest) for item in named):
         yield finding(
             "reference", job.manifest,
             f"{kind}/{name} lies in the namespace {named[0].namespace}, the job in {job.manifest.namespace}",
             "the same metadata.namespace in both",
         )  # fmt: skip
-    unused = [each.name for each in given if (kind, each.name) not in used and not each.apart_from(job.manifest)]
+    unused = [
+        item.name for item in candidates if (kind, item.name) not in used and not item.in_other_namespace(job.manifest)
+    ]
     if not named and unused:
         yield finding(
             "reference", job.manifest, f"{kind}/{name} is not among the manifests, and nobody uses {', '.join(unused)}",
@@ -63,7 +65,11 @@ def _reference(
 
 
 def _runtime(job: JobView) -> Iterator[RuleFinding]:
-    if job.runtime is not None and job.runtime.kind == "TrainingRuntime" and job.runtime.apart_from(job.manifest):
+    if (
+        job.runtime is not None
+        and job.runtime.kind == "TrainingRuntime"
+        and job.runtime.in_other_namespace(job.manifest)
+    ):
         yield finding(
             "reference", job.manifest,
             f"TrainingRuntime/{job.runtime.name} lies in the namespace {job.runtime.namespace}, the job in"
@@ -72,13 +78,13 @@ def _runtime(job: JobView) -> Iterator[RuleFinding]:
 
 
 def _mounts(job: JobView) -> Iterator[RuleFinding]:
-    if job.runtime is None:  # which may have the volumes
+    if job.runtime is None:  # an unknown runtime may have the volumes
         return
     volumes = {str(volume.get("name")) for volume in job.volumes}
     pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]
     keys = ("initContainers", "containers")
-    for container in (each for pod in pods for key in keys for each in containers(pod, key)):
-        mounts = [mapping(each) for each in listed(container.get("volumeMounts"))]
+    for container in (item for pod in pods for key in keys for item in containers(pod, key)):
+        mounts = [mapping(item) for item in listed(container.get("volumeMounts"))]
         for mount in mounts:
             if str(mount.get("name")) not in volumes:
                 yield finding(

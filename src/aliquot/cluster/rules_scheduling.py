@@ -1,4 +1,4 @@
-"""Rules about a job and the nodes that it is to run on: whether its pods can ever be scheduled."""
+"""Rules about a job and its nodes: whether its pods can be scheduled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.node_pool_view import CAPACITY, ZONE, PoolView, allocatable_disk_bytes, disk_bytes, type_labels
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 
-# What the daemonsets of an EKS node commonly request together: CNI, kube-proxy, EBS, FSx and EFA plugins.
+# Typical requests of all daemonsets of an EKS node: CNI, kube-proxy, EBS, FSx and EFA plugins.
 DAEMONSET_MILLICORES = 250
 DAEMONSET_BYTES = 384 << 20
 
@@ -25,7 +25,7 @@ _SECONDS = {"h": 3600, "m": 60, "s": 1}
 def check_together(
     job: JobView, pools: Sequence[PoolView], manifests: Sequence[ManifestObject]
 ) -> Iterator[RuleFinding]:
-    """`manifests`: all, of which the node classes are looked at."""
+    """Check a job against the pools and their node classes among `manifests`."""
     if not pools:
         return
     chosen = [pool for pool in pools if _selects(job, pool)]
@@ -56,7 +56,7 @@ def check_together(
 
 
 def _selects(job: JobView, pool: PoolView) -> bool:
-    """Whether nodes of the pool can have the labels; those that Karpenter leaves open (zone) count as met."""
+    """Return whether nodes of the pool can have the selected labels; open labels (zone) count as met."""
     for key, value in job.node_selector.items():
         if key in pool.labels:
             if pool.labels[key] != value:
@@ -67,8 +67,8 @@ def _selects(job: JobView, pool: PoolView) -> bool:
         elif key == "karpenter.sh/nodepool":
             if value != pool.manifest.name:
                 return False
-        elif any(key in type_labels(each) for each in pool.types):
-            if not any(type_labels(each).get(key) == value for each in pool.types):
+        elif any(key in type_labels(node_type) for node_type in pool.types):
+            if not any(type_labels(node_type).get(key) == value for node_type in pool.types):
                 return False
         elif value not in pool.values(key):
             return False
@@ -77,7 +77,7 @@ def _selects(job: JobView, pool: PoolView) -> bool:
 
 def _untolerated(job: JobView, pool: PoolView) -> list[dict[str, Any]]:
     hard = [taint for taint in pool.taints if taint.get("effect") != "PreferNoSchedule"]
-    return [taint for taint in hard if not any(_tolerates(each, taint) for each in job.tolerations)]
+    return [taint for taint in hard if not any(_tolerates(toleration, taint) for toleration in job.tolerations)]
 
 
 def _tolerates(toleration: dict[str, Any], taint: dict[str, Any]) -> bool:
@@ -89,11 +89,13 @@ def _tolerates(toleration: dict[str, Any], taint: dict[str, Any]) -> bool:
 
 
 def _fits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
-    reasons = {each.name: list(_too_large(job, each, node_class)) for each in _selected(job, pool)}
+    reasons = {node_type.name: list(_too_large(job, node_type, node_class)) for node_type in _selected(job, pool)}
     unfit = {name: why for name, why in reasons.items() if why}
     if not unfit:
         return
-    largest = max(unfit, key=lambda name: next(each.memory_bytes for each in pool.types if each.name == name))
+    largest = max(
+        unfit, key=lambda name: next(node_type.memory_bytes for node_type in pool.types if node_type.name == name)
+    )
     efa_only = all(all(EFA in reason for reason in why) for why in unfit.values())
     some = len(unfit) < len(reasons)
     yield finding(
@@ -106,29 +108,30 @@ def _fits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> It
 
 
 def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
-    def chosen(each: InstanceType) -> bool:
-        labels = type_labels(each)
+    def is_selected(node_type: InstanceType) -> bool:
+        labels = type_labels(node_type)
         return all(labels.get(key, value) == value for key, value in job.node_selector.items())
 
-    return [each for each in pool.types if chosen(each)]
+    return [node_type for node_type in pool.types if is_selected(node_type)]
 
 
-def _too_large(job: JobView, each: InstanceType, node_class: ManifestObject | None) -> Iterator[str]:
-    memory, cpu = job.of_pod("memory", parse_bytes), job.of_pod("cpu", parse_millicores)
-    room = each.allocatable_memory_bytes - DAEMONSET_BYTES
-    cores = each.allocatable_cpu_millicores - DAEMONSET_MILLICORES
-    if memory > room:
+def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject | None) -> Iterator[str]:
+    memory, cpu = job.pod_total("memory", parse_bytes), job.pod_total("cpu", parse_millicores)
+    memory_left = node_type.allocatable_memory_bytes - DAEMONSET_BYTES
+    cpu_left = node_type.allocatable_cpu_millicores - DAEMONSET_MILLICORES
+    if memory > memory_left:
         yield (
-            f"{memory / GIB:.1f} GiB requested, a pod can have {room / GIB:.1f} of its {each.memory_bytes / GIB:g} GiB"
+            f"{memory / GIB:.1f} GiB requested, a pod can have {memory_left / GIB:.1f} of its"
+            f" {node_type.memory_bytes / GIB:g} GiB"
         )
-    if cpu > cores:
-        yield f"{cpu / 1000:g} CPUs requested, a pod can have {cores / 1000:g} of its {each.vcpus}"
-    if job.count(GPU) > each.gpus:
-        yield f"{job.count(GPU)} GPUs requested, it has {each.gpus}"
-    if job.count(EFA) > each.efa_interfaces:
-        yield f"{job.count(EFA)} x {EFA} requested, it has {each.efa_interfaces}"
-    disk = disk_bytes(node_class, each) if node_class is not None else None
-    scratch = job.of_pod("ephemeral-storage", parse_bytes)
+    if cpu > cpu_left:
+        yield f"{cpu / 1000:g} CPUs requested, a pod can have {cpu_left / 1000:g} of its {node_type.vcpus}"
+    if job.count(GPU) > node_type.gpus:
+        yield f"{job.count(GPU)} GPUs requested, it has {node_type.gpus}"
+    if job.count(EFA) > node_type.efa_interfaces:
+        yield f"{job.count(EFA)} x {EFA} requested, it has {node_type.efa_interfaces}"
+    disk = disk_bytes(node_class, node_type) if node_class is not None else None
+    scratch = job.pod_total("ephemeral-storage", parse_bytes)
     if disk is not None and scratch > max(0, allocatable_disk_bytes(disk)):
         yield (
             f"{scratch / GIB:.1f} GiB of ephemeral-storage requested, a pod can have"
@@ -138,15 +141,15 @@ def _too_large(job: JobView, each: InstanceType, node_class: ManifestObject | No
 
 def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
     limits, types = pool.manifest.get("spec", "limits") or {}, _selected(job, pool)
-    fitting = [each for each in types if not list(_too_large(job, each, node_class))]
+    fitting = [node_type for node_type in types if not list(_too_large(job, node_type, node_class))]
     if not fitting:
         return
-    # Karpenter counts whole nodes; the smallest that serve decide.
+    # Karpenter counts whole nodes; the smallest fitting type decides.
     needed = {
-        "cpu": job.nodes * min(each.vcpus for each in fitting) * 1000,
-        "memory": job.nodes * min(each.memory_bytes for each in fitting),
+        "cpu": job.nodes * min(node_type.vcpus for node_type in fitting) * 1000,
+        "memory": job.nodes * min(node_type.memory_bytes for node_type in fitting),
         "nodes": job.nodes,
-        GPU: job.nodes * min(each.gpus for each in fitting),
+        GPU: job.nodes * min(node_type.gpus for node_type in fitting),
     }
     for name, value in limits.items():
         allowed = parse_millicores(value) if name == "cpu" else parse_bytes(value)
@@ -160,9 +163,9 @@ def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> 
 
 
 def _drained(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
-    told = str(pool.manifest.get("spec", "template", "spec", "terminationGracePeriod") or "")
+    period = str(pool.manifest.get("spec", "template", "spec", "terminationGracePeriod") or "")
     if job.annotations.get("karpenter.sh/do-not-disrupt") == "true":
-        if not told:
+        if not period:
             yield finding(
                 "do-not-disrupt", job.manifest, "the pods have karpenter.sh/do-not-disrupt",
                 'no such annotation; in the NodePool disruption.budgets: [{nodes: "0", reasons: [Drifted]}]',
@@ -172,10 +175,10 @@ def _drained(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
             "drift", pool.manifest, "disruption.budgets allow nodes that have drifted to be replaced",
             'budgets: [{nodes: "0", reasons: [Drifted, Underutilized]}]',
         )  # fmt: skip
-    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(told))
-    if told and seconds < job.grace_s:
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(period))
+    if period and seconds < job.grace_s:
         yield finding(
-            "grace", pool.manifest, f"terminationGracePeriod is {told}, and the pods have {job.grace_s} s to save",
+            "grace", pool.manifest, f"terminationGracePeriod is {period}, and the pods have {job.grace_s} s to save",
             "none, or longer than terminationGracePeriodSeconds of the pods",
         )  # fmt: skip
 
@@ -188,10 +191,10 @@ def _keeps_drifted(budget: object) -> bool:
 
 def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     zones = pool.values(ZONE)
-    one = job.node_selector.get(ZONE) is not None or len(zones) == 1
+    is_one_zone = job.node_selector.get(ZONE) is not None or len(zones) == 1
     terms = listed(dig(job.affinity, "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
-    together = any(isinstance(term, dict) and term.get("topologyKey") == ZONE for term in terms)
-    if job.nodes > 1 and not one and not together:
+    has_affinity = any(isinstance(term, dict) and term.get("topologyKey") == ZONE for term in terms)
+    if job.nodes > 1 and not is_one_zone and not has_affinity:
         yield finding(
             "zone-spread", job.manifest, "nothing keeps the nodes in one zone",
             f"nodeSelector {ZONE} (that of FSx), or podAffinity with that topologyKey",

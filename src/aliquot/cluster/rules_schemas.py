@@ -1,6 +1,6 @@
-"""The rule of rules: an object is what its kind's schema says, CEL rules included.
+"""Rules about schemas: an object must match the schema of its kind, including CEL rules.
 
-Without the extra `cluster` only names and kinds of fields are looked at, and a finding says so.
+Without the extra `cluster` only names and types of fields are checked, and a finding reports that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.manifests import ManifestObject, mapping
 from aliquot.cluster.node_pool_view import LABEL_VALUE
 
-KUBERNETES = "1.34"  # whose core kinds are judged
+KUBERNETES = "1.34"  # version of the core kinds
 
 _NEEDED = {"kubernetes_validate": "kubernetes-validate", "cel_expr_python": "cel-expr-python"}
 _API_VERSION = re.compile(r"^([a-z0-9][-a-z0-9.]*/)?v[a-z0-9]+$")
@@ -25,7 +25,7 @@ _KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.
 
 
 def check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
-    """`known`: where a kind is there twice, as of two versions of an operator, that one counts which fits best."""
+    """Check all objects; of several schemas of a kind in `known` (versions of an operator) the best match counts."""
     missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
     if missing:
         yield finding(
@@ -52,26 +52,26 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
 
     candidates = schemas_of_kind(manifest.document, known)
     group = str(manifest.document["apiVersion"]).rpartition("/")[0]
-    results = [(violations(manifest.document, each), each.source) for each in candidates]
-    found, source = min(results, key=lambda result: len(result[0]), default=(list[Violation](), ""))
-    if not found:
-        # Of a custom object kubernetes-validate sees the metadata, which are every kind's.
+    results = [(violations(manifest.document, schema), schema.source) for schema in candidates]
+    violations_found, source = min(results, key=lambda result: len(result[0]), default=(list[Violation](), ""))
+    if not violations_found:
+        # kubernetes-validate checks only the metadata of a custom object, as the metadata of a ConfigMap.
         metadata_alone = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}
-        of_core = core_violations(manifest.document if is_core(group) else metadata_alone, KUBERNETES)
-        if of_core is None or not (candidates or is_core(group)):
+        core = core_violations(manifest.document if is_core(group) else metadata_alone, KUBERNETES)
+        if core is None or not (candidates or is_core(group)):
             yield from _unknown(manifest, known)
-        found, source = of_core or [], f"Kubernetes {KUBERNETES}"
-    for each in found:
-        yield finding(each.rule, manifest, f"{each.message} ({source})", each.fix)
+        violations_found, source = core or [], f"Kubernetes {KUBERNETES}"
+    for schema in violations_found:
+        yield finding(schema.rule, manifest, f"{schema.message} ({source})", schema.fix)
 
 
 def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
-    """A kind that a known group lacks is an error; of a group that nobody knows, nothing is known."""
+    """Report a kind that a known group lacks as an error, and a kind of an unknown group as not read."""
     api_version = str(manifest.document["apiVersion"])
     group = api_version.rpartition("/")[0]
-    kinds = sorted({f"{each.api_version} {each.kind}" for each in known if each.group == group})
+    kinds = sorted({f"{schema.api_version} {schema.kind}" for schema in known if schema.group == group})
     if not kinds and not is_core(group):
-        near = difflib.get_close_matches(group, {each.group for each in known}, 1, 0.8)
+        near = difflib.get_close_matches(group, {schema.group for schema in known}, 1, 0.8)
         fix = f"did you mean {near[0]}?" if near else "--crds DIR with its CRD, or --live"
         yield finding("not-read", manifest, f"{manifest.kind} of {api_version}", fix)
         return
@@ -81,7 +81,7 @@ def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[
 
 
 def _check_names(manifest: ManifestObject) -> Iterator[RuleFinding]:
-    """What the API server asks of metadata, and no schema says."""
+    """Check the metadata rules of the API server that are in no schema."""
     metadata = mapping(manifest.document.get("metadata"))
     name = metadata.get("name")
     if name is None and metadata.get("generateName") is None:
@@ -101,9 +101,9 @@ def _names_and_kinds(manifest: ManifestObject, known: Sequence[KindSchema]) -> I
     if not schemas_of_kind(manifest.document, known):
         yield from _unknown(manifest, known)
         return
-    for each in manifest.complaints:
-        if each.expected is None:
-            fix = f"did you mean {each.nearest}?" if each.nearest else "see `kubectl explain`"
-            yield finding("unknown-field", manifest, each.path, fix)
+    for complaint in manifest.complaints:
+        if complaint.expected is None:
+            fix = f"did you mean {complaint.nearest}?" if complaint.nearest else "see `kubectl explain`"
+            yield finding("unknown-field", manifest, complaint.path, fix)
         else:
-            yield finding("malformed", manifest, f"{each.path} is {each.value!r}", each.expected)
+            yield finding("malformed", manifest, f"{complaint.path} is {complaint.value!r}", complaint.expected)

@@ -1,4 +1,4 @@
-"""Whether pods pass Pod Security `restricted`, the strictest profile that Kubernetes publishes.
+"""Rules about Pod Security: pods must pass `restricted`, the strictest profile of Kubernetes.
 
 Source: kubernetes.io/docs/concepts/security/pod-security-standards, for Kubernetes 1.34 and Linux.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job_view import JobView, containers, pod_spec
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _CONTAINERS = ("initContainers", "containers", "ephemeralContainers")
@@ -26,18 +26,18 @@ _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
 
 def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """An error where a Namespace among the manifests enforces `restricted`: its pods are never made."""
+    """Check pods; a violation is an error if a Namespace among the manifests enforces `restricted`."""
     enforcing = {
-        each.name
-        for each in of_kind(manifests, "Namespace")
-        if each.get("metadata", "labels", _ENFORCE) == "restricted"
+        item.name
+        for item in select_kinds(manifests, "Namespace")
+        if item.get("metadata", "labels", _ENFORCE) == "restricted"
     }
     pods = [(job.manifest, pod_spec(job)) for job in jobs if job.runtime is not None]
-    # What else runs in the namespace is refused there, and nobody's business elsewhere.
+    # Other Jobs count only in a namespace that enforces the profile.
     pods += [
-        (each, mapping(each.get("spec", "template", "spec")))
-        for each in of_kind(manifests, "Job")
-        if each.namespace in enforcing
+        (item, mapping(item.get("spec", "template", "spec")))
+        for item in select_kinds(manifests, "Job")
+        if item.namespace in enforcing
     ]
     for manifest, pod in pods:
         if violations := list(restricted_violations(pod)):
@@ -49,29 +49,29 @@ def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject])
 
 
 def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
-    """What the profile does not allow in a pod's spec, each by its field."""
+    """Yield the fields of a pod's spec that the profile does not allow."""
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(field):
             yield field
     for volume in map(mapping, listed(pod.get("volumes"))):
         if kinds := sorted(str(key) for key in volume if key != "name" and key not in _VOLUMES):
             yield f"volume {volume.get('name')} is {', '.join(kinds)}"
-    of_pod = mapping(pod.get("securityContext"))
-    for sysctl in map(mapping, listed(of_pod.get("sysctls"))):
+    pod_context = mapping(pod.get("securityContext"))
+    for sysctl in map(mapping, listed(pod_context.get("sysctls"))):
         if sysctl.get("name") not in _SYSCTLS:
             yield f"sysctl {sysctl.get('name')}"
-    yield from _options(of_pod)
-    for container in (each for key in _CONTAINERS for each in containers(pod, key)):
-        for violation in _of_container(container, of_pod):
+    yield from _options(pod_context)
+    for container in (container for key in _CONTAINERS for container in containers(pod, key)):
+        for violation in _container_violations(container, pod_context):
             yield f"container {container.get('name')}: {violation}"
 
 
-def _of_container(container: dict[str, Any], of_pod: dict[str, Any]) -> Iterator[str]:
-    own = mapping(container.get("securityContext"))
-    merged = {**of_pod, **own}  # a container's word counts, where it says one
-    if own.get("allowPrivilegeEscalation") is not False:
+def _container_violations(container: dict[str, Any], pod_context: dict[str, Any]) -> Iterator[str]:
+    context = mapping(container.get("securityContext"))
+    merged = {**pod_context, **context}  # a container overrides its pod
+    if context.get("allowPrivilegeEscalation") is not False:
         yield "allowPrivilegeEscalation is not false"
-    if own.get("privileged"):
+    if context.get("privileged"):
         yield "privileged"
     if merged.get("runAsNonRoot") is not True:
         yield "runAsNonRoot is not true"
@@ -79,23 +79,25 @@ def _of_container(container: dict[str, Any], of_pod: dict[str, Any]) -> Iterator
         yield "runAsUser is 0"
     if dig(merged, "seccompProfile", "type") not in ("RuntimeDefault", "Localhost"):
         yield "seccompProfile is not RuntimeDefault"
-    if "ALL" not in listed(dig(own, "capabilities", "drop")):
+    if "ALL" not in listed(dig(context, "capabilities", "drop")):
         yield "capabilities do not drop ALL"
-    if added := [each for each in listed(dig(own, "capabilities", "add")) if each != "NET_BIND_SERVICE"]:
+    if added := [
+        capability for capability in listed(dig(context, "capabilities", "add")) if capability != "NET_BIND_SERVICE"
+    ]:
         yield f"capabilities add {', '.join(map(str, added))}"
-    if own.get("procMount") not in (None, "Default"):
-        yield f"procMount is {own['procMount']}"
+    if context.get("procMount") not in (None, "Default"):
+        yield f"procMount is {context['procMount']}"
     if any(mapping(port).get("hostPort") for port in listed(container.get("ports"))):
         yield "a hostPort"
     handlers = [container.get(probe) for probe in _PROBES]
     handlers += [dig(container, "lifecycle", hook) for hook in ("postStart", "preStop")]
     if any(dig(handler, kind, "host") for handler in handlers for kind in ("httpGet", "tcpSocket")):
         yield "a probe or hook names a host"
-    yield from _options(own)
+    yield from _options(context)
 
 
 def _options(context: dict[str, Any]) -> Iterator[str]:
-    """What a pod and a container may each say."""
+    """Yield forbidden options that both pods and containers can have."""
     selinux = mapping(context.get("seLinuxOptions"))
     if (selinux.get("type") or "") not in _SELINUX_TYPES or selinux.get("user") or selinux.get("role"):
         yield "seLinuxOptions"

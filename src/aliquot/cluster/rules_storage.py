@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job_view import job_views
-from aliquot.cluster.manifests import ManifestObject, listed, mapping, of_kind
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
 from aliquot.cluster.quantity import GIB, parse_bytes
 
 _DRIVER = "fsx.csi.aws.com"
@@ -14,19 +14,19 @@ _SMALLEST_BYTES, _MULTIPLE_BYTES = 1200 * GIB, 2400 * GIB
 
 
 def check_storage(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    volumes = of_kind(manifests, "PersistentVolume")
-    claims = of_kind(manifests, "PersistentVolumeClaim")
+    volumes = select_kinds(manifests, "PersistentVolume")
+    claims = select_kinds(manifests, "PersistentVolumeClaim")
     for volume in volumes:
         if volume.get("spec", "csi", "driver") == _DRIVER:
             yield from _volume(volume)
-    for storage_class in of_kind(manifests, "StorageClass"):
+    for storage_class in select_kinds(manifests, "StorageClass"):
         if storage_class.get("provisioner") == _DRIVER:
             yield from _storage_class(storage_class)
-    classes = {each.name for each in of_kind(manifests, "StorageClass") if each.get("provisioner") == _DRIVER}
+    classes = {item.name for item in select_kinds(manifests, "StorageClass") if item.get("provisioner") == _DRIVER}
     mounted = {mapping(volume.get("persistentVolumeClaim")).get("claimName")
                for job in job_views(list(manifests)) for volume in job.volumes}  # fmt: skip
     for claim in claims:
-        bound = next((each for each in volumes if each.name == claim.get("spec", "volumeName")), None)
+        bound = next((item for item in volumes if item.name == claim.get("spec", "volumeName")), None)
         lustre = claim.get("spec", "storageClassName") in classes
         lustre |= bound is not None and bound.get("spec", "csi", "driver") == _DRIVER
         if lustre or claim.name in mounted:
@@ -71,7 +71,7 @@ def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject], lustre: boo
     name = claim.get("spec", "volumeName")
     if name is None:
         return
-    volume = next((each for each in volumes if each.name == name), None)
+    volume = next((candidate for candidate in volumes if candidate.name == name), None)
     if volume is None:
         yield finding(
             "storage-binding", claim, f"volumeName {name!r} is not among the manifests", "check it, too", "warning"
@@ -88,8 +88,8 @@ def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject], lustre: boo
         )  # fmt: skip
     bound = mapping(volume.get("spec", "claimRef"))
     spaces = [bound.get("namespace"), claim.get("metadata", "namespace")]
-    apart = all(isinstance(space, str) for space in spaces) and spaces[0] != spaces[1]
-    if bound and (bound.get("name") != claim.name or apart):
+    differ = all(isinstance(space, str) for space in spaces) and spaces[0] != spaces[1]
+    if bound and (bound.get("name") != claim.name or differ):
         yield finding(
             "storage-binding", claim,
             f"the volume is kept for another claim: claimRef {bound.get('namespace', 'default')}/{bound.get('name')}",

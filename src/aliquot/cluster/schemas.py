@@ -1,4 +1,4 @@
-"""Objects against the schema of their kind, as the API server does it, with the extra `cluster`.
+"""Validate objects against the schema of their kind, like the API server; needs the extra `cluster`.
 
 A structural schema becomes a JSON schema with Kubernetes' own keywords beside; jsonschema judges it, and evaluates
 CEL rules with cel-expr-python. Core kinds go through kubernetes-validate.
@@ -28,7 +28,7 @@ from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"
-_NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a function of Kubernetes for another type
+_NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a function of Kubernetes for this type is missing
 _MOST_SHOWN = 60  # characters of a value
 _KINDS = {
     "string": "text, in quotes where it looks like a number or true", "integer": "an integer", "number": "a number",
@@ -38,7 +38,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Violation:
-    """`rule` is one of findings.RULES."""
+    """A violation of a schema; `rule` is one of findings.RULES."""
 
     rule: str
     message: str  # begins with the path of the field
@@ -46,30 +46,32 @@ class Violation:
 
 
 def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
-    """All that keeps `document` from being of `kind`, and each rule of it that could not be judged.
+    """Return the violations of the schema of `kind`, and its rules that could not be evaluated.
 
-    Raises UserError for a CRD whose schema is none.
+    Raises UserError for a CRD with an invalid schema.
     """
     validator = _validator(kind)
     value = admitted(_without_nulls(document) if is_core(kind.group) else document, kind.schema)
     errors = list(validator.iter_errors(value))
-    of_another_kind = [each.absolute_path for each in errors if each.validator == "type"]
-    found: list[Violation] = []
+    mistyped_paths = [error.absolute_path for error in errors if error.validator == "type"]
+    results: list[Violation] = []
     for error in errors:
-        if error.validator != _CEL or error.absolute_path not in of_another_kind:  # rules would only say so again
-            found += _violations(error)
-    return list(dict.fromkeys(found))
+        if (
+            error.validator != _CEL or error.absolute_path not in mistyped_paths
+        ):  # a rule would only repeat the type error
+            results += _violations(error)
+    return list(dict.fromkeys(results))
 
 
 def core_violations(document: dict[str, Any], version: str) -> list[Violation] | None:
-    """By kubernetes-validate, for a version of Kubernetes like "1.34". None: it has no such kind."""
-    found = _core_violations(pickle.dumps(document), version)
-    return None if found is None else list(found)
+    """Return the violations by kubernetes-validate, for a version like "1.34". None: that version has no such kind."""
+    results = _core_violations(pickle.dumps(document), version)
+    return None if results is None else list(results)
 
 
 @lru_cache(1000)
 def _core_violations(pickled: bytes, version: str) -> tuple[Violation, ...] | None:
-    """kubernetes-validate reads megabytes of schemas each time, and what it is asked for is often the same."""
+    """Cache the results, because kubernetes-validate reads megabytes of schemas in each call."""
     try:
         kubernetes_validate.validate(pickle.loads(pickled), version, strict=True)
     except kubernetes_validate.SchemaNotFoundError:
@@ -80,7 +82,7 @@ def _core_violations(pickled: bytes, version: str) -> tuple[Violation, ...] | No
 
 
 def admitted(value: Any, schema: dict[str, Any]) -> Any:
-    """`value` as the API server looks at it: with defaults, also in place of nulls; dates and keys as text."""
+    """Return `value` as the API server validates it: with defaults, also for nulls; dates and keys as text."""
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, list):
@@ -88,16 +90,18 @@ def admitted(value: Any, schema: dict[str, Any]) -> Any:
     if not isinstance(value, dict):
         return value
     properties, more = schema.get("properties", {}), schema.get("additionalProperties")
-    others = more if isinstance(more, dict) else {}
-    whole = {str(key): admitted(item, properties.get(key) or others) for key, item in value.items()}
-    for key, each in properties.items():
-        if "default" in each and (key not in whole or (whole[key] is None and not each.get("nullable"))):
-            whole[key] = admitted(each["default"], each)
+    default_schema = more if isinstance(more, dict) else {}
+    whole = {str(key): admitted(item, properties.get(key) or default_schema) for key, item in value.items()}
+    for key, property_schema in properties.items():
+        if "default" in property_schema and (
+            key not in whole or (whole[key] is None and not property_schema.get("nullable"))
+        ):
+            whole[key] = admitted(property_schema["default"], property_schema)
     return whole
 
 
 def _without_nulls(value: Any) -> Any:
-    """Kubernetes' own kinds read a null as nothing."""
+    """Remove nulls, which core kinds ignore."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -107,13 +111,13 @@ def _without_nulls(value: Any) -> Any:
 
 @cache
 def _validator(kind: KindSchema) -> Validator:
-    if not kind.shipped:  # seconds
+    if not kind.shipped:  # the check takes seconds
         check_schema(kind)
     return _Structural(_json_schema(kind.schema), format_checker=_FORMATS)
 
 
 def check_schema(kind: KindSchema) -> None:
-    """Raises UserError where that of `kind` is none."""
+    """Raise UserError if the schema of `kind` is invalid."""
     try:
         Draft202012Validator.check_schema(kind.schema, format_checker=_FORMATS)
     except SchemaError as error:
@@ -122,46 +126,46 @@ def check_schema(kind: KindSchema) -> None:
 
 
 def _json_schema(schema: Any, at_root: bool = True) -> Any:
-    """The JSON schema that says what a structural one means."""
+    """Convert a structural schema to a JSON schema."""
     if not isinstance(schema, dict):
         return schema
-    found = dict(schema)
+    result = dict(schema)
     for key in ("anyOf", "allOf", "oneOf"):
         if key in schema:
-            found[key] = [_json_schema(each, False) for each in schema[key]]
+            result[key] = [_json_schema(item, False) for item in schema[key]]
     for key in ("items", "additionalProperties", "not"):
         if key in schema:
-            found[key] = _json_schema(schema[key], False)
+            result[key] = _json_schema(schema[key], False)
     if "properties" in schema:
-        found["properties"] = {key: _json_schema(each, False) for key, each in schema["properties"].items()}
+        result["properties"] = {key: _json_schema(item, False) for key, item in schema["properties"].items()}
         if at_root or schema.get("x-kubernetes-embedded-resource"):
-            found["properties"] = {"apiVersion": {}, "kind": {}, "metadata": {}} | found["properties"]
+            result["properties"] = {"apiVersion": {}, "kind": {}, "metadata": {}} | result["properties"]
         opaque = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-        if "type" in schema and not opaque:  # within anyOf and its kin properties only add to those outside
-            found["additionalProperties"] = False
+        if "type" in schema and not opaque:  # within anyOf, allOf and oneOf properties only add to the outer ones
+            result["additionalProperties"] = False
     kind = ["integer", "string"] if schema.get("x-kubernetes-int-or-string") else schema.get("type")
     if kind is not None:
-        found["type"] = [*([kind] if isinstance(kind, str) else kind), *(["null"] if schema.get("nullable") else [])]
-    return found
+        result["type"] = [*([kind] if isinstance(kind, str) else kind), *(["null"] if schema.get("nullable") else [])]
+    return result
 
 
 def _rules(validator: Validator, rules: Sequence[dict[str, Any]], value: Any, schema: Any) -> Iterator[ValidationError]:
     if value is None:
         return
-    for rule in (each for each in rules if isinstance(each, dict)):
+    for rule in (item for item in rules if isinstance(item, dict)):
         try:
-            kept = holds(rule, value)
+            is_met = holds(rule, value)
         except NotJudgedError as reason:
             yield ValidationError(f"{rule.get('rule')}: {reason}", validator=_NOT_JUDGED)
             continue
-        if not kept:
+        if not is_met:
             yield ValidationError(rule.get("message") or "a rule of this kind", validator_value=rule.get("rule"))
 
 
 def _keys(validator: Validator, keys: list[str], value: Any, schema: Any) -> Iterator[ValidationError]:
-    """Items of a list that is a map differ in their keys."""
-    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        yield from _twice([{key: each.get(key) for key in keys} for each in value])
+    """Check that the items of a list-map have different keys."""
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        yield from _twice([{key: item.get(key) for key in keys} for item in value])
 
 
 def _set(validator: Validator, kind: str, value: Any, schema: Any) -> Iterator[ValidationError]:
@@ -181,7 +185,7 @@ def _pattern(validator: Validator, pattern: str, value: Any, schema: Any) -> Ite
     try:
         if not re.search(pattern, value):
             yield ValidationError("does not match")
-    except re.error as error:  # Go's expressions are not quite Python's
+    except re.error as error:  # Go's regular expressions differ from Python's
         yield ValidationError(f"the pattern {pattern}: {error}", validator=_NOT_JUDGED)
 
 
@@ -201,7 +205,7 @@ def _date_time(value: str) -> bool:
     return True
 
 
-# Of Kubernetes' formats those that occur; what a format is not about is left to `type`.
+# The formats that occur; a format accepts values of other types, which `type` rejects.
 _FORMATS = FormatChecker(formats=())
 _FORMATS.checks("int32")(lambda value: not isinstance(value, int) or -(1 << 31) <= value < 1 << 31)
 _FORMATS.checks("int64")(lambda value: not isinstance(value, int) or -(1 << 63) <= value < 1 << 63)
@@ -210,44 +214,44 @@ _FORMATS.checks("date-time", ValueError)(lambda value: not isinstance(value, str
 
 
 def _violations(error: ValidationError) -> Iterator[Violation]:
-    """One in words, or as many as it stands for."""
-    path, value, wanted = _path(error.absolute_path), error.instance, error.validator_value
+    """Describe an error; one error may stand for several violations."""
+    path, value, expected_value = _path(error.absolute_path), error.instance, error.validator_value
     schema = error.schema if isinstance(error.schema, dict) else {}
     is_value = f"{path} is {_shown(value)}"
     if error.validator == "additionalProperties":
         known = sorted(schema.get("properties", {}))
-        for key in (each for each in value if each not in known):
+        for key in (item for item in value if item not in known):
             near = difflib.get_close_matches(str(key), known, 1, 0.6)
             some = f"known here: {', '.join(known)}" if known else "nothing may stand here"
             yield Violation("unknown-field", f"{path}.{key}".lstrip("."), f"did you mean {near[0]}?" if near else some)
     elif error.validator == "required":
-        (name,) = (each for each in wanted if error.message.startswith(repr(each)))
+        (name,) = (item for item in expected_value if error.message.startswith(repr(item)))
         yield Violation("missing-field", f"{path}.{name}".lstrip(".") + " is missing", "give it")
     elif error.validator == "type":
         kind = expected_kind(schema)
-        names = [wanted] if isinstance(wanted, str) else wanted
-        expected = " or ".join(_KINDS[each] for each in names if each in _KINDS)
+        names = [expected_value] if isinstance(expected_value, str) else expected_value
+        expected = " or ".join(_KINDS[item] for item in names if item in _KINDS)
         yield Violation("malformed", is_value, "an amount like 31, 500m or 56Gi" if kind == "quantity" else expected)
     elif error.validator == _CEL:
-        yield Violation("cel-rule", f"{path or 'the object'}: {error.message}", f"make this hold: {wanted}")
+        yield Violation("cel-rule", f"{path or 'the object'}: {error.message}", f"make this hold: {expected_value}")
     elif error.validator == _NOT_JUDGED:
         yield Violation(_NOT_JUDGED, f"{path or 'the object'}: {error.message}", "only the API server can: --live")
     elif error.validator in ("x-kubernetes-list-map-keys", "x-kubernetes-list-type"):
         yield Violation("field-value", f"{path}: {error.message}", "each once")
     elif error.validator == "enum":
-        near = difflib.get_close_matches(str(value), [str(each) for each in wanted], 1, 0.6)
-        some = "one of " + ", ".join(str(each) for each in wanted)
+        near = difflib.get_close_matches(str(value), [str(item) for item in expected_value], 1, 0.6)
+        some = "one of " + ", ".join(str(item) for item in expected_value)
         yield Violation("field-value", is_value, f"did you mean {near[0]}?" if near else some)
     elif error.validator == "pattern":
         quantity = expected_kind(schema) == "quantity"
-        expected = "an amount like 31, 500m or 56Gi" if quantity else f"text like {wanted}"
+        expected = "an amount like 31, 500m or 56Gi" if quantity else f"text like {expected_value}"
         yield Violation("malformed" if quantity else "field-value", is_value, expected)
     elif error.validator == "format":
-        yield Violation("field-value", is_value, f"what Kubernetes calls {wanted}")
+        yield Violation("field-value", is_value, f"what Kubernetes calls {expected_value}")
     elif error.validator in ("anyOf", "oneOf", "allOf", "not"):
         yield Violation("field-value", is_value, f"what {error.validator} of its schema allows")
     else:  # minimum, maxLength, minItems, ...
-        yield Violation("field-value", is_value, f"{error.validator}: {wanted}")
+        yield Violation("field-value", is_value, f"{error.validator}: {expected_value}")
 
 
 def _path(keys: Iterable[Any]) -> str:
@@ -264,13 +268,13 @@ def _shown(value: Any) -> str:
 
 
 class NotJudgedError(Exception):
-    """The rule needs what is not known here: a function of Kubernetes, the object as it was before."""
+    """The rule needs a function of Kubernetes, or the object before the change."""
 
 
 def holds(rule: dict[str, Any], value: Any) -> bool:
-    """Whether `value` meets `rule`, an item of x-kubernetes-validations.
+    """Return whether `value` meets `rule`, an item of x-kubernetes-validations. Raises NotJudgedError.
 
-    Rules about a change ask nothing of a new object. Raises NotJudgedError.
+    Rules about a change hold for a new object.
     """
     text = str(rule.get("rule"))
     if re.search(r"\boldSelf\b", text):
@@ -282,7 +286,7 @@ def holds(rule: dict[str, Any], value: Any) -> bool:
         return result.plain_value() is True
     if _NO_MEMBER.search(str(result)):
         raise NotJudgedError(str(result))
-    return False  # as the API server has it: a key that is not there, text that is no number
+    return False  # an error counts as a violation, as in the API server: a missing key, text that is no number
 
 
 @cache
@@ -299,7 +303,7 @@ def _environment() -> cel.Env:
     string = cel.Type.STRING
     find = cel.FunctionDecl(
         "find", [cel.Overload("string_find", string, [string, string], is_member=True, impl=_find)]
-    )  # one of Kubernetes' own that Karpenter uses
+    )  # a function of Kubernetes that Karpenter's rules use
     extensions = [ext_strings.ExtStrings(), ext_optional.ExtOptional()]
     return cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=extensions, functions=[find])
 

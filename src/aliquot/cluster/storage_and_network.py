@@ -1,6 +1,6 @@
-"""The objects that connect the pods of a job: the claim of the shared file system and the NetworkPolicy.
+"""Write the objects that connect the pods of a job: the claim of the shared file system, and the NetworkPolicy.
 
-FSx for Lustre comes by its CSI driver; the claim takes an existing file system or makes one. Formats:
+The claim takes an existing file system of FSx for Lustre, or makes one through the CSI driver. Formats:
 github.com/kubernetes-sigs/aws-fsx-csi-driver, examples of v1.9.0.
 """
 
@@ -16,7 +16,7 @@ _DRIVER = "fsx.csi.aws.com"
 
 
 def storage(job: Job) -> dict[str, Document]:
-    """Manifests by file name; none where the claim exists already."""
+    """Return the manifests by file name; none for an existing claim."""
     kind = job.section.storage.kind
     if kind == "claim":
         return {}
@@ -90,11 +90,13 @@ def _storage_class(job: Job) -> Document:
 
 
 def network_policy(job: Job, any_job: bool = False) -> Document:
-    """Connections that the pods open themselves (DNS, the hub, S3, the file system) are not restricted.
+    """Restrict incoming connections to the job's pods; outgoing connections (DNS, the hub, S3) are not restricted.
 
     gloo and NCCL authenticate nobody and choose their ports, so the job's pods reach all ports of each other. The
-    Prometheus port is open to every pod and node, because nothing here says where the server runs. `any_job`: for all
-    jobs of the runtime in this namespace instead of the job with this name.
+    Prometheus port is open to every pod and node, because the place of the server is unknown.
+
+    Args:
+        any_job: for all jobs of the runtime in this namespace, not only for the job with this name.
     """
     pods = {"podSelector": {"matchLabels": pod.pod_labels(job, any_job)}}
     ingress: list[Document] = [{"from": [pods]}]

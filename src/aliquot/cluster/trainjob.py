@@ -1,7 +1,7 @@
-"""The job: Kubeflow Trainer's TrainJob, and the TrainingRuntime that it refers to.
+"""Write Kubeflow Trainer's TrainJob and the TrainingRuntime that it refers to.
 
-What a TrainJob cannot say in either dialect is in the runtime: restarts, exit codes, the container that waits for the
-directories. The runtime is the job's own and lies in its namespace.
+The runtime holds what neither dialect of a TrainJob can express: restarts, exit codes, and the container that waits for
+the directories. Each job has a runtime of its own in its namespace.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from aliquot.cluster.manifest_yaml import Document, compact
 from aliquot.cluster.node_manifests import labels
 from aliquot.cluster.quantity import mebibytes
 
-NODE = "node"  # the job's and the container's name: Trainer knows no other
+NODE = "node"  # the name of the job and the container that Trainer requires
 _API = "trainer.kubeflow.org/v1alpha1"
 _MANAGER = "aliquot.io/render"
 _ANCESTOR = {pod.ANCESTOR: "trainer"}
 _FRAMEWORK = {"trainer.kubeflow.org/framework": "torch"}
 
-# What the trainer exits with: aliquot.core.errors and aliquot.distributed.signals.
+# Exit codes of the trainer: aliquot.core.errors and aliquot.distributed.signals.
 _BAD_INPUT, _STOPPED = 2, 143
-_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun, under which the SDK's function runs, in seconds
-_BEFORE_KUBELET_S = 20  # it ends its ranks
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds; torchrun runs the SDK's function
+_BEFORE_KUBELET_S = 20  # torchrun ends its ranks so long before the kubelet kills the pod
 
 
 def train_job(job: Job) -> Document:
@@ -37,7 +37,7 @@ def train_job(job: Job) -> Document:
                 "image": job.section.image,
                 "command": pod.command(),
                 "numNodes": job.plan.nodes,
-                # Never "auto": on a CPU node that is one process a CPU.
+                # Never "auto": on a CPU node that means one process per CPU.
                 "numProcPerNode": job.plan.ranks_per_node,
                 "env": pod.environment(job),
                 "resourcesPerNode": {"requests": resources(job), "limits": resources(job)},
@@ -49,10 +49,10 @@ def train_job(job: Job) -> Document:
 
 def training_runtime(job: Job) -> Document:
     pod_spec = compact(
-        restartPolicy="Never",  # JobSet starts all nodes anew: a rank alone cannot join its peers again
+        restartPolicy="Never",  # JobSet restarts all nodes, because a single rank cannot rejoin its peers
         terminationGracePeriodSeconds=job.grace_s if old_dialect(job) else None,
         securityContext=pod.pod_security() if old_dialect(job) else None,
-        automountServiceAccountToken=False,  # an IAM role and Trainer's status bring tokens of their own
+        automountServiceAccountToken=False,  # an IAM role and Trainer's status have separate tokens
         initContainers=wait_containers(job),
         containers=[
             {
@@ -76,14 +76,16 @@ def training_runtime(job: Job) -> Document:
 
 
 def cluster_training_runtime(job: Job) -> Document:
-    """`aliquot-cpu` or `aliquot-gpu`: all but the command and its config, for TrainJobs that others write or that the
-    Kubeflow SDK makes. Nodes, storage and resources are those of `job`; their number is fixed, as torchrun needs it.
+    """Write `aliquot-cpu` or `aliquot-gpu`: a runtime for TrainJobs of other people or of the Kubeflow SDK.
+
+    It holds everything except the command and its config. Nodes, storage and resources are those of `job`; the number
+    of nodes is fixed, because torchrun needs it.
     """
-    # Later versions take the number from the TrainJob, and where it says none one a GPU, else one a requested CPU.
+    # Later versions take the number from the TrainJob; the default is one per GPU, or else one per requested CPU.
     processes = {"numProcPerNode": job.plan.ranks_per_node} if old_dialect(job) else {}
     requests = limits = resources(job)
     if not processes and not job.gpus:
-        requests = {**limits, "cpu": "1"}  # taint and memory keep the node for one pod, which may use all its CPUs
+        requests = {**limits, "cpu": "1"}  # taint and memory reserve the node for one pod, which may use all CPUs
     pod_spec = compact(
         restartPolicy="Never",
         terminationGracePeriodSeconds=job.grace_s,
@@ -99,7 +101,7 @@ def cluster_training_runtime(job: Job) -> Document:
                 "name": NODE,
                 "image": job.section.image,
                 "imagePullPolicy": job.section.image_pull_policy,
-                "workingDir": "/tmp",  # where the SDK writes its script, and any user may
+                "workingDir": "/tmp",  # the SDK writes its script here, and any user may write
                 "env": [
                     *pod.environment(job),
                     {"name": _SHUTDOWN_TIMEOUT, "value": str(job.grace_s - _BEFORE_KUBELET_S)},
@@ -141,15 +143,15 @@ def _job_set(job: Job, pod_spec: Document, pod_labels: dict[str, str], elastic: 
 
 
 def resources(job: Job) -> dict[str, str]:
-    """Requests and limits alike: a pod that has what it was planned with, and is the last to be evicted."""
-    found = {"cpu": str(job.cpus), "memory": mebibytes(job.memory_bytes)}
+    """Return the requests and equal limits of a pod, so that it has the planned resources and is evicted last."""
+    amounts = {"cpu": str(job.cpus), "memory": mebibytes(job.memory_bytes)}
     if job.scratch_bytes:
-        found["ephemeral-storage"] = mebibytes(job.scratch_bytes + LOGS_BYTES)
+        amounts["ephemeral-storage"] = mebibytes(job.scratch_bytes + LOGS_BYTES)
     if job.gpus:
-        found[GPU] = str(job.gpus)
+        amounts[GPU] = str(job.gpus)
     if job.efa_interfaces:
-        found[EFA] = str(job.efa_interfaces)
-    return found
+        amounts[EFA] = str(job.efa_interfaces)
+    return amounts
 
 
 def old_dialect(job: Job) -> bool:
@@ -157,7 +159,7 @@ def old_dialect(job: Job) -> bool:
 
 
 def _patches(job: Job) -> Document:
-    """Trainer 2.2 and later."""
+    """Write the pod fields for Trainer 2.2 and later."""
     spec = _pod(job, terminationGracePeriodSeconds=job.grace_s, securityContext=pod.pod_security())
     replicated = {"name": NODE, "template": {"spec": {"template": {"spec": spec}}}}
     return {
@@ -171,25 +173,25 @@ def _patches(job: Job) -> Document:
 
 
 def _overrides(job: Job) -> Document:
-    """Trainer 2.1, which knows neither a grace period nor a security context here."""
+    """Write the pod fields for Trainer 2.1, which supports neither a grace period nor a security context here."""
     return {"podTemplateOverrides": [{"targetJobs": [{"name": NODE}], "spec": _pod(job)}]}
 
 
-def _pod(job: Job, **beside: object) -> Document:
-    """What both dialects say of a pod; `beside` goes before its volumes."""
+def _pod(job: Job, **fields: object) -> Document:
+    """Write the pod fields of both dialects; `fields` go before the volumes."""
     return compact(
         nodeSelector=pod.node_selector(job),
         tolerations=pod.tolerations(job),
         affinity=pod.affinity(job),
         serviceAccountName=job.section.service_account,
-        **beside,
+        **fields,
         volumes=pod.volumes(job),
         containers=[{"name": NODE, "volumeMounts": pod.volume_mounts(job)}],
     )
 
 
 def _all_together() -> Document:
-    """The first failed pod ends the Job, with a reason that tells the three cases of `_failure_policy` apart."""
+    """End the Job with the first failed pod, with a reason that identifies the case of `_failure_policy`."""
     return {
         "backoffLimit": 0,
         "podFailurePolicy": {
@@ -203,12 +205,13 @@ def _all_together() -> Document:
 
 
 def _one_by_one(job: Job) -> Document:
-    """A pod that is lost or told to stop is replaced, while the others go on without it and then with it. The first
-    that has finished, which it does when all have, ends the Job: its successor need not come to do nothing.
+    """Replace a pod that is lost or receives SIGTERM, while the other pods continue without it.
+
+    All pods finish at the same time. The first finished pod ends the Job, so that no replacement starts without work.
     """
     return {
         "backoffLimit": job.section.max_restarts * job.section.most_nodes,  # a crash ends the run on all nodes
-        "podReplacementPolicy": "Failed",  # not while the old pod still saves
+        "podReplacementPolicy": "Failed",  # not before the old pod has saved
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -221,15 +224,15 @@ def _one_by_one(job: Job) -> Document:
 
 
 def _failure_policy_one_by_one() -> Document:
-    """All restarts are the Job's."""
+    """Leave all restarts to the Job."""
     return {"maxRestarts": 0}
 
 
 def _failure_policy(job: Job) -> Document:
-    """All nodes restart together from the newest checkpoint; bad input fails at once.
+    """Restart all nodes together from the newest checkpoint; fail at once for bad input.
 
-    A node that was told to stop (a spot reclaim, a drain) has saved, so that restart is not counted. The patterns are
-    those of the Job controller's message, e.g. "... failed with exit code 143 matching FailJob rule at index 0".
+    A restart after a spot reclaim or a drain does not count, because the node has saved. The patterns match the Job
+    controller's message, for example "... failed with exit code 143 matching FailJob rule at index 0".
     """
     reason = {"onJobFailureReasons": ["PodFailurePolicy"]}
     return {
