@@ -171,7 +171,7 @@ def test_live_parts_end_a_drain_that_nobody_wants() -> None:
     store = Store()
     live = LiveParts(store, 0, CpuCopier())
     live.stop()
-    with pytest.raises(Exception, match="given up"):
+    with pytest.raises(Exception, match="abandoned"):
         live.read(store.parts()[0], 0, torch.empty(1))
     began = time.monotonic()
     live.release()

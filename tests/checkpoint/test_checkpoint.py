@@ -173,7 +173,11 @@ def test_a_file_that_a_node_does_not_come_to_is_no_damage(
             raise WeightsFileError(f"cannot read: {error.strerror}") from error
 
     monkeypatch.setattr(restore_module, "fill", fails)
-    told = "no checkpoint here is whole" if damaged else "cannot read this checkpoint, which need not be damaged"
+    told = (
+        "no checkpoint here is complete and undamaged"
+        if damaged
+        else "cannot read this checkpoint, which need not be damaged"
+    )
     with pytest.raises(ResumeError, match=told):
         restore_newest(tmp_path, FakeStore(SMALL, zeros=True), CheckpointSpec(SMALL), SingleRank())
     monkeypatch.setattr(restore_module, "fill", read)
@@ -206,7 +210,7 @@ def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.L
 
     assert run_world(2, work) == [((tmp_path / "step-00000005", STATE), True)] * 2
     (tmp_path / "step-00000005" / "state.json").unlink()
-    with pytest.raises(UserError, match="no checkpoint here is whole"):
+    with pytest.raises(UserError, match="no checkpoint here is complete and undamaged"):
         restore_newest(tmp_path, store, CheckpointSpec(SMALL), SingleRank())
     assert "step-00000007/model.safetensors: damaged" in caplog.text
 

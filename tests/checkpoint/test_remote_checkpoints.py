@@ -214,7 +214,7 @@ def test_a_hiccup_of_the_file_system_here_does_not_end_the_run(
     instance.start(1)
     instance.finish()
     assert complete_steps(open_store(url)) == ["step-00000001"]
-    assert "what earlier saves left could not be removed" in caplog.text
+    assert "leftovers of earlier saves could not be removed" in caplog.text
 
 
 def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_mirror_of_damaged_checkpoints_does_not_begin_a_run_anew(tmp_path: Pat
     store, name = open_store(url), "step-00000005/exp_avg.safetensors"
     store.put(name, b"x" + store.read(name, 1, store.list()[name]))
     warned: list[str] = []
-    with pytest.raises(ResumeError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(ResumeError, match=r"no checkpoint in .* is complete and undamaged"):
         as_ranks(2, lambda ranks: fetch_newer(CheckpointSection(), url, tmp_path / "here", ranks, warned.append))
     assert any("skipping a damaged checkpoint" in line for line in warned)
 
@@ -339,7 +339,7 @@ def test_a_mirror_that_cannot_be_reached_does_not_begin_a_run_anew(tmp_path: Pat
         fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, SingleRank(), warned.append)
     saved(tmp_path, 4)
     fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, SingleRank(), warned.append)
-    assert "going on from" in warned[0]
+    assert "resuming from" in warned[0]
 
 
 def test_a_url_to_begin_from_and_weights_for_an_export(tmp_path: Path, url: str) -> None:

@@ -118,9 +118,9 @@ def test_ranks_dealt_out_to_hosts_in_turn_use_their_own_hosts_tokens(tmp_path: P
 @pytest.mark.parametrize(
     ("blind", "hidden", "instead", "told"),
     [
-        (1, "step-00000004", None, "/step-00000004: {host} does not see this checkpoint as rank 0 does (/"),
-        (1, "step-00000004", "another", "does not see this checkpoint as rank 0 does (another one lies here)"),
-        (0, "step-00000004", None, "/checkpoints: {host} sees a newer checkpoint here than rank 0 does"),
+        (1, "step-00000004", None, "/step-00000004: {host} does not see the checkpoint that rank 0 sees (/"),
+        (1, "step-00000004", "another", "does not see the checkpoint that rank 0 sees (another one lies here)"),
+        (0, "step-00000004", None, "/checkpoints: {host} has checkpoint step 4, but rank 0 sees only step 2"),
         (0, "", None, "/checkpoints: this node does not see what node 0 writes here"),
     ],
 )

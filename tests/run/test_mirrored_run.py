@@ -114,7 +114,9 @@ def test_advice_for_run_without_complete_checkpoint_works(tmp_path: Path) -> Non
         damage(checkpoints / name)
     for overrides in ([], [f"checkpoint.resume={checkpoint_copy}"]):
         config_now = aliquot.read_config(config, overrides)
-        with pytest.raises(ResumeError, match=f"^{checkpoints}: no checkpoint here is whole: move this directory away"):
+        with pytest.raises(
+            ResumeError, match=f"^{checkpoints}: no checkpoint here is complete and undamaged: move this directory away"
+        ):
             aliquot.train(config_now)
         moved = checkpoints.rename(tmp_path / "moved")
         aliquot.train(config_now)
@@ -122,5 +124,5 @@ def test_advice_for_run_without_complete_checkpoint_works(tmp_path: Path) -> Non
         assert runs.curve(tmp_path / "run", "tokens").keys() == whole.keys()
         shutil.rmtree(checkpoints)
         moved.rename(checkpoints)
-    with pytest.raises(DamagedCheckpoint, match=r"checkpoint\.resume names it: take another one, or auto"):
+    with pytest.raises(DamagedCheckpoint, match=r"checkpoint\.resume names it: choose another checkpoint, or auto"):
         aliquot.train(aliquot.read_config(config, [f"checkpoint.resume={checkpoints}/step-00000004"]))

@@ -444,7 +444,7 @@ def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     assert "train.global_batch_size was 5 and is 7" in refusal(config, "train.global_batch_size=7")
     assert "[16, 32] instead of [16, 64]" in refusal(config, "model.config.hidden_size=64", "model.config.head_dim=8")
     output = refusal(config, "model.config.rms_norm_eps=1e-3")
-    assert "the model's configuration is another: rms_norm_eps was 1e-06 and is 0.001. Set it back" in output
+    assert "the model's configuration has changed: rms_norm_eps was 1e-06 and is 0.001. Set it back" in output
     other = folder / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("x")

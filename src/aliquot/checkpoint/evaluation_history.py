@@ -52,7 +52,7 @@ class EvaluationHistory:
         """Describe the best evaluation for the log."""
         since = f", and none of the {self.without_improvement} evaluations since was better by enough"
         best = f"evaluation loss {self.best_loss:.4f} after step {self.best_step}"
-        return (best if self.best_step else "what was best is gone") + (since if self.without_improvement else "")
+        return (best if self.best_step else "the best checkpoint is gone") + (since if self.without_improvement else "")
 
     def to_json(self) -> dict[str, Any]:
         if self.best_step is None:

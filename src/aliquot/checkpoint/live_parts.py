@@ -90,7 +90,7 @@ class LiveParts:
     def read(self, part: Part, start: int, out: Tensor) -> None:
         with self._changed:
             if self._stopped:
-                raise TrainingError("this checkpoint was given up")
+                raise TrainingError("this checkpoint was abandoned")
             copy = self._copies.get(part)
             self._live_reads += copy is None
         if copy is not None:

@@ -51,7 +51,7 @@ def fetch_newer(
         except StorageError as error:
             if latest is None or settings.on_error == "stop":
                 raise StorageError(f"checkpoint.mirror: {error}") from None
-            warn(f"checkpoint.mirror: {error}; going on from {latest}")
+            warn(f"checkpoint.mirror: {error}; resuming from {latest}")
         if names and settings.resume == "never":
             raise ResumeError(
                 f"checkpoint.resume is `never`, and {mirror} holds {names[-1]}; choose another run.name, or resume:"
@@ -72,7 +72,7 @@ def fetch_newer(
         except StorageError as error:
             if settings.on_error == "stop" or run_on_rank_0(ranks, lambda: newest(root) is None):
                 raise
-            warn(f"checkpoint.mirror: {error}; going on from what is here")
+            warn(f"checkpoint.mirror: {error}; resuming from the local checkpoints")
             return
         except DamagedCheckpoint as error:
             if is_url(settings.resume) and not candidates:
@@ -81,7 +81,8 @@ def fetch_newer(
             found_damage = True
     if found_damage and settings.resume == "auto" and run_on_rank_0(ranks, lambda: newest(root) is None):
         raise ResumeError(
-            f"no checkpoint in {mirror} is whole: choose another run.name to begin anew, or a checkpoint.resume: PATH"
+            f"no checkpoint in {mirror} is complete and undamaged: choose another run.name to start from scratch, or a"
+            " checkpoint.resume: PATH"
         )
 
 
@@ -115,12 +116,12 @@ def fetch_replacement(
             except DamagedCheckpoint as error:
                 warn(f"skipping a damaged checkpoint: {mirror}: {error}")
                 continue
-            warn(f"{mirror}/{folder} takes the place of what is damaged")
+            warn(f"{mirror}/{folder} replaces the damaged checkpoint")
             return fetched
     except StorageError as error:
         if settings.on_error == "stop":
             raise StorageError(f"checkpoint.mirror: {error}") from None
-        warn(f"checkpoint.mirror: {error}; going on from what is here")
+        warn(f"checkpoint.mirror: {error}; resuming from the local checkpoints")
     return None
 
 

@@ -128,7 +128,7 @@ class Upload:
         with path.open("rb", buffering=0) as file:
             for start in range(item.start, item.stop, BLOCK_BYTES):
                 if self._stopped:
-                    raise TrainingError("this copy was given up")
+                    raise TrainingError("this upload was abandoned")
                 data = os.pread(file.fileno(), min(BLOCK_BYTES, item.stop - start), start)
                 yield verified_block(data, manifest, item, start)
                 self.sent_bytes += len(data)
@@ -254,7 +254,7 @@ class Uploader:
                 if (last := newest(self._root)) is not None:
                     retain(self._root, self._settings.keep, last, {self._best, *self.protected_steps})
             except OSError as error:  # the next upload tidies again
-                _log.warning("what earlier saves left could not be removed: %s", error)
+                _log.warning("leftovers of earlier saves could not be removed: %s", error)
         if self._waiting:
             self.start(self._waiting.pop(0), self._best)
 

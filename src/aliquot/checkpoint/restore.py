@@ -141,8 +141,8 @@ def _check_visible(directory: Path, digest: str) -> None:
         reason = str(error)
     if reason is not None:
         raise ResumeError(
-            f"{platform.node()} does not see this checkpoint as rank 0 does ({reason}): every node needs its files, on"
-            " a file system that all share",
+            f"{platform.node()} does not see the checkpoint that rank 0 sees ({reason}). Mount the same directory on"
+            " all nodes",
             directory,
         )
 
@@ -182,7 +182,7 @@ def _as_damage() -> Iterator[None]:
     except (UserError, OSError) as error:
         if _errno(error) in _UNREACHABLE:
             reason = f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}"
-            raise ResumeError(f"{reason}; mend that and start again") from error
+            raise ResumeError(f"{reason}; repair the access and start again") from error
         if isinstance(error, DamagedCheckpoint):
             raise
         raise DamagedCheckpoint(str(error)) from error
@@ -205,21 +205,23 @@ def _newest_on_rank_0(root: Path, below: int | None, ranks: RankGroup) -> Path |
         directory = newest(root, below)
         if directory is None and directories(root):
             raise ResumeError(
-                "no checkpoint here is whole: move this directory away, and the run begins anew, or where"
-                " checkpoint.resume says",
+                "no checkpoint here is complete and undamaged: move this directory away, and the run starts anew"
+                " or from checkpoint.resume",
                 root,
             )
         return str(directory) if directory is not None else None
 
     directory = run_on_rank_0(ranks, find)
     step = -1 if directory is None else step_of(Path(directory))
-    nodes = gather_results(ranks, lambda: platform.node() if _newest_complete_step(root, below) > step else "")
-    if (node := next(filter(None, nodes), None)) is not None:
-        raise ResumeError(
-            f"{node} sees a newer checkpoint here than rank 0 does, which would train that again and replace it: every"
-            " node needs this directory, on a file system that all share",
-            root,
-        )
+    views = gather_results(ranks, lambda: (platform.node(), _newest_complete_step(root, below)))
+    for node, node_step in views:
+        if node_step > step:
+            seen = "no checkpoint" if step < 0 else f"only step {step}"
+            raise ResumeError(
+                f"{node} has checkpoint step {node_step}, but rank 0 sees {seen}: the nodes do not share the run"
+                " directory. Mount the same directory on all nodes",
+                root,
+            )
     return None if directory is None else Path(directory)
 
 

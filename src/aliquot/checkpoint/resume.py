@@ -58,7 +58,9 @@ def resume(
         try:
             return source, restore(source, store, spec, ranks, explain_mismatch)
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{error}; checkpoint.resume names it: take another one, or auto") from None
+            raise DamagedCheckpoint(
+                f"{error}; checkpoint.resume names it: choose another checkpoint, or auto"
+            ) from None
     restored = restore_newest(root, store, spec, ranks, replace_damaged, explain_mismatch)
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
@@ -131,7 +133,7 @@ def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: P
     changes = list(_differences({key: before[key] for key in common_keys}, {key: now[key] for key in common_keys}))
     if not changes:
         return None
-    message = f"the model's configuration is another: {_first_few(changes)}"
+    message = f"the model's configuration has changed: {_first_few(changes)}"
     if saved["transformers"] != model["transformers"]:
         return f"{message}; transformers was {saved['transformers']} and is {model['transformers']}"
     raise ResumeError(f"{message}. Set it back, or start anew under another run.name", directory)

@@ -101,7 +101,7 @@ class Draft:
         try:
             tidy(self._root, self.target, retention)
         except OSError as error:  # the checkpoint is saved all the same, and the next save tidies again
-            _log.warning("what earlier saves left could not be removed: %s", error)
+            _log.warning("leftovers of earlier saves could not be removed: %s", error)
 
     def abandon(self) -> None:
         """Remove the temporary directory. On rank 0, after the last write of any rank."""

@@ -61,8 +61,8 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
         if core is None or not (candidates or is_core(group)):
             yield from _unknown(manifest, known)
         violations_found, source = core or [], f"Kubernetes {KUBERNETES}"
-    for schema in violations_found:
-        yield finding(schema.rule, manifest, f"{schema.message} ({source})", schema.fix)
+    for violation in violations_found:
+        yield finding(violation.rule, manifest, f"{violation.message} ({source})", violation.fix)
 
 
 def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
