@@ -223,7 +223,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert good.returncode == any(finding["level"] == "problem" for finding in findings.values())
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(two_ranks, "run_two_ranks", lambda subject: {"trouble": "not tried"})
+    monkeypatch.setattr(two_ranks, "run_two_ranks", lambda subject: {"failure": "not tried"})
     arguments = ["doctor", "--run-directory", str(tmp_path), "--port", "29533", "--peers", "no-such-host.invalid"]
     bad = CliRunner().invoke(app, arguments)
     assert bad.exit_code == 1 and "Traceback" not in bad.stderr

@@ -1,4 +1,4 @@
-"""The CPU: instructions, the kernels that really run, cores, threads, NUMA."""
+"""Checks of the CPU: instructions, kernels, cores, threads, pinning and NUMA."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 def check_isa(subject: Subject) -> Finding:
-    """Which of the instructions that matter the CPU has."""
+    """Check the instructions for matrix products."""
     cpu, fp32 = subject.cpu, "set train.precision=fp32, or take a CPU with AVX-512 or AMX"
-    found = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
+    observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
     if cpu.isa and cpu.has_bf16_instructions:
-        return Finding("isa", "instructions", "ok", found, "bf16 products have instructions of their own")
+        return Finding("isa", "instructions", "ok", observed, "bf16 products have instructions of their own")
     if "avx512f" in cpu.isa or "avx2" in cpu.isa:
         meaning = "no bf16 instructions: bf16 products are converted to fp32 and are slower than fp32"
-        return Finding("isa", "instructions", "warning", found, meaning, fp32)
+        return Finding("isa", "instructions", "warning", observed, meaning, fp32)
     if platform.machine() == "aarch64":
         return Finding("isa", "instructions", "ok", cpu.model, "an ARM CPU: see `kernels` for what really runs")
-    return Finding("isa", "instructions", "problem", found, "torch has no fast kernels for this CPU", fp32)
+    return Finding("isa", "instructions", "problem", observed, "torch has no fast kernels for this CPU", fp32)
 
 
 def check_amx(subject: Subject) -> Finding:
-    """Whether the kernel lets this process use AMX's tiles, which a CPU flag alone does not say."""
+    """Check that the kernel permits AMX tiles, which the CPU flags do not say."""
     if "amx_bf16" not in subject.cpu.isa:
         return Finding("amx", "AMX permission", "ok", "no AMX on this CPU", "nothing to permit")
     refused = request_amx()
     if refused is None:
         meaning = "bf16 products run in AMX tiles, several times AVX-512"
         return Finding("amx", "AMX permission", "ok", "granted", meaning)
-    found = f"the CPU has AMX, the kernel refuses it: {refused}"
+    observed = f"the CPU has AMX, the kernel refuses it: {refused}"
     meaning = "oneDNN falls back to AVX-512, several times slower"
     fix = "Linux 5.16 or newer, and no sandbox (gVisor, old seccomp profiles) that hides arch_prctl"
-    return Finding("amx", "AMX permission", "problem", found, meaning, fix)
+    return Finding("amx", "AMX permission", "problem", observed, meaning, fix)
 
 
 def request_amx() -> str | None:
-    """Ask for AMX tile data as oneDNN does; None: granted, else the kernel's answer."""
+    """Request AMX tile data as oneDNN does. Return None if granted, otherwise the error of the kernel."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, ctypes.c_ulong(_XFEATURE_XTILEDATA)) == 0:
         return None
@@ -56,30 +56,30 @@ def request_amx() -> str | None:
 
 
 def check_kernels(subject: Subject) -> Finding:
-    """What oneDNN reports of a bf16 product, against what the CPU could do."""
+    """Compare the kernel that oneDNN reports for a bf16 product with the abilities of the CPU."""
     from aliquot.machine.matmul import matmul_kernel
 
     kernel, isa = matmul_kernel("bf16"), subject.cpu.isa
-    found = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
-    wanted = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
-    if wanted is None or wanted in kernel or "amx" in kernel:
-        meaning = "products run on the best kernel that this CPU has" if wanted else "products run on what there is"
-        return Finding("kernels", "matmul kernels", "ok", found, meaning)
+    observed = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
+    best = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
+    if best is None or best in kernel or "amx" in kernel:
+        meaning = "products run on the best kernel that this CPU has" if best else "products run on what there is"
+        return Finding("kernels", "matmul kernels", "ok", observed, meaning)
     fix = "install the torch of `pip install torch`; see `amx` for its permission"
     if limit := subject.environ.get("ONEDNN_MAX_CPU_ISA"):
-        found, fix = f"{found} (ONEDNN_MAX_CPU_ISA={limit})", "unset ONEDNN_MAX_CPU_ISA"
-    return Finding("kernels", "matmul kernels", "warning", found, f"the CPU has {wanted}, and it is not used", fix)
+        observed, fix = f"{observed} (ONEDNN_MAX_CPU_ISA={limit})", "unset ONEDNN_MAX_CPU_ISA"
+    return Finding("kernels", "matmul kernels", "warning", observed, f"the CPU has {best}, and it is not used", fix)
 
 
 def check_cores(subject: Subject) -> Finding:
-    """Cores after affinity (taskset, a cpuset) and the control group's quota."""
+    """Check the cores that affinity (taskset, a cpuset) and the quota of the control group allow."""
     cpu = subject.cpu
     online = len(parse_cpu_list(read_text(subject.root / "sys/devices/system/cpu/online") or "")) or (
         os.cpu_count() or 1
     )
     allowed = sum(map(len, cpu.cores))
     quota = "no CPU quota" if cpu.quota is None else f"a quota of {cpu.quota:g} CPUs"
-    found = f"{len(cpu.cores)} physical cores, {allowed} of {online} logical CPUs allowed, {quota}"
+    observed = f"{len(cpu.cores)} physical cores, {allowed} of {online} logical CPUs allowed, {quota}"
     level: Level = "ok"
     meaning, fix = f"{cpu.usable_cores} threads can compute at once", ""
     if cpu.quota is not None and cpu.quota < 1:
@@ -91,63 +91,63 @@ def check_cores(subject: Subject) -> Finding:
     elif cpu.is_throttled and cpu.quota is not None:
         level, meaning = "warning", f"{meaning}, and ranks are not pinned: the cores are also other containers'"
         fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own"
-    return Finding("cores", "cores", level, found, meaning, fix)
+    return Finding("cores", "cores", level, observed, meaning, fix)
 
 
 def check_smt(subject: Subject) -> Finding:
-    """Whether two logical CPUs share a core."""
+    """Check whether logical CPUs share cores with somebody else."""
     cores = {sibling_cpus(cpu, subject.root) for cpu in subject.allowed}
     threads = max(len(core) for core in cores)
-    found = f"{threads} hardware thread{'s' if threads > 1 else ''} a core"
+    observed = f"{threads} hardware thread{'s' if threads > 1 else ''} a core"
     if threads == 1:
-        return Finding("smt", "SMT", "ok", found, "every logical CPU is a core of its own")
+        return Finding("smt", "SMT", "ok", observed, "every logical CPU is a core of its own")
     halves = sum(1 for core in cores if not core <= subject.allowed)
     if halves:
         meaning = f"{halves} of {len(cores)} cores are shared: the other half may be somebody else's, at half the speed"
         fix = "give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings"
-        return Finding("smt", "SMT", "warning", found, meaning, fix)
-    return Finding("smt", "SMT", "ok", found, "a matmul fills a core: ranks take one thread of each")
+        return Finding("smt", "SMT", "warning", observed, meaning, fix)
+    return Finding("smt", "SMT", "ok", observed, "a matmul fills a core: ranks take one thread of each")
 
 
 def check_numa(subject: Subject) -> Finding:
-    """NUMA nodes, and whether memory can be kept on one."""
+    """Check the NUMA nodes, and whether a process may prefer memory of one."""
     nodes = sorted(set(numa_nodes(subject.root).get(cpu, 0) for cpu in subject.allowed))
     if len(nodes) == 1:
         return Finding("numa", "NUMA", "ok", "one NUMA node", "all memory is equally near")
-    found = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
+    observed = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
     meaning = "a rank stays on one node, with one copy of the weights on each; ranks: auto starts at least one a node"
     if has_memory_policy():
-        found += ", a memory policy is set (numactl?)"
-        return Finding("numa", "NUMA", "ok", found, "it stands: ranks do not choose where their memory lies")
+        observed += ", a memory policy is set (numactl?)"
+        return Finding("numa", "NUMA", "ok", observed, "it stands: ranks do not choose where their memory lies")
     if not set_preferred_node(nodes[0]):
         fix = "allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)"
         meaning = "memory is near only as long as a node has any: the kernel does not let a process keep to one"
-        return Finding("numa", "NUMA", "warning", found, meaning, fix)
+        return Finding("numa", "NUMA", "warning", observed, meaning, fix)
     set_preferred_node(None)
-    return Finding("numa", "NUMA", "ok", found, meaning)
+    return Finding("numa", "NUMA", "ok", observed, meaning)
 
 
 def check_threads(subject: Subject) -> Finding:
-    """Threads of a rank by the environment, against the cores."""
+    """Compare the threads of all ranks with the cores."""
     cpu = subject.cpu
     ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:
         threads, source = threads_per_rank(LaunchSection(), subject.environ, cpu, ranks)
     except UserError as error:
         return Finding("threads", "threads", "problem", str(error), "no run starts", "correct or unset it")
-    found = f"{ranks} x {threads} threads for {cpu.usable_cores} cores, from {source}"
+    observed = f"{ranks} x {threads} threads for {cpu.usable_cores} cores, from {source}"
     used, fix = ranks * threads, f"unset {source}: threads are chosen to fill the cores"
     if source.endswith("_THREADS") and threads < cpu.usable_cores and (threads == 1 or used < cpu.usable_cores):
         meaning = f"{source}={threads}: a rank computes on {threads} of {cpu.usable_cores} cores, however few ranks"
-        return Finding("threads", "threads", "warning", found, meaning, fix)
+        return Finding("threads", "threads", "warning", observed, meaning, fix)
     if used > cpu.usable_cores:
         meaning = "threads take turns on a core, and wait for each other at the end of every operation"
-        return Finding("threads", "threads", "warning", found, meaning, fix)
-    return Finding("threads", "threads", "ok", found, "what `launch.ranks: auto` starts where there is work for all")
+        return Finding("threads", "threads", "warning", observed, meaning, fix)
+    return Finding("threads", "threads", "ok", observed, "what `launch.ranks: auto` starts where there is work for all")
 
 
 def check_pinning(subject: Subject) -> Finding:
-    """Whether ranks can have cores of their own."""
+    """Check whether ranks can be pinned to cores of their own."""
     cpu = subject.cpu
     ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:
@@ -159,8 +159,11 @@ def check_pinning(subject: Subject) -> Finding:
     if ranks == 1:
         return Finding("pinning", "pinning", "ok", "one rank: no fence needed", "it may use every core")
     if not sets[0]:
-        found, meaning = "not possible under a CPU quota", "ranks may meet on a core: a few percent, and uneven steps"
+        observed, meaning = (
+            "not possible under a CPU quota",
+            "ranks may meet on a core: a few percent, and uneven steps",
+        )
         fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager"
-        return Finding("pinning", "pinning", "warning", found, meaning, fix)
-    found = " | ".join(format_cpu_list(own) for own in sets)
-    return Finding("pinning", "pinning", "ok", f"cores {found}", "each rank keeps its cores and their caches")
+        return Finding("pinning", "pinning", "warning", observed, meaning, fix)
+    observed = " | ".join(format_cpu_list(cpus) for cpus in sets)
+    return Finding("pinning", "pinning", "ok", f"cores {observed}", "each rank keeps its cores and their caches")

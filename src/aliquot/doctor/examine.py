@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are shown."""
+"""All checks of a machine, in the order in which they are shown."""
 
 from __future__ import annotations
 
@@ -38,12 +38,16 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """A finding of each check, as it comes; the two that start ranks last. Raises UserError before the first."""
-    network_checks.peers(subject)
+    """Yield the finding of every check; the checks that start two ranks come last.
+
+    Raises:
+        UsageError: before the first check, if --peers has an invalid address.
+    """
+    network_checks.parse_peers(subject)
     for check in CHECKS:
         yield check(subject)
     from aliquot.doctor import two_ranks  # imports torch, which takes seconds
 
-    told = two_ranks.run_two_ranks(subject)
-    yield two_ranks.judge_self_test(told)
-    yield two_ranks.judge_matmul(told, subject)
+    report = two_ranks.run_two_ranks(subject)
+    yield two_ranks.judge_self_test(report)
+    yield two_ranks.judge_matmul(report, subject)

@@ -1,4 +1,4 @@
-"""What a check looks at, and what it says."""
+"""The subject and the result of a check of a machine."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's answer. `id` is stable: docs/troubleshooting explains it."""
+    """The result of one check. docs/troubleshooting.md explains every `id`, which is stable."""
 
     id: str
     title: str
     level: Level
-    found: str  # what is so
-    meaning: str  # for training
-    fix: str = ""  # empty where there is nothing to do
+    found: str  # the observed state
+    meaning: str  # the consequence for training
+    fix: str = ""  # empty if nothing is to be done
 
     def text(self) -> str:
-        """As a person reads it: what is so, what it means, what to do."""
+        """Return the finding as lines for a person: state, consequence, fix."""
         lines = [f"{self.level:<8} {self.id}: {self.found}", f"{'':<9}{self.meaning}"]
         return "\n".join([*lines, f"{'':<9}fix: {self.fix}"] if self.fix else lines)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A machine, as one process may use it. Files are read under `root`; all that is no file is this machine's own."""
+    """A machine, as this process may use it. Files are read under `root`, everything else from this machine."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     allowed: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     run_directory: Path = Path("runs")
-    peers: tuple[str, ...] = ()  # HOST or HOST:PORT of other nodes
+    peers: tuple[str, ...] = ()  # other nodes, as HOST or HOST:PORT
     port: int = 29500
 
     @cached_property

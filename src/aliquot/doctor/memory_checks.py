@@ -1,4 +1,4 @@
-"""Memory and limits: what the container may have, huge pages, the allocator, /dev/shm, descriptors, locked memory."""
+"""Checks of memory and limits: the container, huge pages, the allocator, /dev/shm, descriptors, locked memory."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _SHM_BYTES = 1 << 30
 
 
 def check_memory(subject: Subject) -> Finding:
-    """The limit that ends the process, and what is left of it."""
+    """Check the memory limit of this process, and the free memory below it."""
     limit, left = memory_limit(subject.root), _available(subject)
-    by = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
-    found = f"{_gib(limit)} by {by}, {_gib(left)} of it free"
+    source = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
+    observed = f"{_gib(limit)} by {source}, {_gib(left)} of it free"
     fix = "raise the container's memory limit, or end what holds memory"
     if left < _LEAST_BYTES:
         meaning = "too little for one rank: Python, torch and a small model take about 2 GiB"
-        return Finding("memory", "memory", "problem", found, meaning, fix)
+        return Finding("memory", "memory", "problem", observed, meaning, fix)
     if left < _GOOD_BYTES:
-        return Finding("memory", "memory", "warning", found, "enough for small models with few ranks only", fix)
-    return Finding("memory", "memory", "ok", found, "16 bytes a parameter over all ranks, and activations, must fit")
+        return Finding("memory", "memory", "warning", observed, "enough for small models with few ranks only", fix)
+    return Finding("memory", "memory", "ok", observed, "16 bytes a parameter over all ranks, and activations, must fit")
 
 
 def _available(subject: Subject) -> int:
-    """Bytes that can still be taken: of RAM, and of each control group's limit."""
+    """Return the bytes that can still be allocated, within RAM and the limit of every control group."""
     free = [_meminfo(subject, "MemAvailable")]
     for group in control_groups("memory", subject.root):
         for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, use = (read_text(group / name) for name in names)
             if limit not in (None, "max") and use is not None:
-                # What the page cache holds is given back when it is needed.
+                # The kernel reclaims the page cache when memory is needed.
                 cache = re.search(
                     r"^(?:total_)?inactive_file (\d+)", read_text(group / "memory.stat") or "", re.MULTILINE
                 )
@@ -45,24 +45,24 @@ def _available(subject: Subject) -> int:
 
 
 def _meminfo(subject: Subject, name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", read_text(subject.root / "proc/meminfo") or "", re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(rf"^{name}:\s+(\d+) kB", read_text(subject.root / "proc/meminfo") or "", re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def check_huge_pages(subject: Subject) -> Finding:
-    """Transparent huge pages, which spare page faults where tensors are fresh."""
+    """Check transparent huge pages, which save page faults for new tensors."""
     text = read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled")
     setting = re.search(r"\[(\w+)\]", text or "")
-    found = setting[1] if setting else "not told by this kernel"
-    if found == "never":
+    observed = setting[1] if setting else "not told by this kernel"
+    if observed == "never":
         fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node"
         meaning = "large tensors are faulted in 4 KiB at a time: the first steps are slower, the others hardly"
-        return Finding("huge-pages", "transparent huge pages", "warning", found, meaning, fix)
-    return Finding("huge-pages", "transparent huge pages", "ok", found, "at most a few percent of a step either way")
+        return Finding("huge-pages", "transparent huge pages", "warning", observed, meaning, fix)
+    return Finding("huge-pages", "transparent huge pages", "ok", observed, "at most a few percent of a step either way")
 
 
 def check_allocator(subject: Subject) -> Finding:
-    """Whether an allocator that keeps freed memory is installed."""
+    """Check that an allocator that keeps freed memory is installed."""
     environ = allocator_environment(
         {name: value for name, value in subject.environ.items() if name != ALLOCATOR_VARIABLE}, subject.root
     )
@@ -72,57 +72,57 @@ def check_allocator(subject: Subject) -> Finding:
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )
     if subject.environ.get(ALLOCATOR_VARIABLE) == "none":
-        found = f"{ALLOCATOR_VARIABLE}=none: left alone"
-        return Finding("allocator", "allocator", "warning", found, meaning, f"unset {ALLOCATOR_VARIABLE}")
+        observed = f"{ALLOCATOR_VARIABLE}=none: left alone"
+        return Finding("allocator", "allocator", "warning", observed, meaning, f"unset {ALLOCATOR_VARIABLE}")
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
         return Finding("allocator", "allocator", "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix)
-    found = f"ranks start with {preloaded}"
-    return Finding("allocator", "allocator", "ok", found, "freed memory is kept for the next step")
+    observed = f"ranks start with {preloaded}"
+    return Finding("allocator", "allocator", "ok", observed, "freed memory is kept for the next step")
 
 
 def check_shm(subject: Subject) -> Finding:
-    """/dev/shm, which in a pod is 64 MiB unless somebody mounted more."""
-    place = subject.root / "dev/shm"
+    """Check /dev/shm, which has 64 MiB in a pod unless more is mounted."""
+    directory = subject.root / "dev/shm"
     needs = "aliquot's own ranks use anonymous shared memory and need none; DeepSpeed's and NCCL's do"
     fix = "mount an emptyDir with medium: Memory at /dev/shm (it counts against the memory limit); docker: --shm-size"
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
         return Finding("shm", "/dev/shm", "warning", "missing or not writable", needs, fix)
-    stat = os.statvfs(place)
+    stat = os.statvfs(directory)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    found = f"{_gib(total)}, {_gib(free)} free"
+    observed = f"{_gib(total)}, {_gib(free)} free"
     if free < _SHM_BYTES:
-        return Finding("shm", "/dev/shm", "warning", found, needs, fix)
-    return Finding("shm", "/dev/shm", "ok", found, "enough for DeepSpeed and NCCL; aliquot's own ranks need none")
+        return Finding("shm", "/dev/shm", "warning", observed, needs, fix)
+    return Finding("shm", "/dev/shm", "ok", observed, "enough for DeepSpeed and NCCL; aliquot's own ranks need none")
 
 
 def check_open_files(subject: Subject) -> Finding:
-    """File descriptors: sockets to every rank, checkpoint files, shared memory."""
+    """Check the limit of file descriptors, for sockets to every rank, checkpoint files and shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found, fix = f"{soft} open files (up to {hard})", "ulimit -n 65536; in a service: LimitNOFILE=65536"
+    observed, fix = f"{soft} open files (up to {hard})", "ulimit -n 65536; in a service: LimitNOFILE=65536"
     if soft < 256:
         meaning = (
             "a rank holds a socket to every other and a file a checkpoint shard: it fails while it starts or saves"
         )
-        return Finding("open-files", "open files", "problem", found, meaning, fix)
+        return Finding("open-files", "open files", "problem", observed, meaning, fix)
     if soft < 1024:
         meaning = "enough for one machine; every rank of other nodes and every shard of a checkpoint takes more"
-        return Finding("open-files", "open files", "warning", found, meaning, fix)
-    return Finding("open-files", "open files", "ok", found, "enough for sockets and checkpoint files")
+        return Finding("open-files", "open files", "warning", observed, meaning, fix)
+    return Finding("open-files", "open files", "ok", observed, "enough for sockets and checkpoint files")
 
 
 def check_locked_memory(subject: Subject) -> Finding:
-    """Memory that may be locked, which network cards with RDMA need."""
+    """Check the limit of locked memory, which network cards with RDMA need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
-    found = "unlimited" if unlimited else f"{soft / 2**20:g} MiB"
+    observed = "unlimited" if unlimited else f"{soft / 2**20:g} MiB"
     rdma = any((subject.root / "sys/class/infiniband").glob("*"))
     if rdma and not unlimited:
         meaning, fix = (
             "EFA and InfiniBand register memory and fail without",
             "ulimit -l unlimited; LimitMEMLOCK=infinity",
         )
-        return Finding("locked-memory", "locked memory", "problem", found, meaning, fix)
-    return Finding("locked-memory", "locked memory", "ok", found, "used by RDMA" if rdma else "only RDMA needs any")
+        return Finding("locked-memory", "locked memory", "problem", observed, meaning, fix)
+    return Finding("locked-memory", "locked memory", "ok", observed, "used by RDMA" if rdma else "only RDMA needs any")
 
 
 def _gib(size_bytes: int) -> str:

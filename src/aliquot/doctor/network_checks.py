@@ -1,4 +1,4 @@
-"""The network: where gloo listens, names, ports, other nodes, EFA, NCCL."""
+"""Checks of the network: interface, host name, port, other nodes, EFA and NCCL."""
 
 from __future__ import annotations
 
@@ -19,45 +19,47 @@ _PEER = re.compile(r"(?:\[(?P<address>[^][]+)]|(?P<name>[^][:]+))(?::(?P<port>[0
 
 
 def check_interface(subject: Subject) -> Finding:
-    """Interfaces that are up, and what GLOO_SOCKET_IFNAME makes of them."""
+    """Check the interfaces that are up, and the choice of GLOO_SOCKET_IFNAME."""
     status = psutil.net_if_stats()
     up = [name for name in sorted(status) if status[name].isup and address_of(name) != "no address"]
-    found = ", ".join(f"{name} {address_of(name)}" for name in up) or "none is up"
+    observed = ", ".join(f"{name} {address_of(name)}" for name in up) or "none is up"
     outside = [name for name in up if not address_of(name).startswith("127.")]
-    told = subject.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if told and told not in up:
-        meaning, fix = f"GLOO_SOCKET_IFNAME is {told}, which is not up: no rank can be joined", "unset or correct it"
-        return Finding("interface", "network interface", "problem", found, meaning, fix)
-    if told == "lo" and outside:
+    chosen = subject.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if chosen and chosen not in up:
+        meaning, fix = f"GLOO_SOCKET_IFNAME is {chosen}, which is not up: no rank can be joined", "unset or correct it"
+        return Finding("interface", "network interface", "problem", observed, meaning, fix)
+    if chosen == "lo" and outside:
         meaning = "GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one"
-        return Finding("interface", "network interface", "warning", found, meaning, "unset it for several nodes")
+        return Finding("interface", "network interface", "warning", observed, meaning, "unset it for several nodes")
     if not outside:
         meaning, fix = "one machine only: there is no way to another", "bring an interface up for several nodes"
-        return Finding("interface", "network interface", "warning", found, meaning, fix)
-    meaning = f"GLOO_SOCKET_IFNAME says {told}" if told else "with several nodes the one that leads to node 0 is taken"
-    return Finding("interface", "network interface", "ok", found, meaning)
+        return Finding("interface", "network interface", "warning", observed, meaning, fix)
+    meaning = (
+        f"GLOO_SOCKET_IFNAME says {chosen}" if chosen else "with several nodes the one that leads to node 0 is taken"
+    )
+    return Finding("interface", "network interface", "ok", observed, meaning)
 
 
 def check_names(subject: Subject) -> Finding:
-    """What this host's own name resolves to: gloo without an interface, and other tools, go by it."""
+    """Check the address of the host's own name, which other tools use, and gloo without an interface."""
     name, fix = socket.gethostname(), "an entry in /etc/hosts or DNS with the address that other nodes use"
     try:
         address = socket.gethostbyname(name)
-    except (OSError, UnicodeError):  # the latter of more than 63 characters without a dot
+    except (OSError, UnicodeError):  # UnicodeError: more than 63 characters without a dot
         meaning = "aliquot does without; torchrun without --master-addr, DeepSpeed and NCCL may not"
         return Finding("names", "own name", "warning", f"{name} does not resolve", meaning, fix)
-    found = f"{name} is {address}"
+    observed = f"{name} is {address}"
     if address.startswith("127."):
         meaning = "aliquot chooses the interface itself; gloo elsewhere would listen where no other node can reach it"
-        return Finding("names", "own name", "warning", found, meaning, fix)
+        return Finding("names", "own name", "warning", observed, meaning, fix)
     if interface_towards(address) is None:
         meaning = "the name leads to another machine: gloo elsewhere would not find its own address"
-        return Finding("names", "own name", "warning", found, meaning, fix)
-    return Finding("names", "own name", "ok", found, "other programs find this machine, too")
+        return Finding("names", "own name", "warning", observed, meaning, fix)
+    return Finding("names", "own name", "ok", observed, "other programs find this machine, too")
 
 
 def check_port(subject: Subject) -> Finding:
-    """Whether the port where nodes meet is free here."""
+    """Check that the port of the rendezvous is free on this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,15 +72,16 @@ def check_port(subject: Subject) -> Finding:
 
 
 def check_peers(subject: Subject) -> Finding:
-    """Whether each of `peers` answers. One that refuses the connection is reached: only nobody listens there yet.
+    """Check that the other nodes answer. A refused connection counts as an answer: nobody listens there yet.
 
-    Raises UserError as `peers` does.
+    Raises:
+        UsageError: an address is invalid.
     """
     if not subject.peers:
         meaning = "name them by --peers HOST,HOST to try the way there"
         return Finding("peers", "other nodes", "ok", "none given", meaning)
     bad, good = [], []
-    for host, port in peers(subject):
+    for host, port in parse_peers(subject):
         try:
             with suppress(ConnectionRefusedError):
                 socket.create_connection((host, port), timeout=_CONNECT_S).close()
@@ -87,29 +90,31 @@ def check_peers(subject: Subject) -> Finding:
             bad.append(f"{host} does not resolve")
         except OSError as error:
             bad.append(f"{host}: {'no answer' if isinstance(error, TimeoutError) else error.strerror}")
-    found = "; ".join([*bad, *(f"reached {name}" for name in good)])
+    observed = "; ".join([*bad, *(f"reached {name}" for name in good)])
     if bad:
         fix = "DNS or /etc/hosts; a security group that allows all traffic from itself; the same subnet or a route"
-        return Finding("peers", "other nodes", "problem", found, "nodes that do not reach each other cannot train", fix)
-    return Finding("peers", "other nodes", "ok", found, "the way to every other node is open")
+        return Finding(
+            "peers", "other nodes", "problem", observed, "nodes that do not reach each other cannot train", fix
+        )
+    return Finding("peers", "other nodes", "ok", observed, "the way to every other node is open")
 
 
-def peers(subject: Subject) -> list[tuple[str, int]]:
-    """Host and port of each. Raises UserError for one that is no address."""
+def parse_peers(subject: Subject) -> list[tuple[str, int]]:
+    """Return host and port of every peer. Raises UsageError for an invalid address."""
     return [_host_and_port(peer, subject.port) for peer in subject.peers]
 
 
 def _host_and_port(peer: str, port: int) -> tuple[str, int]:
-    """Of HOST, HOST:PORT, [IPv6] or [IPv6]:PORT; `port` where it names none."""
+    """Parse HOST, HOST:PORT, [IPv6] or [IPv6]:PORT; `port` is the default."""
     parts = _PEER.fullmatch(peer.strip())
-    found = int(parts["port"] or port) if parts is not None else 0
-    if parts is None or not 0 < found < 1 << 16:
+    number = int(parts["port"] or port) if parts is not None else 0
+    if parts is None or not 0 < number < 1 << 16:
         raise UsageError(f"--peers: {peer!r} is none of HOST, HOST:PORT and [IPv6]:PORT with a port from 1 to 65535")
-    return parts["address"] or parts["name"], found
+    return parts["address"] or parts["name"], number
 
 
 def check_efa(subject: Subject) -> Finding:
-    """EFA devices of the machine, and whether this container was given them."""
+    """Check that the container can use the EFA devices of the machine."""
     root = subject.root
     devices = [
         device.name
@@ -118,16 +123,16 @@ def check_efa(subject: Subject) -> Finding:
     ]
     if not devices:
         return Finding("efa", "EFA", "ok", "no EFA device", "ranks of several nodes talk through TCP")
-    found = f"{len(devices)} EFA device{'s' if len(devices) > 1 else ''} ({', '.join(devices)})"
+    observed = f"{len(devices)} EFA device{'s' if len(devices) > 1 else ''} ({', '.join(devices)})"
     if not any((root / "dev/infiniband").glob("uverbs*")):
         meaning = "the container was not given them: NCCL falls back to TCP"
-        return Finding("efa", "EFA", "warning", found, meaning, "request vpc.amazonaws.com/efa in the pod")
+        return Finding("efa", "EFA", "warning", observed, meaning, "request vpc.amazonaws.com/efa in the pod")
     meaning = "NCCL can use them through aws-ofi-nccl; gloo, on CPU, uses TCP all the same"
-    return Finding("efa", "EFA", "ok", found, meaning)
+    return Finding("efa", "EFA", "ok", observed, meaning)
 
 
 def check_nccl(subject: Subject) -> Finding:
-    """GPUs that the machine has, that torch sees, and NCCL."""
+    """Compare the GPUs of the machine with those that torch sees, and report NCCL."""
     import torch
 
     devices = sorted((subject.root / "dev").glob("nvidia[0-9]*"))
@@ -135,8 +140,8 @@ def check_nccl(subject: Subject) -> Finding:
     if not devices and not seen:
         return Finding("nccl", "GPUs and NCCL", "ok", "no GPU", "training is on the CPU")
     if seen < len(devices):
-        found = f"{len(devices)} GPUs, torch {torch.__version__} sees {seen}"
+        observed = f"{len(devices)} GPUs, torch {torch.__version__} sees {seen}"
         fix = "a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES"
-        return Finding("nccl", "GPUs and NCCL", "problem", found, "GPUs stay unused", fix)
+        return Finding("nccl", "GPUs and NCCL", "problem", observed, "GPUs stay unused", fix)
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return Finding("nccl", "GPUs and NCCL", "ok", f"{seen} GPUs, NCCL {version}", "one rank a GPU, connected by NCCL")

@@ -18,7 +18,7 @@ from aliquot.doctor.finding import Finding, Level, Subject
 _COMPILERS = ("g++", "clang++", "c++")
 _DEEPSPEED_TIMEOUT_S = 180
 
-# What is known to go wrong: package, first version without it, how bad it is, what happens, what to do.
+# Known problems: package, first version without the problem, level, consequence, version to install.
 _TRAPS: tuple[tuple[str, tuple[int, int], Level, str, str], ...] = (
     ("torch", (2, 9), "problem", "FSDP2 on gloo sums where it should average (pytorch#162338)", "torch 2.13"),
     ("torch", (2, 13), "warning", "aliquot is tested with torch 2.13", "torch 2.13"),
@@ -30,57 +30,57 @@ _GONE = {
 
 
 def check_compiler(subject: Subject) -> Finding:
-    """A C++ compiler that really compiles, with OpenMP, as torch.compile and DeepSpeed's operators need it."""
+    """Check that the C++ compiler compiles with OpenMP, for torch.compile and DeepSpeed's operators."""
     name = compiler(subject.environ)
     meaning = "train.compile: layers and DeepSpeed's CPU Adam cannot be built; nothing else needs one"
     fix = "apt-get install g++, or dnf install gcc-c++"
     if name is None:
         return Finding("compiler", "C++ compiler", "warning", "none", meaning, fix)
-    trouble = _compile(name, "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n", "-fopenmp")
-    if trouble is not None:
-        return Finding("compiler", "C++ compiler", "warning", f"{name} fails: {trouble}", meaning, fix)
+    failure = _compile(name, "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n", "-fopenmp")
+    if failure is not None:
+        return Finding("compiler", "C++ compiler", "warning", f"{name} fails: {failure}", meaning, fix)
     return Finding("compiler", "C++ compiler", "ok", name, "train.compile: layers fuses what lies between products")
 
 
 def check_python_headers(subject: Subject) -> Finding:
-    """Python.h, which Inductor and DeepSpeed compile against."""
+    """Check for Python.h, which Inductor and DeepSpeed compile against."""
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
         fix = "apt-get install python3-dev, or dnf install python3-devel"
         meaning = "train.compile: layers and DeepSpeed's operators cannot be built"
         return Finding("python-headers", "Python headers", "warning", f"no Python.h in {include}", meaning, fix)
     name = compiler(subject.environ)
-    trouble = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
-    if trouble:
+    failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
+    if failure:
         meaning, fix = "Inductor cannot build its wrappers", "headers of just this Python version"
-        return Finding("python-headers", "Python headers", "warning", f"Python.h: {trouble}", meaning, fix)
+        return Finding("python-headers", "Python headers", "warning", f"Python.h: {failure}", meaning, fix)
     return Finding("python-headers", "Python headers", "ok", include, "Inductor can build its wrappers")
 
 
 def check_versions(subject: Subject) -> Finding:
-    """Versions with known traps."""
+    """Check the installed versions for known problems."""
     return judge_versions(installed("torch", "transformers", *_GONE))
 
 
 def judge_versions(versions: Mapping[str, str]) -> Finding:
-    """The finding for these versions by package; those that are not installed are left out."""
+    """Judge versions by package, without packages that are not installed."""
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
-    found = f"Python {sys.version.split()[0]}, {shown}"
-    for package, fixed, level, meaning, wanted in _TRAPS:
+    observed = f"Python {sys.version.split()[0]}, {shown}"
+    for package, fixed, level, meaning, version_to_install in _TRAPS:
         if package in versions and _numbers(versions[package]) < fixed:
-            return Finding("versions", "versions", level, found, meaning, f"install {wanted}")
+            return Finding("versions", "versions", level, observed, meaning, f"install {version_to_install}")
     for package, meaning in _GONE.items():
         if package in versions:
-            return Finding("versions", "versions", "warning", found, meaning, f"pip uninstall {package}")
-    return Finding("versions", "versions", "ok", found, "no known trap")
+            return Finding("versions", "versions", "warning", observed, meaning, f"pip uninstall {package}")
+    return Finding("versions", "versions", "ok", observed, "no known trap")
 
 
 def check_deepspeed(subject: Subject) -> Finding:
-    """Whether transformers and DeepSpeed, if it is there, can be used together: another process imports them."""
+    """Check in another process that transformers and DeepSpeed, if installed, can be imported together."""
     versions = installed("transformers", "deepspeed")
     if "deepspeed" not in versions:
         return Finding("deepspeed", "DeepSpeed", "ok", "not installed", "only shard.engine: deepspeed needs it")
-    found = ", ".join(f"{name} {number}" for name, number in versions.items())
+    observed = ", ".join(f"{name} {number}" for name, number in versions.items())
     program = (
         "import deepspeed\n"
         "from transformers.integrations import HfDeepSpeedConfig\n"
@@ -94,28 +94,28 @@ def check_deepspeed(subject: Subject) -> Finding:
         )
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        return Finding("deepspeed", "DeepSpeed", "warning", f"{found}: {last}", meaning, fix)
+        return Finding("deepspeed", "DeepSpeed", "warning", f"{observed}: {last}", meaning, fix)
     except subprocess.TimeoutExpired:
-        text = f"{found}: not imported within {_DEEPSPEED_TIMEOUT_S} s"
+        text = f"{observed}: not imported within {_DEEPSPEED_TIMEOUT_S} s"
         return Finding("deepspeed", "DeepSpeed", "warning", text, meaning, fix)
-    return Finding("deepspeed", "DeepSpeed", "ok", found, "ZeRO-3 with transformers' own loading can be imported")
+    return Finding("deepspeed", "DeepSpeed", "ok", observed, "ZeRO-3 with transformers' own loading can be imported")
 
 
 def compiler(environ: Mapping[str, str]) -> str | None:
-    """The C++ compiler that torch would take."""
+    """Return the C++ compiler that torch would use, or None."""
     names = (environ.get("CXX", ""), *_COMPILERS)
     return next((name for name in names if name and shutil.which(name, path=environ.get("PATH"))), None)
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """Versions of those that are installed."""
-    found = {}
+    """Return the versions of the installed packages among `packages`."""
+    versions = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _compile(name: str, program: str, *flags: str) -> str | None:
-    """The line that says what the compiler complains of; None: it compiled."""
+    """Compile a program. Return the first error line of the compiler, or None."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"
         source.write_text(program)
