@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aliquot.core.errors import ModelFilesError, UsageError
-from aliquot.models.generate import Chat, chat_ids, continuation, load
+from aliquot.models.generate import Chat, Sampling, chat_ids, continuation, load
 from tests import warm
 from tests.data.stores import byte_level
 from tests.runs import command
@@ -145,7 +145,7 @@ def test_a_continuation_ends_where_the_model_can_read_no_further(model: Path) ->
     found = load(model)
     for prefix, prompt in (((), ""), ((), " ".join(["word"] * 300))):
         with pytest.raises(UsageError, match=r"nothing to continue|can read 256"):
-            continuation(found.model.generate, found.tokenizer, prompt, prefix, 8, found.room)
+            continuation(found.model.generate, found.tokenizer, prompt, prefix, found.room, Sampling(8))
     made: list[int] = []
 
     def generate(ids: torch.Tensor, **options: object) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_a_continuation_ends_where_the_model_can_read_no_further(model: Path) ->
         return whole
 
     asked = found.tokenizer.encode("one two", add_special_tokens=False)
-    continuation(generate, found.tokenizer, "one two", (), 300, len(asked) + 3, temperature=1e-45)
+    continuation(generate, found.tokenizer, "one two", (), len(asked) + 3, Sampling(300, 1e-45))
     assert 0 < made[0] <= 3
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from aliquot.data.batches import Batches
+from aliquot.data.data_order import TrainStore
+from aliquot.data.layout import SequenceFormat
 from aliquot.data.token_store import TokenStore
 
 TEXT = "The quick brown fox jumps over the lazy dog.\nIt didn't stop; it's 12345 now:\n\n  def f(x):\n\treturn x\n"
@@ -77,3 +82,12 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     whole.normalizer = tokenizer.normalizer
     whole.add_special_tokens(["<unk>", "<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=whole, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def make_batches(
+    sources: Sequence[TrainStore], *, sequence_length: int, packing: bool, pad_id: int, **settings: Any
+) -> Batches:
+    format = SequenceFormat(
+        sequence_length, pad_id, packing, settings.pop("packs", True), settings.pop("fills_up", False)
+    )
+    return Batches(sources, format, **settings)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from aliquot.data.batches import Batches, Position, StepBatch
 from aliquot.data.data_order import TrainStore
 from aliquot.data.eval_batches import EvalBatches
+from aliquot.data.layout import SequenceFormat
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch
 from aliquot.nn.row_counts import filled_row, row_lengths
-from tests.data.stores import memory_store, numbered
+from tests.data.stores import make_batches, memory_store, numbered
 
 SIZES = [3, 17, 2, 9, 40, 5, 5, 8, 1, 12, 31, 4, 6, 2, 7]
 
@@ -25,7 +26,7 @@ SIZES = [3, 17, 2, 9, 40, 5, 5, 8, 1, 12, 31, 4, 6, 2, 7]
 def batches(store: TokenStore, **changes: object) -> Batches:
     settings = {"sequence_length": 16, "packing": True, "seed": 1, "global_batch_size": 5, "micro_batch_size": 2,
                 "pad_id": 0}  # fmt: skip
-    return Batches([TrainStore(store)], **{**settings, **changes})
+    return make_batches([TrainStore(store)], **{**settings, **changes})
 
 
 def in_order(shares: list[list[MicroBatch | None]]) -> list[MicroBatch]:
@@ -99,7 +100,7 @@ def test_labels_are_the_next_token_of_the_same_document_or_nothing(
                     real += stop - start
                 else:
                     assert packing, "nothing is padded"
-                    assert (micro.input_ids[start:stop] == made.pad_id).all()
+                    assert (micro.input_ids[start:stop] == made.format.pad_id).all()
                     assert (micro.labels[start:stop] == IGNORE).all()
         assert batch.tokens == real
     expected = [pair for document in documents for pair in pairwise(document)]
@@ -116,7 +117,7 @@ def test_micro_batches_that_are_not_packed_have_few_lengths(sizes: list[int], mi
     assert lengths <= possible and len(possible) == row_lengths(micro, 512)
     for each in found:
         assert each is not None
-        real = int((each.input_ids != made.pad_id).sum())
+        real = int((each.input_ids != made.format.pad_id).sum())
         assert each.edges[-1] < real + max(32, real / 8)
         assert all(b - a <= 64 for a, b in pairwise(each.edges) if a >= real)
 
@@ -203,7 +204,7 @@ def test_the_last_batch_of_the_last_epoch_is_smaller() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_evaluation_sees_every_token_once_in_a_fixed_order(world_size: int) -> None:
     def shares(world_size: int) -> list[list[MicroBatch | None]]:
-        made = EvalBatches(numbered(SIZES), sequence_length=16, packing=True, micro_batch_size=2, pad_id=0)
+        made = EvalBatches(numbered(SIZES), SequenceFormat(16, 0, packed=True), 2)
         assert made.predicted == sum(size - 1 for size in SIZES)
         return [list(made.micro_batches(rank, world_size)) for rank in range(world_size)]
 
@@ -216,7 +217,7 @@ def test_evaluation_sees_every_token_once_in_a_fixed_order(world_size: int) -> N
 
 @pytest.mark.parametrize(("micro", "world_size"), [(2, 1), (2, 2), (3, 2), (2, 4), (100, 2)])
 def test_the_first_and_the_last_micro_batch_are_those_of_an_evaluation(micro: int, world_size: int) -> None:
-    made = EvalBatches(numbered(SIZES), sequence_length=16, packing=True, micro_batch_size=micro, pad_id=0)
+    made = EvalBatches(numbered(SIZES), SequenceFormat(16, 0, packed=True), micro)
     for rank in range(world_size):
         whole = list(made.micro_batches(rank, world_size))
         found = list(made.first_and_last(rank, world_size))

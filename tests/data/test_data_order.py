@@ -18,7 +18,7 @@ from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, StepBatch
 from aliquot.data.data_order import Mixture, Steps, TrainStore
 from aliquot.data.prepare import prepare
-from tests.data.stores import numbered
+from tests.data.stores import make_batches, numbered
 from tests.data.test_batches import facts, in_order
 
 SOURCES = st.lists(
@@ -67,7 +67,7 @@ def mixed(**changes: object) -> Batches:
     ]  # fmt: skip
     settings = {"sequence_length": 4, "packing": True, "seed": 1, "global_batch_size": 10, "micro_batch_size": 3,
                 "pad_id": 0}  # fmt: skip
-    return Batches(sources, **{**settings, **changes})
+    return make_batches(sources, **{**settings, **changes})
 
 
 def origins(batch: StepBatch) -> Counter[int]:
@@ -94,7 +94,9 @@ def test_a_mixture_does_not_depend_on_the_world_size(world_size: int) -> None:
 def test_ranks_have_as_much_of_a_mixture_as_the_plan_counts_on() -> None:
     """Of each of three sources a whole micro-batch and a rest: in the order of sources one rank has all whole ones."""
     sources = [TrainStore(numbered([4] * 33), name, 1.0) for name in "abc"]
-    made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=33, micro_batch_size=8, pad_id=0)
+    made = make_batches(
+        sources, sequence_length=4, packing=True, seed=1, global_batch_size=33, micro_batch_size=8, pad_id=0
+    )
     shares = [made.step_batch(0, rank, 2) for rank in range(2)]
     of_ranks = [sum(len(micro.input_ids) // 4 for micro in share.micro_batches if micro) for share in shares]
     assert of_ranks == [19, 14] and max(of_ranks) == BatchSize(33, 8).sequences(2, sources=3)
@@ -116,7 +118,9 @@ def test_a_source_repeats_shuffled_anew_or_ends_and_the_others_go_on() -> None:
 
 def test_without_weights_an_epoch_is_every_sequence_once() -> None:
     sources = [dataclasses.replace(source, weight=None, repeat=True) for source in mixed().sources]
-    made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=23, micro_batch_size=1, pad_id=0)
+    made = make_batches(
+        sources, sequence_length=4, packing=True, seed=1, global_batch_size=23, micro_batch_size=1, pad_id=0
+    )
     assert made.epoch_sequences == 46
     whole = sum((origins(made.step_batch(step, 0, 1)) for step in range(2)), Counter())
     assert whole == {0: 30, 1: 10, 2: 6}
@@ -124,7 +128,7 @@ def test_without_weights_an_epoch_is_every_sequence_once() -> None:
 
 def test_two_sources_of_the_same_data_are_shuffled_apart() -> None:
     store = numbered([4] * 30)
-    made = Batches(
+    made = make_batches(
         [TrainStore(store, "a"), TrainStore(store, "b")], sequence_length=4, packing=True, seed=1, global_batch_size=60,
         micro_batch_size=1, pad_id=0,
     )  # fmt: skip
@@ -138,17 +142,19 @@ def test_two_sources_of_the_same_data_are_shuffled_apart() -> None:
 
 def test_where_all_sources_end_the_run_ends() -> None:
     sources = [dataclasses.replace(source, repeat=False) for source in mixed().sources]
-    made = Batches(sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0)
+    made = make_batches(
+        sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0
+    )
     assert made.total_steps(None) == 5
     assert made.step_batch(4, 0, 1).sequences == 6
     with pytest.raises(UserError, match=r"all of data\.sources end after 5 steps, before train\.max_steps 6"):
         made.total_steps(6)
-    one_epoch = Batches(
+    one_epoch = make_batches(
         sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0, epochs=1
     )
     assert one_epoch.total_steps(None) == 5, "one epoch is all of them, whatever their weights"
     with pytest.raises(UserError, match="no source repeats"):
-        Batches(
+        make_batches(
             sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0,
             epochs=3,
         )  # fmt: skip
@@ -159,7 +165,7 @@ def test_what_the_order_depends_on_is_told() -> None:
     sources = mixed().sources
     heavier = [dataclasses.replace(sources[0], weight=0.7), *sources[1:]]
     settings = {"sequence_length": 4, "packing": True, "seed": 1, "global_batch_size": 10, "micro_batch_size": 3}
-    changed = Batches(heavier, **settings, pad_id=0).determinants()
+    changed = make_batches(heavier, **settings, pad_id=0).determinants()
     assert {key for key in found if found[key] != changed[key]} == {"data.sources, a: weight"}
 
 

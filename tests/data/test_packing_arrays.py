@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from aliquot.core.errors import UserError
 from aliquot.data.disk_arrays import NewArrays, ascending, held_arrays, kept_arrays, shuffle, stable_order
 from aliquot.data.packing import Packing
-from aliquot.data.packing_arrays import Pieces, fill_epoch, fill_packing
+from aliquot.data.packing_arrays import PackingArrays, Pieces, fill_epoch, fill_packing
 from aliquot.data.token_store import TokenStore
 from tests.data.stores import memory_store
 
@@ -49,7 +48,7 @@ def test_packing_and_epochs_are_what_the_formulas_say(
         ([partial(shuffle, seed=5, stream=2 * epoch + n) for n in range(2)], partial(formula_shuffle, 5, epoch)),
         ([ascending, ascending], lambda pieces, sequences: (np.arange(pieces), np.arange(sequences))),
     ):
-        filled = dict(held_arrays(lambda new, of=shuffles: fill_epoch(new, *arrays(packed), *of, at_once)))  # type: ignore[misc]
+        filled = dict(held_arrays(lambda new, of=shuffles: fill_epoch(new, arrays(packed), *of, at_once)))  # type: ignore[misc]
         assert_same(filled, formula_epoch(packed, *orders(len(packed["slots"]), len(packed["tokens"]))))
 
 
@@ -60,7 +59,7 @@ def test_many_pieces_in_files_at_the_real_size_of_a_part(tmp_path: Path) -> None
     packed = kept_arrays(tmp_path / "packed", lambda new: fill_packing(new, store, 64, True))
     assert_same(dict(packed), formula_packing(store, 64, True))
     shuffles = [partial(shuffle, seed=5, stream=n) for n in range(2)]
-    filled = kept_arrays(tmp_path / "epoch", lambda new: fill_epoch(new, *arrays(dict(packed)), *shuffles))  # type: ignore[misc]
+    filled = kept_arrays(tmp_path / "epoch", lambda new: fill_epoch(new, arrays(dict(packed)), *shuffles))  # type: ignore[misc]
     orders = formula_shuffle(5, 0, len(packed["slots"]), len(packed["tokens"]))
     assert_same(dict(filled), formula_epoch(dict(packed), *orders))
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "packed", "epoch"}
@@ -145,9 +144,9 @@ def test_an_index_that_was_made_before_is_read_as_it_is(tmp_path: Path, monkeypa
     ).sequence(0)
 
 
-def arrays(packed: Arrays) -> tuple[Any, ...]:
+def arrays(packed: Arrays) -> PackingArrays:
     pieces = Pieces(packed["start"], packed["length"], packed["predicted"])
-    return pieces, packed["slots"], packed["edges"], packed["tokens"]
+    return PackingArrays(pieces, packed["slots"], packed["edges"], packed["tokens"])
 
 
 def assert_same(found: Arrays, expected: Arrays) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models.added_rows import new_rows
-from aliquot.models.load import load_weights
+from aliquot.models.load import LoadOptions, load_weights
 from aliquot.tensor_io.bytemap import ByteMap
 from tests import runs
 from tests.tensor_io.world import FakeStore, Tensors, run_world
@@ -33,7 +33,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 def filled(directory: Path, ranks: Any) -> dict[str, list[tuple[int, list[float]]]]:
     store = FakeStore(MODEL, ranks.rank, ranks.world_size, zeros=True)
-    load_weights(store, directory, MODEL, {}, ranks, may_grow=["embed.weight", "head.bias"], seed=5)
+    load_weights(store, directory, MODEL, {}, ranks, LoadOptions(may_grow=["embed.weight", "head.bias"], seed=5))
     return {part.name: [(part.start, held.tolist())] for part, held in store.values.items() if part.kind == "weight"}
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models import meta
-from aliquot.models.export import export
-from aliquot.models.load import load_weights
+from aliquot.models.export import ExportOptions, export
+from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.published import published_of
 from aliquot.tensor_io.parts import Part
 from tests.architectures import small_config
@@ -57,14 +57,18 @@ def test_what_transformers_saves_is_loaded_and_exported_the_same(kind: str, tmp_
     store, published = Whole(built.tensors), published_of(built.model, built.tensors)
     if kind in MERGED:
         with pytest.raises(WeightsFileError, match="tensors do not fit the model"):
-            load_weights(store, tmp_path / "saved", built.tensors, built.tied, SingleRank(), published=published)
+            load_weights(
+                store, tmp_path / "saved", built.tensors, built.tied, SingleRank(), LoadOptions(published=published)
+            )
         return
-    load_weights(store, tmp_path / "saved", built.tensors, built.tied, SingleRank(), published=published)
+    load_weights(store, tmp_path / "saved", built.tensors, built.tied, SingleRank(), LoadOptions(published=published))
     expected = model.state_dict()
     for name, shape in built.tensors:
         assert torch.equal(store.values[name].view(shape), expected[name].float()), name
     config = {"config.json": (tmp_path / "saved" / "config.json").read_bytes()}
-    export(store, built.tensors, tmp_path / "out", torch.float32, config, SingleRank(), published=published)
+    export(
+        store, built.tensors, tmp_path / "out", torch.float32, config, SingleRank(), ExportOptions(published=published)
+    )
     names = [{built.tied.get(name, name) for name in stored_in(tmp_path / folder)} for folder in ("saved", "out")]
     assert names[0] == names[1]
     again, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)

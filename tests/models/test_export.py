@@ -15,7 +15,7 @@ from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models import meta
-from aliquot.models.export import export, export_checkpoint
+from aliquot.models.export import ExportOptions, export, export_checkpoint
 from aliquot.models.load import load_weights
 from aliquot.models.published import published_of
 from tests.engines import cases
@@ -30,7 +30,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 def export_small(out_dir: Path, ranks: Any, limit: int = 400) -> None:
     store = FakeStore(SMALL, ranks.rank, ranks.world_size)
-    export(store, SMALL, out_dir, torch.bfloat16, CONFIG, ranks, max_shard_bytes=limit)
+    export(store, SMALL, out_dir, torch.bfloat16, CONFIG, ranks, ExportOptions(max_shard_bytes=limit))
 
 
 def checkpoint(root: Path) -> Path:
@@ -41,7 +41,9 @@ def test_files_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
     for world in (1, 2, 3):
         assert run_world(world, lambda ranks, w=world: export_small(tmp_path / str(w), ranks)) == [None] * world
     assert digests(tmp_path / "1") == digests(tmp_path / "2") == digests(tmp_path / "3")
-    export_checkpoint(checkpoint(tmp_path), tmp_path / "offline", "bfloat16", max_shard_bytes=400)
+    export_checkpoint(
+        checkpoint(tmp_path), tmp_path / "offline", "bfloat16", options=ExportOptions(max_shard_bytes=400)
+    )
     assert digests(tmp_path / "1") == digests(tmp_path / "offline")
     assert len(list((tmp_path / "1").glob("*.safetensors"))) > 1
     assert json.loads((tmp_path / "1" / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
@@ -50,7 +52,7 @@ def test_files_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_checkpoint_exported_alone(tmp_path: Path, dtype: Any, verify: bool) -> None:
-    export_checkpoint(checkpoint(tmp_path), tmp_path / "out", dtype, verify)
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "out", dtype, options=ExportOptions(verify=verify))
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert set(loaded) == {name for name, _ in SMALL}
     for part in FakeStore(SMALL, kinds=["weight"]).parts():
@@ -72,7 +74,15 @@ def test_what_transformers_keeps_in_fp32_is_exported_as_fp32(tmp_path: Path, off
         )
     else:
         published = published_of(built.model, built.tensors)
-        export(store, built.tensors, out, torch.bfloat16, files, SingleRank(), published=published, exact=built.exact)
+        export(
+            store,
+            built.tensors,
+            out,
+            torch.bfloat16,
+            files,
+            SingleRank(),
+            ExportOptions(published=published, exact=built.exact),
+        )
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
     weights = {part.name: value_of(part) for part in store.parts() if part.kind == "weight"}
     assert len(built.exact) == 2
@@ -95,7 +105,7 @@ def test_transformers_reads_it(tmp_path: Path, tied: bool) -> None:
     def work(ranks: PipedRanks) -> None:
         store = FakeStore(tensors, ranks.rank, ranks.world_size, zeros=True)
         load_weights(store, tmp_path / "source", tensors, aliases, ranks)
-        export(store, tensors, tmp_path / "out", torch.float32, files, ranks, max_shard_bytes=8000)
+        export(store, tensors, tmp_path / "out", torch.float32, files, ranks, ExportOptions(max_shard_bytes=8000))
         save(tmp_path, 3, store, CheckpointSpec(tensors, files), {}, ranks, 1)
 
     assert run_world(2, work) == [None, None]
@@ -145,7 +155,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors: damaged"):
         export_checkpoint(directory, tmp_path / "out", "bfloat16")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-    export_checkpoint(directory, tmp_path / "out", "bfloat16", verify=False)
+    export_checkpoint(directory, tmp_path / "out", "bfloat16", options=ExportOptions(verify=False))
     (directory / "manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json"):
         export_checkpoint(directory, tmp_path / "other", "bfloat16")

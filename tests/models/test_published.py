@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.loaders.sharded import load_sharded
-from aliquot.models.export import export
-from aliquot.models.load import load_weights
+from aliquot.models.export import ExportOptions, export
+from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.published import Published, PublishedParts, published_of
 from aliquot.models.stored_weights import StoredNames
 from aliquot.tensor_io.parts import Part, row_ranges
@@ -106,10 +106,10 @@ def test_what_transformers_saves_is_loaded_and_exported_the_same(
 
     def work(ranks: RankGroup) -> int:
         store = Held({name: torch.zeros_like(w) for name, w in weights.items()}, ranks.rank, world, direct)
-        read_bytes = load_weights(store, folder, tensors, tied, ranks, published=published)
+        read_bytes = load_weights(store, folder, tensors, tied, ranks, LoadOptions(published=published))
         assert store.equals(weights)
         config = {"config.json": (folder / "config.json").read_bytes()}
-        export(store, tensors, tmp_path / "out", torch.float32, config, ranks, published=published)
+        export(store, tensors, tmp_path / "out", torch.float32, config, ranks, ExportOptions(published=published))
         return read_bytes
 
     # Each byte is read by one rank.
@@ -127,7 +127,9 @@ def test_the_layout_of_the_model_itself_is_loaded_too(saved: tuple[Any, Path], t
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     export(Held(weights, 0, 1), tensors, tmp_path / "out", torch.float32, {}, SingleRank())
     store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
-    load_weights(store, tmp_path / "out", tensors, {}, SingleRank(), published=published_of(model, tensors))
+    load_weights(
+        store, tmp_path / "out", tensors, {}, SingleRank(), LoadOptions(published=published_of(model, tensors))
+    )
     assert store.equals(weights)
 
 
@@ -156,11 +158,11 @@ def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
     options: dict[str, Any] = {"published": published_of(model, tensors), "tell": told.append}
-    load_weights(store, tmp_path, tensors, {}, SingleRank(), names=StoredNames.of_model(model), **options)
+    load_weights(store, tmp_path, tensors, {}, SingleRank(), LoadOptions(names=StoredNames.of_model(model), **options))
     assert store.equals(weights)
     assert told == [f"{tmp_path}: 2 tensors that transformers does not load are left out, {min(beside)} for one"]
     with pytest.raises(WeightsFileError, match=f"not of this model: .*{beside[0]}"):
-        load_weights(store, tmp_path, tensors, {}, SingleRank(), **options)
+        load_weights(store, tmp_path, tensors, {}, SingleRank(), LoadOptions(**options))
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
     loaded = load_sharded(empty, tmp_path)
@@ -178,7 +180,7 @@ def test_weights_that_are_tied_and_differ_are_refused(tmp_path: Path) -> None:
 
     def load(ranks: RankGroup) -> None:
         store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, ranks.rank, 2)
-        load_weights(store, tmp_path, tensors, tied, ranks, published=published_of(model, tensors))
+        load_weights(store, tmp_path, tensors, tied, ranks, LoadOptions(published=published_of(model, tensors)))
 
     save_file(stored, tmp_path / "model.safetensors")
     assert run_world(2, load) == [None, None]
@@ -198,7 +200,14 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     weights = weights_of(model)
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     with pytest.raises(WeightsFileError, match=r"missing: model\.layers\.0\.block_sparse_moe\.experts\.3\.w2\.weight"):
-        load_weights(Held(weights, 0, 1), tmp_path, tensors, {}, SingleRank(), published=published_of(model, tensors))
+        load_weights(
+            Held(weights, 0, 1),
+            tmp_path,
+            tensors,
+            {},
+            SingleRank(),
+            LoadOptions(published=published_of(model, tensors)),
+        )
 
 
 def test_models_that_are_stored_as_they_are_held() -> None:

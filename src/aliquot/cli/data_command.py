@@ -37,7 +37,7 @@ def show(
         from aliquot.data.data_order import TrainStore
         from aliquot.data.data_summary import day_line, examples, header, warnings
         from aliquot.data.eval_batches import EvalBatches
-        from aliquot.data.prepare import prepare
+        from aliquot.data.prepare import AddedTokens, prepare
         from aliquot.models.source import DESCRIPTION_FILES, resolve
         from aliquot.observe.console import Display
         from aliquot.observe.run_directory import RunDirectory
@@ -51,7 +51,7 @@ def show(
         learned = None if settings.adapter is None else settings.adapter.directory
         day = settings.data.chat_template_date or RunDirectory(settings.run.directory).day()
         section = settings.data.model_copy(update={"chat_template_date": day})
-        prepared = prepare(section, source.directory, rows, display.progress, beside, *added, learned)
+        prepared = prepare(section, source.directory, rows, display.progress, beside, AddedTokens(*added), learned)
         display.finish()
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs

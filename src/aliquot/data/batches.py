@@ -16,7 +16,7 @@ from aliquot.config.data_section import DataSection
 from aliquot.core.errors import DataError, ResumeError
 from aliquot.data.batch_size import BatchSize
 from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_seed
-from aliquot.data.layout import Group, Layout
+from aliquot.data.layout import Group, Layout, SequenceFormat
 from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
 from aliquot.data.workload import Workload
@@ -73,28 +73,19 @@ class Batches:
     def __init__(
         self,
         sources: Sequence[TrainStore],
+        format: SequenceFormat,
         *,
-        sequence_length: int,
-        packing: bool,
         seed: int,
         global_batch_size: int,
         micro_batch_size: int,
-        pad_id: int,
         epochs: float | None = None,
-        packs: bool = True,
-        fills_up: bool = False,
     ) -> None:
-        """`packs`: the model takes several documents in a call; else each is one. `fills_up`: see Layout."""
         self.sources = sources
-        self.packs = packs
-        self.fills_up = fills_up and packs and not packing
-        self.sequence_length = sequence_length
+        self.format = format
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
-        self.pad_id = pad_id
-        self.packed = packing
-        self.streams = [Stream(each, Packing.of(each.store, sequence_length, packing), seed) for each in sources]
+        self.streams = [Stream(each, Packing.of(each.store, format.length, format.packed), seed) for each in sources]
         own_tokens = [stream.epoch_tokens for stream in self.streams]
         means = [stream.sequence_tokens for stream in self.streams]
         self.mixture = Mixture.of_tokens(
@@ -130,15 +121,11 @@ class Batches:
         ]
         return cls(
             sources,
-            sequence_length=section.sequence_length,
-            packing=section.packing,
+            SequenceFormat(section.sequence_length, data.pad_id, section.packing, packs, fills_up),
             seed=seed,
             global_batch_size=size.total,
             micro_batch_size=size.micro,
-            pad_id=data.pad_id,
             epochs=epochs,
-            packs=packs,
-            fills_up=fills_up,
         )
 
     @property
@@ -152,8 +139,8 @@ class Batches:
         edges = []
         for source, index in samples:
             ends = np.cumsum([length for _, length in self.streams[source].sequence(index)]).tolist()
-            padded = self.packed and self.packs and ends[-1] < self.sequence_length
-            edges.append((0, *ends, *([self.sequence_length] if padded else [])))
+            padded = self.format.pads_sequences and ends[-1] < self.format.length
+            edges.append((0, *ends, *([self.format.length] if padded else [])))
         rates = np.array(self.mixture.rates, np.float64)
         means = [[float(each.epoch(0).tokens.mean()), float(each.epoch(0).predicted.mean())] for each in self.streams]
         tokens, predicted = (rates / rates.sum()) @ np.array(means)
@@ -164,15 +151,15 @@ class Batches:
             sequences=size,
             pieces=sum(len(stream.packing.pieces.start) for stream in self.streams),
             source="as the data are",
-            fills_up=self.sequence_length if self.fills_up else None,
+            fills_up=self.format.length if self.format.fills_rows else None,
         )
 
     def determinants(self) -> dict[str, str | int | float | None]:
         """All that the order of the data depends on: while these stay, a step's number says where in the data it is."""
         found: dict[str, str | int | float | None] = {
             "run.seed": self.seed,
-            "data.sequence_length": self.sequence_length,
-            "data.packing": self.packed,
+            "data.sequence_length": self.format.length,
+            "data.packing": self.format.packed,
             "train.global_batch_size": self.global_batch_size,
             "data.sources": ", ".join(self.names),
         }
@@ -220,7 +207,7 @@ class Batches:
         ranges = zip(self.streams, self.mixture.drawn(first), self.mixture.drawn(stop), strict=True)
         counts = [stream.counts(start, end) for stream, start, end in ranges]
         stores = [source.store for source in self.sources]
-        layout = Layout(stores, self.sequence_length, self.pad_id, self.packed, self.packs, self.fills_up)
+        layout = Layout(stores, self.format)
         groups = self._groups(first, places)
         own = layout.micro_batches(groups, rank, world_size, lambda source, at: self.streams[source].sequence(at))
         # What is dropped depends on what is trained on and nothing else: the same at any world size.

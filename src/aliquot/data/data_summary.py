@@ -21,19 +21,19 @@ _DOCUMENTS_AT_ONCE = 1 << 20
 
 
 def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatches]) -> list[str]:
-    packed = "packed" if batches.packed else "a document each"
+    packed = "packed" if batches.format.packed else "a document each"
     documents = sum(source.store.documents for source in batches.sources)
     tokens = sum(len(source.store.tokens) for source in batches.sources)
     told = [
         f"{documents:,} documents, {tokens:,} tokens; {total_steps} steps of {batches.global_batch_size} sequences of"
-        f" {batches.sequence_length}, {packed}"
+        f" {batches.format.length}, {packed}"
     ]
     for stream, share in zip(batches.streams, _shares(batches, total_steps), strict=True):
         name = stream.source.name or "data"
-        described = _described(stream.source.store, stream.packing, batches.sequence_length, share)
+        described = _described(stream.source.store, stream.packing, batches.format.length, share)
         told += [f"{name}: {text}" for text in described]
     for name, each in held_out.items():
-        described = _described(each.store, each.epoch.packing, batches.sequence_length, None)
+        described = _described(each.store, each.epoch.packing, batches.format.length, None)
         told += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
     steps = batches.epoch_sequences / batches.global_batch_size
     every = total_steps / steps
@@ -53,7 +53,7 @@ def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
     """`chosen`: the number of steps was written down."""
     if total_steps < FEW_STEPS and not chosen:
         smaller = "a smaller train.global_batch_size, " if batches.global_batch_size > 1 else ""
-        alone = ", or data.packing=false (a document is a sequence)" if batches.packed else ""
+        alone = ", or data.packing=false (a document is a sequence)" if batches.format.packed else ""
         yield (
             f"this run has only {total_steps} steps: {batches.epoch_sequences} sequences an epoch, and"
             f" {batches.global_batch_size} a step. More: {smaller}a shorter data.sequence_length, more"

@@ -7,7 +7,7 @@ from typing import Self
 
 from aliquot.config.data_section import DataSection
 from aliquot.data.batch_size import BatchSize
-from aliquot.data.layout import Group, Layout
+from aliquot.data.layout import Group, Layout, SequenceFormat
 from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
 from aliquot.data.token_store import TokenStore
@@ -17,25 +17,11 @@ from aliquot.models.micro_batch import MicroBatch
 class EvalBatches:
     """All sequences of a store once, in a fixed order. Raises UserError where there is none."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        sequence_length: int,
-        packing: bool,
-        micro_batch_size: int,
-        pad_id: int,
-        packs: bool = True,
-        fills_up: bool = False,
-    ) -> None:
+    def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
         self.store = store
-        self.packs = packs
-        self.fills_up = fills_up and packs and not packing
-        self.packed = packing
-        self.sequence_length = sequence_length
+        self.format = format
         self.micro_batch_size = micro_batch_size
-        self.pad_id = pad_id
-        self.epoch = Packing.of(store, sequence_length, packing).in_order()
+        self.epoch = Packing.of(store, format.length, format.packed).in_order()
         self.predicted = int(self.epoch.predicted.sum())  # over all ranks: what perplexity is taken over
 
     @classmethod
@@ -43,18 +29,8 @@ class EvalBatches:
         cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True, fills_up: bool = False
     ) -> dict[str, Self]:
         """The evaluation batches of a run by name: the one that has none is called ""; none without evaluation data."""
-        return {
-            name: cls(
-                store,
-                sequence_length=section.sequence_length,
-                packing=section.packing,
-                micro_batch_size=size.micro,
-                pad_id=data.pad_id,
-                packs=packs,
-                fills_up=fills_up,
-            )
-            for name, store in data.open_eval().items()
-        }
+        format = SequenceFormat(section.sequence_length, data.pad_id, section.packing, packs, fills_up)
+        return {name: cls(store, format, size.micro) for name, store in data.open_eval().items()}
 
     def count(self, world_size: int) -> int:
         """Micro-batches of each rank."""
@@ -69,7 +45,7 @@ class EvalBatches:
         return self._of_turns(sorted({0, self.count(world_size) - 1}), rank, world_size)
 
     def _of_turns(self, turns: Iterable[int], rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        layout = Layout([self.store], self.sequence_length, self.pad_id, self.packed, self.packs, self.fills_up)
+        layout = Layout([self.store], self.format)
         size, stop = self.micro_batch_size, self.epoch.packing.sequences
         starts = (start for turn in turns for start in range(turn * world_size * size, stop, size)[:world_size])
         groups = (Group(0, start, range(start, min(start + size, stop))) for start in starts)

@@ -27,18 +27,40 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Packed sequences are padded to the full length on their right, where the model `packs` them in one call too.
+class SequenceFormat:
+    """How documents become sequences, and sequences the rows that a model reads.
 
-    `fills_up`: micro-batches of sequences that are not packed get one of few lengths, by short documents of padding.
+    Args:
+        length: tokens of a sequence, at most.
+        pad_id: the token that fills padding; its labels are ignored.
+        packed: whether several documents share a sequence.
+        model_packs: whether the model takes several documents in one call; else each document is a call.
+        fills_up: whether rows of sequences that are not packed are filled up to one of a few lengths.
     """
 
-    stores: Sequence[TokenStore]
-    sequence_length: int
+    length: int
     pad_id: int
     packed: bool
-    packs: bool
+    model_packs: bool = True
     fills_up: bool = False
+
+    @property
+    def pads_sequences(self) -> bool:
+        """Whether each sequence is padded to its full length."""
+        return self.packed and self.model_packs
+
+    @property
+    def fills_rows(self) -> bool:
+        """Whether documents of padding fill a row up, so that oneDNN meets few shapes."""
+        return self.fills_up and self.model_packs and not self.packed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Lay sequences out as micro-batches: each micro-batch is one row, with padding on the right of each sequence."""
+
+    stores: Sequence[TokenStore]
+    format: SequenceFormat
 
     def micro_batches(
         self, groups: Iterable[Group], rank: int, world_size: int, sequence: Callable[[int, int], Pieces]
@@ -50,7 +72,7 @@ class Layout:
         coming = iter(groups)
         while turn := list(islice(coming, world_size)):
             calls = 0
-            if not self.packs:  # ranks make equally many
+            if not self.format.model_packs:  # ranks make equally many
                 calls = max(sum(len(sequence(group.source, at)) for at in group.sequences) for group in turn)
             if rank < len(turn):
                 group = turn[rank]
@@ -64,13 +86,13 @@ class Layout:
     def _row(self, source: int, sequences: list[Pieces], calls: int) -> MicroBatch:
         store, pieces = self.stores[source], list[tuple[int, int]]()  # (start, length), padding from nowhere
         for sequence in sequences:
-            room = self.sequence_length - sum(length for _, length in sequence)
-            pieces += [*sequence, *([(-1, room)] if room and self.packed and self.packs else [])]
-        if self.fills_up:
+            room = self.format.length - sum(length for _, length in sequence)
+            pieces += [*sequence, *([(-1, room)] if room and self.format.pads_sequences else [])]
+        if self.format.fills_rows:
             tokens = sum(length for _, length in pieces)
-            pieces += [(-1, length) for length in filler(tokens, len(sequences), self.sequence_length)]
+            pieces += [(-1, length) for length in filler(tokens, len(sequences), self.format.length)]
         edges = np.concatenate([[0], np.cumsum([length for _, length in pieces])])
-        ids = np.full(edges[-1], self.pad_id, np.int64)
+        ids = np.full(edges[-1], self.format.pad_id, np.int64)
         labels = np.full(edges[-1], IGNORE, np.int64)
         for (start, length), at in zip(pieces, edges.tolist(), strict=False):
             if start < 0:

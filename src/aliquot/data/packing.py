@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.data.disk_arrays import Arrays, NewArrays, ascending, held_arrays, kept_arrays, shuffle
-from aliquot.data.packing_arrays import Pieces, fill_epoch, fill_packing
+from aliquot.data.packing_arrays import PackingArrays, Pieces, fill_epoch, fill_packing
 from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import MAPPED_PIECES
 
@@ -54,15 +54,15 @@ class Packing:
     def epoch(self, seed: int, epoch: int) -> Epoch:
         """The sequences of `epoch`, shuffled by (seed, epoch)."""
         shuffles = partial(shuffle, seed=seed, stream=2 * epoch), partial(shuffle, seed=seed, stream=2 * epoch + 1)
-        return self._filled(f"epoch-{seed}-{epoch}", lambda new: fill_epoch(new, *self._arrays, *shuffles))
+        return self._filled(f"epoch-{seed}-{epoch}", lambda new: fill_epoch(new, self._arrays, *shuffles))
 
     def in_order(self) -> Epoch:
         """The sequences without a shuffle."""
-        return self._filled("in-order", lambda new: fill_epoch(new, *self._arrays, ascending, ascending))
+        return self._filled("in-order", lambda new: fill_epoch(new, self._arrays, ascending, ascending))
 
     @property
-    def _arrays(self) -> tuple[Pieces, npt.NDArray[Any], Ints, Ints]:
-        return self.pieces, self.slots, self.edges, self.tokens
+    def _arrays(self) -> PackingArrays:
+        return PackingArrays(self.pieces, self.slots, self.edges, self.tokens)
 
     def _filled(self, name: str, fill: Callable[[NewArrays], None]) -> Epoch:
         found = _kept(self.kept_in, name, fill, most=("epoch-*", _KEPT_EPOCHS))

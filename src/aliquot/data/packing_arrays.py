@@ -134,6 +134,16 @@ class _Rooms:
 Order = Callable[[Array, NewArrays, int], None]  # fills an array [n] with a permutation of n, so many at once
 
 
+@dataclass(frozen=True)
+class PackingArrays:
+    """A packing of P pieces into S sequences, as flat arrays."""
+
+    pieces: Pieces
+    slots: npt.NDArray[Any]  # [P], slots of pieces, sequence after sequence
+    edges: Ints  # [S + 1]; sequence s has slots[edges[s] : edges[s + 1]]
+    tokens: Ints  # [S], tokens of each sequence, without padding
+
+
 def fill_packing(
     new: NewArrays, store: TokenStore, sequence_length: int, packing: bool, at_once: int = AT_ONCE
 ) -> None:
@@ -178,17 +188,11 @@ def _fill_slots(new: NewArrays, placements: list[Placement], count: int, at_once
 
 
 def fill_epoch(
-    new: NewArrays,
-    pieces: Pieces,
-    slots: npt.NDArray[Any],
-    edges: Ints,
-    tokens: Ints,
-    order_pieces: Order,
-    order_sequences: Order,
-    at_once: int = AT_ONCE,
+    new: NewArrays, packing: PackingArrays, order_pieces: Order, order_sequences: Order, at_once: int = AT_ONCE
 ) -> None:
     """All arrays of an `Epoch`: of the pieces of one length the first in their order has the first slot."""
-    lengths, labels, slots, edges, tokens = map(np.asarray, (pieces.length, pieces.predicted, slots, edges, tokens))
+    lengths, labels = map(np.asarray, (packing.pieces.length, packing.pieces.predicted))
+    slots, edges, tokens = map(np.asarray, (packing.slots, packing.edges, packing.tokens))
     piece = new.keep("piece", len(slots), _index_dtype(len(slots)))
     order_pieces(piece, new, at_once)  # here for now
     by_slot = new.scratch(len(slots), piece.dtype)

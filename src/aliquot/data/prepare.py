@@ -72,14 +72,21 @@ class Prepared:
         return load_tokenizer(self.tokenizer)
 
 
+@dataclass(frozen=True)
+class AddedTokens:
+    """Tokens that a configuration adds to a model's tokenizer."""
+
+    plain: Sequence[str] = ()
+    special: Sequence[str] = ()
+
+
 def prepare(
     section: DataSection,
     model_dir: Path | None,
     vocab_size: int,
     progress: NamedProgress | None = None,
     config: Mapping[str, Any] | None = None,
-    added: Sequence[str] = (),
-    added_special: Sequence[str] = (),
+    added: AddedTokens = AddedTokens(),
     adapter_dir: Path | None = None,
 ) -> Prepared:
     """Find the tokens of `section` in the cache, or make them.
@@ -101,8 +108,8 @@ def prepare(
     everything = joined(list(train.values()))
     tokenizer = configured_tokenizer(section, model_dir, everything, root, partial(told, "training the tokenizer"))
     before = len(tokenizer)
-    tokenizer.add_tokens(list(added))
-    tokenizer.add_tokens(list(added_special), special_tokens=True)
+    tokenizer.add_tokens(list(added.plain))
+    tokenizer.add_tokens(list(added.special), special_tokens=True)
     own = section.tokenizer is None and section.tokenizer_vocab_size is None
     if config is not None and not own:  # the model's own was loaded from beside its config.json
         tokenizer = as_loaded_with(tokenizer, config)
@@ -143,32 +150,21 @@ def prepare(
     )
 
 
-def prepare_together(
-    section: DataSection,
-    model_dir: Path | None,
-    vocab_size: int,
-    ranks: Ranks,
-    progress: NamedProgress,
-    config: Mapping[str, Any],
-    added: Sequence[str] = (),
-    added_special: Sequence[str] = (),
-    adapter_dir: Path | None = None,
-) -> Prepared:
-    """`prepare` once a node. Collective: rank 0 first; then one rank of each further node, which finds the work done
-    where the cache is shared.
+def prepare_together(ranks: Ranks, prepare_node: Callable[[], Prepared]) -> Prepared:
+    """Call `prepare_node` once a node. Collective.
+
+    Rank 0 prepares first; then one rank of each further node, which finds the results of rank 0 in a shared cache.
     """
 
     def build() -> str:
         with ranks.unpinned():
-            return prepare(
-                section, model_dir, vocab_size, progress, config, added, added_special, adapter_dir
-            ).to_json()
+            return prepare_node().to_json()
 
     first = run_on_rank_0(ranks, build)
-    own = ranks.topology
-    node = str(own.node_rank)
-    told = gather_results(ranks, lambda: [node, build() if own.local_rank == 0 and ranks.rank > 0 else ""])
-    return Prepared.from_json(next((found for of_node, found in told if of_node == node and found), first))
+    topology = ranks.topology
+    node = str(topology.node_rank)
+    results = gather_results(ranks, lambda: [node, build() if topology.local_rank == 0 and ranks.rank > 0 else ""])
+    return Prepared.from_json(next((result for name, result in results if name == node and result), first))
 
 
 @dataclass(frozen=True)

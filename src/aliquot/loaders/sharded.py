@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from aliquot.core.errors import UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.distributed.collectives.json_values import JSON, gather
-from aliquot.models.load import load_weights
+from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.materialise import compute_buffers, materialise, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.models.remote_code import without_code
@@ -63,9 +63,13 @@ def load_sharded(
     tensors = tensors_of(built)
     published, names = published_of(built, tensors), StoredNames.of_model(built)
     load_weights(
-        ShardedWeights(built), Path(directory), tensors, aliases, ranks, watch, published,
-        names=names,
-    )  # fmt: skip
+        ShardedWeights(built),
+        Path(directory),
+        tensors,
+        aliases,
+        ranks,
+        LoadOptions(watch, published, names=names),
+    )
     return built
 
 

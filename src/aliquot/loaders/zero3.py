@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import DeepspeedConfigError, MissingToolError, UsageError
 from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
-from aliquot.models.load import load_weights
+from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.materialise import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.published import published_of
 from aliquot.models.remote_code import without_code
@@ -72,9 +72,13 @@ def load_zero3(
     compute_buffers(built)
     device = partition(built, settings)
     load_weights(
-        ZeroWeights(built), Path(directory), tensors, tied, Members(device), watch, published,
-        names=names,
-    )  # fmt: skip
+        ZeroWeights(built),
+        Path(directory),
+        tensors,
+        tied,
+        Members(device),
+        LoadOptions(watch, published, names=names),
+    )
     if (Path(directory) / "generation_config.json").exists():
         built.generation_config = GenerationConfig.from_pretrained(directory)
     return built.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,37 @@ STATE = "state.json"  # of a checkpoint
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' default
 
 
+@dataclass(frozen=True)
+class ExportOptions:
+    """How an export is stored, checked and published.
+
+    Args:
+        max_shard_bytes: the size at which a further safetensors file begins.
+        published: the tensors to store, if they are not those of the model.
+        exact: tensors that are stored as fp32, whatever the dtype of the export is.
+        stem: how the names of the safetensors files begin.
+        tell: what a rank has to report once it has written its parts.
+        check: rank 0 calls it last, with the reports of all ranks; the export is published if it returns.
+        watch: hears of each piece that is written; what it raises ends the export.
+        config_files: what export_checkpoint writes instead of the files that the checkpoint was saved with.
+        verify: export_checkpoint compares all exported bytes with the checksums of the manifest.
+        replace: replace an export that is there, when the new one is whole, or before if there is no room for both.
+        spare: rank 0 asks before a replacement; True: the former export has another name now and stays.
+    """
+
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    published: Sequence[Published] | None = None
+    exact: Collection[str] = ()
+    stem: str = "model"
+    tell: Callable[[], Any] = lambda: None
+    check: Callable[[list[Any]], None] = lambda reports: None
+    watch: Watch | None = None
+    config_files: Mapping[str, bytes] | None = None
+    verify: bool = True
+    replace: bool = False
+    spare: Callable[[Path], bool] = lambda former: False
+
+
 def export(
     store: PartSource,
     tensors: Sequence[tuple[str, Shape]],
@@ -41,105 +73,101 @@ def export(
     dtype: torch.dtype,
     config_files: Mapping[str, bytes],
     ranks: RankGroup,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    tell: Callable[[], Any] = lambda: None,
-    check: Callable[[list[Any]], None] = lambda told: None,
-    published: Sequence[Published] | None = None,
-    stem: str = "model",
-    replace: bool = False,
-    exact: Collection[str] = (),
-    watch: Watch | None = None,
-    spare: Callable[[Path], bool] = lambda former: False,
+    options: ExportOptions = ExportOptions(),
 ) -> None:
     """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
-    `tensors`: names and shapes of the whole model in its order, without tied aliases, the same on every rank. Those
-    that are `exact` are stored as fp32 whatever `dtype` is.
-    `published`: how they are to be stored, if not so; `stem`: how their files' names begin. `config_files`:
-    config.json, tokenizer files and so on by plain name; rank 0's are written, and config.json is made to tell `dtype`.
     The files do not depend on the world size.
-    Raises the same UserError on every rank: `out_dir` is there and not empty, a rank cannot write, or `check`, which
-    rank 0 calls last with what every rank has to `tell` once it has written, or `watch`, which hears of every piece,
-    raises; then no `out_dir` appears. With `replace` what is there goes when the new one is whole, or before, where
-    there is no room for both, unless `spare`, which is asked before and on rank 0 alone, gives it another name.
+
+    Args:
+        tensors: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
+        config_files: config.json, tokenizer files and so on by plain name; those of rank 0 are written, and config.json
+            gets the dtype.
+
+    Raises:
+        UserError: on every rank, and no `out_dir` appears: `out_dir` is not empty, a rank cannot write, or `check` or
+            `watch` raises.
     """
+    published, exact = options.published, options.exact
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
         exact = {each.name for each in published if each.source in exact}
     out_dir = out_dir.resolve()  # "." and links have no name beside which to write
     laid = [LayoutEntry(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
-    layout = FilesLayout.of_tensors(laid, max_shard_bytes, stem)
+    layout = FilesLayout.of_tensors(laid, options.max_shard_bytes, options.stem)
 
     def make_way() -> None:
-        if not replace and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        if not options.replace and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
             raise RunDirectoryError("exists and is not empty: give another directory, or remove it first", out_dir)
         clean_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
 
     def prepare(partial: Path) -> None:
         check_names(config_files, taken=())
-        replaced = replace and out_dir.exists() and not spare(out_dir)
+        replaced = options.replace and out_dir.exists() and not options.spare(out_dir)
         check_space(partial, layout.total_bytes, out_dir if replaced else None)
         layout.create_files(partial)
         for name, data in config_files.items():
             write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
 
     def write(partial: Path) -> Any:
-        drain(store, {"weight": layout.byte_map(partial).entries}, watch=watch)
-        return tell()
+        drain(store, {"weight": layout.byte_map(partial).entries}, watch=options.watch)
+        return options.tell()
 
     run_on_rank_0(ranks, make_way)
-    publish_together(out_dir, ranks, prepare, write, lambda partial, told: check(told), replace, spare)
+    publish_together(
+        out_dir, ranks, prepare, write, lambda partial, reports: options.check(reports), options.replace, options.spare
+    )
 
 
 def export_checkpoint(
     checkpoint_dir: Path,
     out_dir: Path,
     dtype: Literal["bfloat16", "float16", "float32"] | torch.dtype,
-    verify: bool = True,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     ranks: RankGroup = SingleRank(),  # noqa: B008 (it holds nothing)
     merge: bool = False,
     base: str | None = None,
-    files: Mapping[str, bytes] | None = None,
-    replace: bool = False,
-    watch: Watch | None = None,
-    spare: Callable[[Path], bool] = lambda former: False,
+    options: ExportOptions = ExportOptions(),
 ) -> None:
-    """Export the weights of a checkpoint, with the config files that it was saved with, or with `files`; each rank its
-    part. Collective.
+    """Export the weights of a checkpoint; each rank writes its part. Collective.
 
-    Of an adapter they are one of peft; with `merge` they are the model that it was learned beside, which it changes
-    and which lies where it did, or at `base`.
+    Memory is bounded by a few buffers. A model is built on the meta device alone, for the names that its files have.
 
-    Memory is bounded by a few buffers; a model is built only on the meta device, for the names that its files have.
-    `verify`: compare all bytes that are exported with the checksums of the manifest. Raises UserError as `export` does,
-    DamagedCheckpoint where the checkpoint is not whole.
+    Args:
+        ranks: the ranks that export together.
+        merge: of an adapter, export the model that the adapter changes, instead of the adapter.
+        base: the directory of that model, if the model has moved.
+
+    Raises:
+        UserError: as `export` does.
+        DamagedCheckpoint: the checkpoint is not whole.
     """
     manifest = read_manifest(checkpoint_dir)
-    if verify:
+    if options.verify:
         exported = [name for name in manifest.files if not name.startswith("exp_avg")]
         run_on_rank_0(ranks, lambda: verify_descriptions(checkpoint_dir, manifest, exported))
     source = ByteMap.of_directory(checkpoint_dir)
-    config_files = files
+    config_files = options.config_files
     if config_files is None:
         config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
     tensors = in_order(source)
     checksums = BlockChecksums()
 
     def check(pieces: list[list[Piece]]) -> None:
-        if verify:
+        if options.verify:
             check_read(checkpoint_dir, manifest, source.header_bytes, chain(*pieces))
 
     stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
-    def write(store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **how: Any) -> None:
-        tell, every = checksums.pieces, {"replace": replace, "watch": watch, "spare": spare, **how}
-        export(store, tensors, out_dir, stored, files, ranks, max_shard_bytes, tell, check, **every)
+    def write(
+        store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **changes: Any
+    ) -> None:
+        how = replace(options, tell=checksums.pieces, check=check, **changes)
+        export(store, tensors, out_dir, stored, files, ranks, how)
 
     adapter = config_files.get(ADAPTER_CONFIG)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
-    with RangeReader(checksums if verify else None) as reader, RangeReader() as of_base:
+    with RangeReader(checksums if options.verify else None) as reader, RangeReader() as of_base:
         store = StoredWeights(source, reader, ranks)
         if adapter is None:
             model = model_on_meta(checkpoint_dir)

@@ -43,6 +43,21 @@ _LESS_LIKELY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How many tokens to generate, and how to draw each of them. Temperature 0: the likeliest token each time."""
+
+    max_new_tokens: int
+    temperature: float = 0.8
+    seed: int = 42
+
+    def options(self, max_new_tokens: int) -> dict[str, Any]:
+        """Options of transformers' `generate`; the model's generation config gives the others."""
+        if self.temperature < _COLD:
+            return {"max_new_tokens": max_new_tokens, "do_sample": False, **_LESS_LIKELY}
+        return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": self.temperature}
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A model directory in memory. `prefix`: what training put before each document, `chat_prefix`: before each chat;
     None: nothing says so."""
@@ -113,11 +128,9 @@ def generate(
     directory: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int, base: str | None = None
 ) -> Iterator[str]:
     """Each prompt and its continuation, which does not depend on the other prompts. Raises UserError as `load` does."""
-    found = load(directory, base)
+    found, sampling = load(directory, base), Sampling(max_new_tokens, temperature, seed)
     for prompt in prompts:
-        yield continuation(
-            found.model.generate, found.tokenizer, prompt, found.prefix, max_new_tokens, found.room, temperature, seed
-        )
+        yield continuation(found.model.generate, found.tokenizer, prompt, found.prefix, found.room, sampling)
 
 
 def continuation(
@@ -125,10 +138,8 @@ def continuation(
     tokenizer: Any,
     prompt: str,
     prefix: Sequence[int] | None,
-    max_new_tokens: int,
     room: int | None,
-    temperature: float = 0.8,
-    seed: int = 42,
+    sampling: Sampling,
     chat: bool = False,
 ) -> str:
     """The prompt and what `generate`, transformers' or an engine's, adds; temperature 0: the likeliest token each time.
@@ -150,9 +161,10 @@ def continuation(
         raise UsageError("an empty prompt, and training put no token before a document: there is nothing to continue")
     if room is not None and len(asked) >= room:
         raise UsageError(f"the prompt has {len(asked)} tokens, and this model can read {room}: a shorter one")
-    options = sampling(max_new_tokens if room is None else min(max_new_tokens, room - len(asked)), temperature)
+    count = sampling.max_new_tokens
+    options = sampling.options(count if room is None else min(count, room - len(asked)))
     options |= ends_of_turn(tokenizer) if chat else {}
-    torch.manual_seed(seed)
+    torch.manual_seed(sampling.seed)
     with torch.no_grad():
         ids = generate(torch.tensor([asked]), **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
@@ -164,13 +176,6 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise UsageError(f"{text[:60]!r} is not UTF-8 text") from None
-
-
-def sampling(max_new_tokens: int, temperature: float) -> dict[str, Any]:
-    """What transformers' `generate` is told; the rest is the model's."""
-    if temperature < _COLD:
-        return {"max_new_tokens": max_new_tokens, "do_sample": False, **_LESS_LIKELY}
-    return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature}
 
 
 def chat_ids(tokenizer: Any, messages: Messages, prefix: Sequence[int] | None) -> list[int]:
@@ -207,7 +212,10 @@ class Chat:
         """Raises UserError where the tokenizer has no chat template."""
         self._loaded = loaded
         self._messages: list[dict[str, str]] = []
-        self._options = {**sampling(max_new_tokens, temperature), **ends_of_turn(loaded.tokenizer)}
+        self._options = {
+            **Sampling(max_new_tokens, temperature).options(max_new_tokens),
+            **ends_of_turn(loaded.tokenizer),
+        }
         self._max_new_tokens = max_new_tokens
         torch.manual_seed(seed)
 

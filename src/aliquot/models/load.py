@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,29 +26,48 @@ from aliquot.tensor_io.transfer import Watch, fill
 _COMPARED_BYTES = 8 << 20
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How the names, layout and rows of stored weights may differ from those of the model.
+
+    Args:
+        watch: told of this rank's progress.
+        published: the layout of a published model, if it differs from the model's own; the files may have either.
+        may_grow: tensors of which the files may have fewer rows; added_rows.py makes the others from `seed`.
+        names: other names that the files may use, and names that loading passes over.
+        tell: rank 0 says here which tensors loading passes over.
+    """
+
+    watch: Watch | None = None
+    published: Sequence[Published] | None = None
+    may_grow: Sequence[str] = ()
+    seed: int = 0
+    names: StoredNames = field(default_factory=StoredNames)
+    tell: Callable[[str], None] | None = None
+
+
 def load_weights(
     store: PartStore,
     directory: Path,
     tensors: Sequence[tuple[str, Shape]],
     tied: Mapping[str, str],
     ranks: RankGroup,
-    watch: Watch | None = None,
-    published: Sequence[Published] | None = None,
-    may_grow: Sequence[str] = (),
-    seed: int = 0,
-    names: StoredNames = StoredNames(),  # noqa: B008 (frozen)
-    tell: Callable[[str], None] | None = None,
+    options: LoadOptions = LoadOptions(),
 ) -> int:
-    """Fill the weight parts of `store` from the safetensors in `directory`, whatever float dtype they have. Collective.
+    """Fill the weight parts of `store` from the safetensors in `directory`, whatever their float dtype. Collective.
 
-    `tensors`: names and shapes of the whole model without aliases. `tied`: alias -> the name in `tensors` whose weight
-    it shares; the directory may hold either or both. `names`: what else they may be called, or all may be those of the
-    `published` layout. Of the tensors that `may_grow` the directory may have fewer rows: the others are made of those
-    (added_rows.py), from `seed`. What is stored beside them and `names` passes over is left alone, and rank 0 says so
-    to `tell`. `watch` is told of this rank's progress. Returns the bytes that this rank read. Raises UserError on every
-    rank: no safetensors, malformed files, tensors missing, extra or of another shape (names listed), values that are
-    not finite.
+    Args:
+        tensors: names and shapes of the whole model, without aliases.
+        tied: alias -> the name in `tensors` whose weight it shares; the directory may hold either or both.
+
+    Returns:
+        The bytes that this rank read.
+
+    Raises:
+        UserError: on every rank: no safetensors, malformed files, tensors that are missing, superfluous or of another
+            shape, or values that are not finite.
     """
+    published, names = options.published, options.names
 
     def read() -> int:
         stored = ByteMap.of_directory(directory).entries
@@ -59,22 +79,26 @@ def load_weights(
         used = {entry.name for entry in matched.values()}
         others = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
         extra = [name for name in others if not names.passes_over(name)]
-        if tell is not None and ranks.rank == 0 and (left := sorted(set(others) - set(extra))):
-            tell(f"{directory}: {len(left)} tensors that transformers does not load are left out, {left[0]} for one")
+        if options.tell is not None and ranks.rank == 0 and (left := sorted(set(others) - set(extra))):
+            options.tell(
+                f"{directory}: {len(left)} tensors that transformers does not load are left out, {left[0]} for one"
+            )
         _check_tied(matched, tied, directory, ranks)
         instead = {tied[alias]: matched[alias] for alias in tied if alias in matched}
         found = {name: entry for name, entry in (instead | matched).items() if name in shapes}
-        short = {name: found[name] for name in may_grow if name in found and _grows(found[name].shape, shapes[name])}
+        short = {
+            name: found[name] for name in options.may_grow if name in found and _grows(found[name].shape, shapes[name])
+        }
         grown.update(short)
         check_tensors(
             [(name, short[name].shape if name in short else shape) for name, shape in wanted], found, directory, extra
         )
         target = OldRows(filled, found) if short else filled
-        return fill(target, {"weight": found}, watch=watch, check=_check_finite)
+        return fill(target, {"weight": found}, watch=options.watch, check=_check_finite)
 
     grown: dict[str, TensorEntry] = {}
     read_bytes = gather_results(ranks, read)[ranks.rank]
-    add_rows(store, grown, dict(tensors), seed, ranks)
+    add_rows(store, grown, dict(tensors), options.seed, ranks)
     return read_bytes
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,8 +16,8 @@ from aliquot.checkpoint.remote_download import fetch_best
 from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, TrainingError, UserError
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.adapter import STEM
-from aliquot.models.export import export, export_checkpoint
-from aliquot.models.generate import continuation
+from aliquot.models.export import ExportOptions, export, export_checkpoint
+from aliquot.models.generate import Sampling, continuation
 from aliquot.models.model_files import export_dtype, exported_step, of_step
 from aliquot.models.older_transformers import older_transformers
 from aliquot.observe import run_summary
@@ -78,7 +78,7 @@ def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> P
 
     run.activity.enter(Stage.EXPORT)
     try:
-        exported = _export(training, {"replace": True, "watch": check_stop})
+        exported = _export(training, ExportOptions(replace=True, watch=check_stop))
     except UserError:  # the same on every rank
         if not progress.is_saved:
             checkpoints.save_now()
@@ -101,7 +101,7 @@ def is_exported(run: RunContext, start: Start) -> bool:
     return bool(step_of_export == step)
 
 
-def _export(training: TrainingContext, options: dict[str, Any]) -> Path:
+def _export(training: TrainingContext, options: ExportOptions) -> Path:
     """Export the weights that evaluated best, or the last ones; return the directory. Collective.
 
     Args:
@@ -119,32 +119,28 @@ def _export(training: TrainingContext, options: dict[str, Any]) -> Path:
         checkpoint = None
     if adapter is None and (warning := older_transformers(training.inputs.source.config.model_type)) is not None:
         run.display.warning(warning)
-    options = {**options, "spare": partial(_keep_foreign_files, target.resolve(), training.files, run.display)}
+    options = replace(options, spare=partial(_keep_foreign_files, target.resolve(), training.files, run.display))
     if checkpoint is not None and best is not None and best != progress.step:
         files = of_step(training.files, best)
-        if _export_checkpoint(run, checkpoint, {"dtype": dtype, "files": files, **options}):
+        if _export_checkpoint(run, checkpoint, dtype, replace(options, config_files=files)):
             run.display.line(f"the export holds the weights that evaluated best: {progress.evaluations.summary()}")
             return target
     files = of_step(training.files, progress.step)
     if adapter is None:
-        export(
-            model.engine, model.built.tensors, target, dtype, files, run.ranks, published=model.published,
-            exact=model.built.exact, **options,
-        )  # fmt: skip
+        options = replace(options, published=model.published, exact=model.built.exact)
+        export(model.engine, model.built.tensors, target, dtype, files, run.ranks, options)
     else:
-        export(
-            model.saved, model.built.saved, target, dtype, files, run.ranks, published=adapter.saves, stem=STEM,
-            **options,
-        )  # fmt: skip
+        options = replace(options, published=adapter.saves, stem=STEM)
+        export(model.saved, model.built.saved, target, dtype, files, run.ranks, options)
     return target
 
 
-def _export_checkpoint(run: RunContext, checkpoint: Path, options: dict[str, Any]) -> bool:
+def _export_checkpoint(run: RunContext, checkpoint: Path, dtype: torch.dtype, options: ExportOptions) -> bool:
     """Export a checkpoint of this run. False if the checkpoint and its copy in the mirror are damaged. Collective."""
 
     def attempt() -> DamagedCheckpoint | None:
         try:
-            export_checkpoint(checkpoint, run.directory.export, ranks=run.ranks, **options)
+            export_checkpoint(checkpoint, run.directory.export, dtype, run.ranks, options=options)
         except DamagedCheckpoint as damage:
             return damage
         return None
@@ -167,7 +163,7 @@ def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
     tokens, prefix = run.config.observe.sample_tokens, inputs.data.chat_prefix if is_chat else inputs.data.prefix
     try:
         return continuation(
-            model.engine.generate, tokenizer, prompt, prefix, tokens, inputs.source.positions, chat=is_chat
+            model.engine.generate, tokenizer, prompt, prefix, inputs.source.positions, Sampling(tokens), chat=is_chat
         )
     except UserError as error:  # the same on all ranks; a bad prompt must not end a run that has trained
         run.display.warning(f"observe.sample_prompt: {error}")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches, Position
 from aliquot.data.data_summary import day_line, header
 from aliquot.data.eval_batches import EvalBatches
-from aliquot.data.prepare import prepare_together
+from aliquot.data.prepare import AddedTokens, prepare, prepare_together
 from aliquot.data.token_store import answer_ends
 from aliquot.data.tokenizer import largest_token
 from aliquot.distributed.launcher import torchrun_advice
@@ -36,7 +37,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import caches_large_kernels
 from aliquot.machine.memory import memory_limit
 from aliquot.models import initialize, meta
-from aliquot.models.load import load_adapter, load_weights
+from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_files import model_files
 from aliquot.models.model_identity import computed
 from aliquot.models.published import published_of
@@ -79,10 +80,11 @@ def read_inputs(run: RunContext) -> Inputs:
     adapter = None if config.adapter is None else config.adapter.directory
     day = config.data.chat_template_date or date.fromisoformat(run_on_rank_0(ranks, lambda: str(run.directory.day())))
     section = config.data.model_copy(update={"chat_template_date": day})
-    data = prepare_together(
-        section, source.directory, source.largest_vocabulary, ranks, run.display.progress, source.config.to_dict(),
-        *adds_tokens, adapter,
+    prepare_node = partial(
+        prepare, section, source.directory, source.largest_vocabulary, run.display.progress, source.config.to_dict(),
+        AddedTokens(*adds_tokens), adapter,
     )  # fmt: skip
+    data = prepare_together(ranks, prepare_node)
 
     def load_tokenizer() -> Any:
         tokenizer = data.load_tokenizer()
@@ -212,8 +214,9 @@ def _load_pretrained(run: RunContext, inputs: Inputs, model: Model) -> None:
     may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
     load_weights(
         model.engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
-        published=model.published, may_grow=may_grow, seed=config.run.seed, names=model.names,
-        tell=run.display.line,
+        LoadOptions(
+            published=model.published, may_grow=may_grow, seed=config.run.seed, names=model.names, tell=run.display.line
+        ),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ forward, so that activation checkpointing replays them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -59,23 +59,21 @@ def document_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    documents: Documents | None = None,
-    **more: object,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> ([1, T, H, D_v], None).
 
     Without `documents` (generation) the row is one document whose last T of T_kv positions are queried. Raises
     UnsupportedModelError for what it would have to leave out.
     """
-    unknown = sorted(key for key, value in more.items() if value is not None and key not in _WITHOUT_EFFECT)
+    window, softcap, sinks = (options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
+    documents: Documents | None = options.pop("documents", None)
+    unknown = sorted(key for key, value in options.items() if value is not None and key not in _WITHOUT_EFFECT)
     if unknown or dropout or attention_mask is not None:
         what = [*unknown, *(["dropout"] if dropout else []), *(["a mask"] if attention_mask is not None else [])]
         raise UnsupportedModelError(f"{type(module).__name__} asks attention for {', '.join(what)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, sliding_window, softcap, s_aux)
+    scoring = Scoring(scale, window, softcap, sinks)
     if documents is None or documents.backend is None:
         return causal(query, key, value, scoring).transpose(1, 2).contiguous(), None
     return documents.backend.attend(query, key, value, documents, scoring), None

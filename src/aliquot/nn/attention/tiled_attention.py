@@ -147,7 +147,8 @@ class _Tiled(torch.autograd.Function):
                 query, key, value, sinks, tiles.layout(), tiles.biases(), tiles.tokens, tiles.slots, scaling, softcap
             )
         else:
-            out = _attended(query, key, value, sinks, tiles, scaling, softcap, kept)
+            heads = (key.shape[1], query.shape[1] // key.shape[1])
+            out = _attended(query, key, value, tiles, _Scores(scaling, softcap, sinks, heads), kept)
         ctx.save_for_backward(query, key, value, sinks, kept.block, *kept.of_sinks)
         ctx.places, ctx.tiles, ctx.scaling, ctx.softcap = kept.places, tiles, scaling, softcap
         return out
@@ -205,21 +206,11 @@ class _Tiled(torch.autograd.Function):
         return *(from_slots(x, tiles) for x in (dq, dk, dv)), sink_gradient, None, None, None, None
 
 
-def _attended(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    tiles: Tiles,
-    scaling: float,
-    softcap: float | None,
-    kept: Kept,
-) -> Tensor:
-    """[T, H, D_v]; `kept` is given the probabilities of each tile."""
-    heads = (key.shape[1], query.shape[1] // key.shape[1])  # of keys and values, and queries sharing one of them
+def _attended(query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scores: _Scores, kept: Kept) -> Tensor:
+    """Return [T, H, D_v]; `kept` receives the probabilities of each tile."""
+    heads, scaling = scores.heads, scores.scaling
     q, k, v = (to_slots(x, tiles) for x in (query, key, value))
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    scores = _Scores(scaling, softcap, sinks, heads)
     for bins in tiles.bins:
         queries, keys, values = bin_queries(q, bins, heads), bin_keys(k, bins), bin_keys(v, bins)
         p = scores.of_bins(queries, keys, bins, kept)[0]
@@ -237,21 +228,12 @@ def _attended(
     return from_slots(out, tiles)
 
 
-def attended_alone(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layout: list[int],
-    biases: list[Tensor],
-    tokens: Tensor | None,
-    slots: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """What torch.ops.aliquot.tiled_attention computes: the output [T, H, D_v]. `layout` to `slots` are of the tiles."""
-    tiles = Tiles.of(layout, biases, tokens, slots)
-    return _attended(query, key, value, sinks, tiles, scaling, softcap, Kept(query, 0))
+def attended_alone(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *tiles_and_scores: Any) -> Tensor:
+    """Compute torch.ops.aliquot.tiled_attention, whose schema below names the other arguments: [T, H, D_v]."""
+    layout, biases, tokens, slots, scaling, softcap = tiles_and_scores
+    heads = (key.shape[1], query.shape[1] // key.shape[1])
+    tiles, scores = Tiles.of(layout, biases, tokens, slots), _Scores(scaling, softcap, sinks, heads)
+    return _attended(query, key, value, tiles, scores, Kept(query, 0))
 
 
 # Selective activation checkpointing (models/recompute.py) keeps results of operations that torch knows.
