@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.data.batch_prefetch import BatchesAhead, ToGpu
+from aliquot.data.batch_prefetch import BatchPrefetcher, GpuCopier
 from aliquot.data.batches import Batches, StepBatch
 from tests.data.stores import numbered
 from tests.data.test_batches import batches, facts
@@ -34,7 +34,7 @@ class Noted(Batches):
 
 def test_the_same_batches_one_step_ahead() -> None:
     made = Noted(batches(numbered([3, 17, 2, 9, 40, 5, 5, 8, 12, 31])))
-    with BatchesAhead(made, 1, 2, first=3, stop=7) as ahead:
+    with BatchPrefetcher(made, 1, 2, first=3, stop=7) as ahead:
         for step in range(3, 7):
             taken, expected = ahead.take(step), batches(made.sources[0].store).step_batch(step, 1, 2)
             assert [micro and facts(micro) for micro in taken.micro_batches] == [
@@ -48,7 +48,7 @@ def test_the_same_batches_one_step_ahead() -> None:
 
 
 def test_what_fails_ahead_is_raised_where_it_is_needed() -> None:
-    with BatchesAhead(Noted(batches(numbered([16] * 20)), fails_at=1), 0, 1, first=0, stop=3) as ahead:
+    with BatchPrefetcher(Noted(batches(numbered([16] * 20)), fails_at=1), 0, 1, first=0, stop=3) as ahead:
         ahead.take(0)
         with pytest.raises(OSError, match="Input/output"):
             ahead.take(1)
@@ -114,7 +114,7 @@ def test_copies_are_made_ahead_and_kernels_wait_for_them(monkeypatch: pytest.Mon
     made = batches(numbered([3, 17, 2, 9, 40, 5, 5, 8, 12, 31]))
     expected = [made.step_batch(step, 1, 2) for step in range(3)]
     cuda = Cuda(monkeypatch)
-    with BatchesAhead(made, 1, 2, first=0, stop=3, to_gpu=ToGpu()) as ahead:
+    with BatchPrefetcher(made, 1, 2, first=0, stop=3, gpu_copier=GpuCopier()) as ahead:
         taken = [ahead.take(step) for step in range(3)]
     here = [each for batch in expected for each in batch.micro_batches if each is not None]
     there = [each for batch in taken for each in batch.micro_batches if each is not None]

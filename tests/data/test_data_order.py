@@ -28,7 +28,7 @@ SOURCES = st.lists(
 
 def mixture(sources: list[tuple[float, int, int | None]]) -> Mixture:
     weights, tokens, ends = zip(*sources, strict=True)
-    return Mixture.of_tokens(weights, [Fraction(each, 7) for each in tokens], ends)
+    return Mixture.from_token_weights(weights, [Fraction(each, 7) for each in tokens], ends)
 
 
 @given(SOURCES, st.integers(0, 300), st.integers(0, 60))
@@ -202,7 +202,7 @@ def test_stages_take_each_sequence_once_in_order(size: int, stages: list[int]) -
         assert not steps.of(steps.until(stop))
         taken += [steps.of(step) for step in range(before, steps.until(stop))]
         assert [steps.of(step) for step in range(len(taken))] == taken, "earlier steps are what they were"
-        ends = Steps(size, None, ends).going_on(len(taken), stop).ends
+        ends = Steps(size, None, ends).continued_at(len(taken), stop).ends
     assert [each.start for each in taken] == [0, *(each.stop for each in taken[:-1])] and taken[-1].stop == stop
     assert all(0 < len(each) <= size for each in taken)
     # Within a stage only the last step is short.
@@ -212,14 +212,14 @@ def test_stages_take_each_sequence_once_in_order(size: int, stages: list[int]) -
 
 @given(size=st.integers(1, 9), step=st.integers(0, 50))
 def test_a_run_that_ends_between_batches_goes_on_as_if_it_had_not(size: int, step: int) -> None:
-    assert Steps(size).going_on(step, step * size) == Steps(size)
+    assert Steps(size).continued_at(step, step * size) == Steps(size)
     assert Steps(size).of(step) == range(step * size, (step + 1) * size)
 
 
 @pytest.mark.parametrize(("step", "sequence"), [(0, 1), (2, 5), (2, 11), (3, 0)])
 def test_where_a_run_cannot_have_ended(step: int, sequence: int) -> None:
     with pytest.raises(ValueError, match=f"{step} steps do not end at sequence {sequence}"):
-        Steps(5).going_on(step, sequence)
+        Steps(5).continued_at(step, sequence)
 
 
 def test_lowering_the_end_leaves_no_step() -> None:

@@ -58,7 +58,7 @@ def test_more_epochs_continue_after_a_partial_batch(epochs: tuple[Path, int, int
     assert state(directory, second)["position"] == {"epoch": 2, "index": 0}
 
     batches.steps = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), 2).steps
-    batches = batches.going_on(first, Position(1, 0), ())
+    batches = batches.continued_at(first, Position(1, 0), ())
     model = AutoModelForCausalLM.from_pretrained(directory / "export")  # for its shape
     model.load_state_dict(plain.initial_weights(model.config, config.run.seed), strict=False)
     losses = plain.train(model, batches, config.train, second)

@@ -14,14 +14,14 @@ from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
 
 _QUESTION: dict[str, Any] = {"role": "user", "content": "x"}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "x"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers knows them
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of thoughts that transformers knows
 
 
-def of_turns(marks: list[Span], turns: int) -> list[Span] | None:
-    """A mark for each of the assistant's `turns`; None where there are more or fewer."""
+def marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
+    """Return one mark for each of the assistant's `turns`; None if there are more or fewer marks than turns."""
     if len(marks) == turns:
         return marks
-    joined: list[Span] = []  # the end of the text may have a mark of its own behind the last answer's
+    joined: list[Span] = []  # a template may mark the end of the text separately from the last answer
     for start, stop in marks:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
@@ -31,8 +31,11 @@ def of_turns(marks: list[Span], turns: int) -> list[Span] | None:
 
 
 def rendered_spans(template: ChatTemplate, messages: Messages, whole: str, turns: list[int]) -> list[Span]:
-    """Where each of the assistant's `turns` stands in the whole text: from behind the prompt for it to where the next
-    message begins. Raises LeftOut where that cannot be told."""
+    """Return the place of each of the assistant's `turns` in the whole text.
+
+    An answer begins after the prompt for it and ends where the next message begins. Raises LeftOut if a place is
+    ambiguous.
+    """
     return [_span(template, messages, whole, index) for index in turns]
 
 
@@ -42,7 +45,7 @@ def _span(template: ChatTemplate, messages: Messages, whole: str, index: int) ->
         end = next((end for end in _ends(template, messages, whole, index + 1) if end > start), None)
         if end is not None:
             return start, end
-    if _otherwise(template, messages, index) == whole:  # the template writes none of its words
+    if _render_reworded(template, messages, index) == whole:  # the template writes no word of the message
         return 0, 0
     raise LeftOut(
         "a record in which it is not known where answers begin or end, because the chat template renders earlier turns"
@@ -52,8 +55,11 @@ def _span(template: ChatTemplate, messages: Messages, whole: str, index: int) ->
 
 
 def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -> int | None:
-    """Where the answer begins: behind the prompt for it, or as much of the prompt as is there, since one may open a
-    thought that the answer has not (DeepSeek-R1's, Qwen3's that always think); else where its words begin."""
+    """Return where the answer begins: after the prompt for it, else where its words begin.
+
+    A prompt may open a thought that the answer lacks (DeepSeek-R1, Qwen3 models that always think): then the answer
+    begins after the part of the prompt that the text contains.
+    """
     asked = template.attempt(messages[:index], prompt=True) if index else None
     if asked is not None and whole.startswith(asked):
         return len(asked)
@@ -61,74 +67,83 @@ def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -
     if words is None:
         return None
     before = (_words(template, messages, whole, earlier) for earlier in range(index - 1, -1, -1))
-    low = next((found[1] for found in before if found is not None), 0)
+    low = next((span[1] for span in before if span is not None), 0)
     header, prompt = whole[low : words[0]], _prompt(template)
     shared = next((count for count in range(len(prompt), len(prompt) // 2, -1) if prompt[:count] in header), 0)
     return low + header.rindex(prompt[:shared]) + shared if shared else words[0]
 
 
 def _words(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span | None:
-    """From where to where the text changes if the message is in other words; None where it does not."""
-    other = _otherwise(template, messages, index)
-    if other is None or other == whole:
+    """Return the span of the text that changes if the message is reworded; None if the text stays the same."""
+    reworded = _render_reworded(template, messages, index)
+    if reworded is None or reworded == whole:
         return None
-    start = _common(whole, other)
-    return start, len(whole) - min(_common(whole[::-1], other[::-1]), len(whole) - start, len(other) - start)
+    start = _common_length(whole, reworded)
+    return start, len(whole) - min(
+        _common_length(whole[::-1], reworded[::-1]), len(whole) - start, len(reworded) - start
+    )
 
 
-def _otherwise(template: ChatTemplate, messages: Messages, index: int) -> str | None:
+def _render_reworded(template: ChatTemplate, messages: Messages, index: int) -> str | None:
     return template.attempt([*messages[:index], in_other_words(messages[index]), *messages[index + 1 :]])
 
 
-def _common(one: str, other: str) -> int:
-    """How many letters two texts begin with alike."""
-    low, high = 0, min(len(one), len(other))
+def _common_length(first: str, second: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
     return low
 
 
 def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) -> Iterator[int]:
-    """Where the first `count` messages, the last of which is an answer, may end in the whole text."""
+    """Yield places where the first `count` messages, the last of which is an answer, may end in the whole text."""
     if count == len(messages):
         yield len(whole)
         return
     yield from (len(text) for text in _beginnings(template, messages[:count]) if whole.startswith(text))
-    # Some leave out the thoughts of a call once there is an answer (gpt-oss's), but not what the next message adds.
-    alone, more = template.attempt(messages[:count]), template.attempt(messages[: count + 1])
-    other = _otherwise(template, messages[: count + 1], count)
+    # Some templates leave out the thoughts of a call once its answer follows (gpt-oss); the header of the next message
+    # still shows where the call ends.
+    rendered, continued = template.attempt(messages[:count]), template.attempt(messages[: count + 1])
+    reworded = _render_reworded(template, messages[: count + 1], count)
     words = _words(template, messages, whole, count)
-    if alone is not None and more is not None and other is not None and words is not None and more.startswith(alone):
-        header = more[len(alone) : _common(more, other)]
+    if (
+        rendered is not None
+        and continued is not None
+        and reworded is not None
+        and words is not None
+        and continued.startswith(rendered)
+    ):
+        header = continued[len(rendered) : _common_length(continued, reworded)]
         if whole[: words[0]].endswith(header):
             yield words[0] - len(header)
 
 
 def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
-    """What `messages`, of which the last is an answer, may be rendered as at the begin of a longer chat.
+    """Yield possible renderings of `messages`, the last of which is an answer, as the beginning of a longer chat.
 
-    Some templates end the whole with a token of its own unless they ask for an answer (Phi-3's); some render the last
-    answer otherwise than those before a later question (Qwen3's).
+    Some templates end a chat with a special token unless they ask for an answer (Phi-3). Some templates render the last
+    answer differently from answers before a later question (Qwen3).
     """
-    alone, asked = template.attempt(messages), template.attempt(messages, prompt=True)
-    yield from filter(None, [alone])
+    rendered, asked = template.attempt(messages), template.attempt(messages, prompt=True)
+    yield from filter(None, [rendered])
     prompt = _prompt(template)
     if asked is not None and prompt and asked.endswith(prompt):
         yield asked.removesuffix(prompt)
-    once = template.attempt([*messages, _QUESTION])
-    # A question behind a question, or, where roles alternate, behind an answer to it.
-    for between in ([_QUESTION], [_QUESTION, _ANSWER]):
-        before, behind = (template.attempt([*messages, *between, *more]) for more in ([], [_QUESTION]))
-        if once is None or before is None or behind is None or not behind.startswith(before):
+    questioned = template.attempt([*messages, _QUESTION])
+    # A question after a question or, if roles must alternate, after an answer to that question.
+    for inserted in ([_QUESTION], [_QUESTION, _ANSWER]):
+        before, after = (template.attempt([*messages, *inserted, *further]) for further in ([], [_QUESTION]))
+        if questioned is None or before is None or after is None or not after.startswith(before):
             continue
-        question = behind.removeprefix(before)
-        if question and once.endswith(question):
-            yield once.removesuffix(question)
+        question = after.removeprefix(before)
+        if question and questioned.endswith(question):
+            yield questioned.removesuffix(question)
 
 
 def _prompt(template: ChatTemplate) -> str:
-    """What asks for an answer; empty where nothing does, or where it cannot be told apart."""
+    """Return the text that asks for an answer; empty if the template has none or if it cannot be separated."""
     bare, asked = template.attempt([_QUESTION]), template.attempt([_QUESTION], prompt=True)
     if bare is None or asked is None:
         return ""
@@ -138,17 +153,17 @@ def _prompt(template: ChatTemplate) -> str:
 
 
 def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) -> bool:
-    """Whether words of `messages`, functions that they call, or the name of one of `tools` are not in `rendered`.
+    """Return whether words of `messages`, functions that they call, or names of `tools` are missing in `rendered`.
 
-    The messages follow each other there, so that what an earlier one says does not count for a later one; but a system
-    message may stand anywhere.
+    Messages must follow each other in `rendered`, so that the words of an earlier message do not count for a later
+    message. A system message may stand anywhere.
     """
     at = 0
     for message in messages:
         anywhere = message["role"] in ("system", "developer")
         ends = [
-            _end(said, rendered, 0 if anywhere else at)
-            for said in (text_parts(message), [_reasoning(message)], calls(message))
+            _end(texts, rendered, 0 if anywhere else at)
+            for texts in (text_parts(message), [_reasoning(message)], calls(message))
         ]
         if -1 in ends:
             return True
@@ -157,17 +172,17 @@ def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) 
 
 
 def is_silent(message: dict[str, Any], rendered: str, without_special: Callable[[str], str]) -> bool:
-    """Whether no word of all that `message` says is in `rendered`, its own text; special tokens are no words."""
-    said, own = (
+    """Return whether `rendered`, the text of `message`, holds no word of the message. Special tokens are not words."""
+    texts, words_in_text = (
         [*text_parts(message), _reasoning(message), *calls(message), *_arguments(message)],
         without_special(rendered),
     )
-    words = (without_special(word) for text in said for word in text.split())
-    return not any(form in own for word in words for form in _forms(word))
+    words = (without_special(word) for text in texts for word in text.split())
+    return not any(form in words_in_text for word in words for form in _forms(word))
 
 
 def calls(message: dict[str, Any]) -> list[str]:
-    """Names of the functions that `message` calls, as `tool_calls` or as OpenAI's older `function_call`."""
+    """Return the names of functions that `message` calls, by `tool_calls` or by OpenAI's older `function_call`."""
     listed = message.get("tool_calls")
     named = [_function(call, "function") for call in listed] if isinstance(listed, list) else []
     return [name for name in [*named, _function(message, "function_call")] if name]
@@ -178,40 +193,42 @@ def has_words(message: dict[str, Any]) -> bool:
 
 
 def in_other_words(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with another beginning of whatever it says, and nothing said that it does not say."""
+    """Return `message` with changed first words in each text that it has; empty texts stay empty."""
 
-    def other(text: Any) -> Any:
+    def reworded(text: Any) -> Any:
         return ("y" if text.lstrip().startswith("x") else "x") if isinstance(text, str) and text.strip() else text
 
-    def other_call(call: Any) -> Any:
+    def reworded_call(call: Any) -> Any:
         if not isinstance(call, dict):
             return call
-        changed = {"function": other_call(call["function"])} if "function" in call else {"name": other(call["name"])}
+        changed = (
+            {"function": reworded_call(call["function"])} if "function" in call else {"name": reworded(call["name"])}
+        )
         return {**call, **changed}
 
-    changed = {key: other(message[key]) for key in ("content", *_REASONING) if key in message}
+    changed = {key: reworded(message[key]) for key in ("content", *_REASONING) if key in message}
     if isinstance(message.get("content"), list):
         changed["content"] = [
-            {**part, "text": other(part["text"])} if isinstance(part, dict) and "text" in part else part
+            {**part, "text": reworded(part["text"])} if isinstance(part, dict) and "text" in part else part
             for part in message["content"]
         ]
     if isinstance(message.get("tool_calls"), list):
-        changed["tool_calls"] = [other_call(call) for call in message["tool_calls"]]
+        changed["tool_calls"] = [reworded_call(call) for call in message["tool_calls"]]
     return {**message, **changed}
 
 
-def _end(said: list[str], rendered: str, start: int) -> int:
-    """Where the last of `said` ends in `rendered`, each behind the one before it; -1 where one is not there."""
-    for text in said:
-        found = next((at + len(form) for form in _forms(text.strip()) if (at := rendered.find(form, start)) >= 0), -1)
-        if found < 0:
+def _end(texts: list[str], rendered: str, start: int) -> int:
+    """Return where the last of `texts` ends in `rendered`, if all of them follow each other there; else -1."""
+    for text in texts:
+        end = next((at + len(form) for form in _forms(text.strip()) if (at := rendered.find(form, start)) >= 0), -1)
+        if end < 0:
             return -1
-        start = found
+        start = end
     return start
 
 
 def _forms(text: str) -> Iterator[str]:
-    """How a template may write it: some write what a tool has answered as JSON."""
+    """Yield the ways in which a template may write `text`: some templates write answers of tools as JSON."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
@@ -222,7 +239,7 @@ def _reasoning(message: dict[str, Any]) -> str:
 
 
 def _arguments(message: dict[str, Any]) -> Iterator[str]:
-    """Texts in the arguments of the functions that `message` calls."""
+    """Yield the texts in the arguments of all functions that `message` calls."""
     listed = message.get("tool_calls")
     waiting = [call.get("function", call).get("arguments") for call in listed] if isinstance(listed, list) else []
     while waiting:
@@ -233,7 +250,7 @@ def _arguments(message: dict[str, Any]) -> Iterator[str]:
 
 
 def _function(value: Any, key: str) -> str:
-    """The name of a function as OpenAI's and as plain schemas have it; empty where neither does."""
+    """Return the name of a function by OpenAI's schema or a plain schema; empty if neither has a name."""
     function = value.get(key, value) if isinstance(value, dict) else {}
     if function is value and key == "function_call":  # a message may have a name, too
         return ""

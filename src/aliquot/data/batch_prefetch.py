@@ -12,28 +12,31 @@ from aliquot.data.batches import Batches, StepBatch
 
 
 @dataclass(frozen=True)
-class Sent:
+class CopiedBatch:
     batch: StepBatch
-    arrived: Any  # an event
+    arrived: Any  # a CUDA event
 
 
-class ToGpu:
-    """`send` in the thread that lays batches out, `receive` in the one that launches kernels, on its device."""
+class GpuCopier:
+    """Copy batches to the current GPU: `send` in the preparing thread, `receive` in the thread that launches kernels."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def send(self, batch: StepBatch) -> Sent:
-        """Pins and copies it; nothing is waited for."""
+    def send(self, batch: StepBatch) -> CopiedBatch:
+        """Begin to copy a batch from pinned memory, without waiting for the copy."""
         with torch.cuda.stream(self._stream):
-            there = [None if each is None else each.with_equal_calls().to(self._device) for each in batch.micro_batches]
+            micro_batches = [
+                None if micro_batch is None else micro_batch.with_equal_calls().to(self._device)
+                for micro_batch in batch.micro_batches
+            ]
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return Sent(replace(batch, micro_batches=there), arrived)
+        return CopiedBatch(replace(batch, micro_batches=micro_batches), arrived)
 
-    def receive(self, sent: Sent) -> StepBatch:
-        """What is launched from now on finds it there, and its memory is not another's before that is done with it."""
+    def receive(self, sent: CopiedBatch) -> StepBatch:
+        """Make later kernels wait for the copy, and keep its memory until these kernels have used it."""
         stream = torch.cuda.current_stream()
         stream.wait_event(sent.arrived)
         for micro_batch in sent.batch.micro_batches:
@@ -42,19 +45,22 @@ class ToGpu:
         return sent.batch
 
 
-class BatchesAhead:
-    """This rank's batches of steps [first, stop), taken in order. A context: its thread ends with it."""
+class BatchPrefetcher:
+    """Prepare this rank's batches of steps [first, stop) one step ahead.
+
+    A context manager, because it owns a thread.
+    """
 
     def __init__(
-        self, batches: Batches, rank: int, world_size: int, first: int, stop: int, to_gpu: ToGpu | None = None
+        self, batches: Batches, rank: int, world_size: int, first: int, stop: int, gpu_copier: GpuCopier | None = None
     ) -> None:
-        """`to_gpu`: None on CPUs, whose batches are where they are computed."""
+        """Begin with the batch of step `first`. `gpu_copier` is None on CPUs, where batches need no copy."""
         self._batches = batches
         self._rank, self._world_size = rank, world_size
         self._stop = stop
-        self._to_gpu = to_gpu
+        self._gpu_copier = gpu_copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-batches")
-        self._next: Future[StepBatch | Sent] | None = self._begin(first)
+        self._next: Future[StepBatch | CopiedBatch] | None = self._begin(first)
 
     def __enter__(self) -> Self:
         return self
@@ -63,18 +69,18 @@ class BatchesAhead:
         self._thread.shutdown(cancel_futures=True)
 
     def take(self, step: int) -> StepBatch:
-        """The batch of `step`, and the one after it is begun. Raises what laying it out raised."""
+        """Return the batch of `step` and begin the next one. Raises whatever the preparation raised."""
         assert self._next is not None
-        found = self._next.result()
+        prepared = self._next.result()
         self._next = self._begin(step + 1)
-        if isinstance(found, StepBatch):
-            return found
-        assert self._to_gpu is not None
-        return self._to_gpu.receive(found)
+        if isinstance(prepared, StepBatch):
+            return prepared
+        assert self._gpu_copier is not None
+        return self._gpu_copier.receive(prepared)
 
-    def _begin(self, step: int) -> Future[StepBatch | Sent] | None:
+    def _begin(self, step: int) -> Future[StepBatch | CopiedBatch] | None:
         return None if step >= self._stop else self._thread.submit(self._lay_out, step)
 
-    def _lay_out(self, step: int) -> StepBatch | Sent:
+    def _lay_out(self, step: int) -> StepBatch | CopiedBatch:
         batch = self._batches.step_batch(step, self._rank, self._world_size)
-        return batch if self._to_gpu is None else self._to_gpu.send(batch)
+        return batch if self._gpu_copier is None else self._gpu_copier.send(batch)

@@ -29,36 +29,36 @@ from aliquot.tensor_io.publish import begin_alone, commit, sync
 
 @contextmanager
 def publishing(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `directory`; when the block ends well, it is fsynced and gets the name.
+    """Yield an empty directory next to `directory`; if the block succeeds, sync the directory and rename it.
 
-    If another process published the same result first, theirs stays: the content is the same by construction.
-    Raises UserError where the cache cannot be written; the block may raise its own.
+    If another process published the same result first, that result stays, because the content is the same. Raises
+    UserError if the cache cannot be written, and whatever the block raises.
     """
     try:
-        beside = begin_alone(directory)
-        beside.chmod(0o700)  # what a person trains on may be for nobody else's eyes
-        _sweep(directory.parent, beside.stat().st_mtime)
+        partial = begin_alone(directory)
+        partial.chmod(0o700)  # training data may be confidential
+        _sweep(directory.parent, partial.stat().st_mtime)
     except OSError as error:
-        told = f"cannot write the data cache: {error.strerror}; set data.cache_directory"
-        raise storage_error(told, error, directory.parent) from error
+        message = f"cannot write the data cache: {error.strerror}; set data.cache_directory"
+        raise storage_error(message, error, directory.parent) from error
     try:
-        yield beside
-        for path in beside.iterdir():
+        yield partial
+        for path in partial.iterdir():
             sync(path)
         try:
-            commit(beside, directory)
+            commit(partial, directory)
         except OSError:
             if not directory.is_dir():
                 raise
     except OSError as error:
-        told = f"cannot write the data cache: {error}; set data.cache_directory"
-        raise storage_error(told, error, directory) from error
+        message = f"cannot write the data cache: {error}; set data.cache_directory"
+        raise storage_error(message, error, directory) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def digest_of_directory(directory: Path) -> str:
-    """Hash of the names and bytes of the files in `directory`."""
+    """Return a hash of the names and contents of the files in `directory`."""
     total = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         total.update(f"{path.name}\0{digest_of_file(path)}\0".encode())
@@ -71,12 +71,14 @@ def digest_of_file(path: Path) -> str:
 
 
 def _sweep(parent: Path, now: float) -> None:
-    """Remove what killed processes left here more than a day ago. `now`: by the clock of the file system, which is not
-    this machine's where others use it, too."""
+    """Remove directories that killed processes left more than a day ago.
+
+    `now` is the time of the file system's clock, which may differ from the clock of this machine.
+    """
     for path in parent.glob(".*"):
         with suppress(OSError):
-            # A long tokenisation makes its files at the beginning, and writes to them to the end.
-            if now - max(each.stat().st_mtime for each in (path, *path.iterdir())) > 86400:
+            # A long tokenisation creates its files first and writes to them until it ends.
+            if now - max(file.stat().st_mtime for file in (path, *path.iterdir())) > 86400:
                 shutil.rmtree(path)
 
 
@@ -84,47 +86,51 @@ _COARSEST_CLOCK_S = 2.0
 
 
 def digests(files: Sequence[Path], cache: Path) -> list[str]:
-    """SHA-256 of each. Raises OSError where one cannot be read; where `cache` cannot be written nothing is kept."""
+    """Return the SHA-256 of each file, from `cache` if the file is unchanged. Raises OSError for an unreadable file."""
     places = [str(file.absolute()) for file in files]
-    known_in = cache / "digests" / f"{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:32]}.json"
-    now_ns = _now_ns(known_in.parent)  # before anything is looked at
-    found_there = [file.stat() for file in files]
-    states = [_state(each) for each in found_there]
-    known = _known(known_in)
-    found = {place: known[place][1] for place, state in zip(places, states, strict=True) if [state] == known[place][:1]}
-    changed = [(place, file) for place, file in zip(places, files, strict=True) if place not in found]
+    store = cache / "digests" / f"{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:32]}.json"
+    now_ns = _now_ns(store.parent)  # before any file is looked at
+    stats = [file.stat() for file in files]
+    states = [_state(stat) for stat in stats]
+    known = _known(store)
+    digest_of = {
+        place: known[place][1] for place, state in zip(places, states, strict=True) if [state] == known[place][:1]
+    }
+    changed = [(place, file) for place, file in zip(places, files, strict=True) if place not in digest_of]
     if changed:
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
             contents = pool.map(digest_of_file, [file for _, file in changed])
-            found.update(zip((place for place, _ in changed), contents, strict=True))
-        kept = {
-            place: (state, found[place])
-            for place, state, each in zip(places, states, found_there, strict=True)
-            if each.st_ctime_ns < now_ns.get(each.st_dev, now_ns[None]) - _COARSEST_CLOCK_S * 1e9
+            digest_of.update(zip((place for place, _ in changed), contents, strict=True))
+        stored = {
+            place: (state, digest_of[place])
+            for place, state, stat in zip(places, states, stats, strict=True)
+            if stat.st_ctime_ns < now_ns.get(stat.st_dev, now_ns[None]) - _COARSEST_CLOCK_S * 1e9
         }
         with suppress(OSError):
-            publish_text(known_in, json.dumps(kept))
-    return [found[place] for place in places]
+            publish_text(store, json.dumps(stored))
+    return [digest_of[place] for place in places]
 
 
 def _now_ns(directory: Path) -> dict[int | None, int]:
-    """By the clocks of file systems by their devices: of that which has `directory`; any other's is taken for this
-    machine's (None)."""
+    """Return the time by the clock of the file system that holds `directory`, by its device number.
+
+    The key None has the time of this machine, for files of other file systems.
+    """
     now: dict[int | None, int] = {None: time.time_ns()}
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
-            made = os.fstat(file.fileno())
-        now[made.st_dev] = made.st_ctime_ns
+            stat = os.fstat(file.fileno())
+        now[stat.st_dev] = stat.st_ctime_ns
     return now
 
 
-def _state(found: os.stat_result) -> list[int]:
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+def _state(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _known(file: Path) -> defaultdict[str, list[Any]]:
-    """[state, digest] by place; [] for what is not kept."""
+    """Return [state, digest] by path; [] for a file that the store lacks."""
     known: defaultdict[str, list[Any]] = defaultdict(list)
     with suppress(OSError, ValueError, TypeError):
         known.update(json.loads(file.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""A record with an answer becomes tokens, and a mask of those that are learned: the answer's, and nothing else."""
+"""Encode a record with answers: its tokens, and a mask that selects the tokens of answers for learning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import TokenizerError
-from aliquot.data.answers import has_words, is_silent, leaves_out, of_turns, rendered_spans
+from aliquot.data.answers import has_words, is_silent, leaves_out, marks_of_turns, rendered_spans
 from aliquot.data.chat_messages import is_learned
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, fit_messages
 from aliquot.data.text_encoder import TextEncoder
@@ -14,10 +14,10 @@ from aliquot.data.text_encoder import TextEncoder
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 4  # changes whenever other tokens or another mask come of a record
+ENCODING = 4  # changes with every change of the tokens or masks that records become
 
-# An answer is found in the whole text, so that a record is not cut, and a tokenizer takes some 170 bytes of memory a
-# letter, 400 where each is a token: 0.7 GiB for one that is so long, or 1.6.
+# A record is encoded whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of memory
+# a character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
 LONGEST_BYTES = 4 << 20
 TOO_LONG = f"a record with answers of more than {LONGEST_BYTES >> 20} MiB, left out"
 NO_ANSWER = "a record without an answer, left out"
@@ -27,20 +27,20 @@ TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
 NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
-# Of Stanford Alpaca, for tokenizers without a chat template: what models that learned from such data were taught with.
+# The prompt of Stanford Alpaca, which instruction data were designed for; used if there is no chat template.
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 
 
-Notes = dict[str, str]  # what is to be said of a record: the same words for all of its kind, and its details
+Notes = dict[str, str]  # remarks on a record: a reason, in the same words for all such records -> details
 
 
 def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:
-    """(token ids, mask, notes) of a record that formats.py has written as `text`.
+    """Return (token ids, mask, notes) of a record that formats.py has written as `text`.
 
-    The mask is 1 at tokens that are learned. `notes`: why there are no tokens, what of the record is not among them,
+    The mask is 1 at learned tokens. Notes say why a record has no tokens, which parts of the record the tokens lack,
     and what was changed. Raises TokenizerError for a chat without a template and for a tokenizer without offsets.
     """
     try:
@@ -70,15 +70,15 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
         if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
             ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
         if spec.suffix and tuple(ids[-len(spec.suffix) :]) != spec.suffix:
-            ends = int(len(messages) > context and _answers(messages[-1]))
-            ids, mask = [*ids, *spec.suffix], mask + [ends] * len(spec.suffix)
+            learns_end = int(len(messages) > context and _answers(messages[-1]))
+            ids, mask = [*ids, *spec.suffix], mask + [learns_end] * len(spec.suffix)
     else:
         prompt, completion = _prompt_and_completion(record)
         if not everything and not completion.strip():
             raise LeftOut(NO_ANSWER)
-        bare, learned = encoder.encode(prompt + completion, [(len(prompt), len(prompt + completion))])
-        ids, mask = [*spec.prefix, *bare, *spec.suffix], [0] * len(spec.prefix)
-        mask += learned + [1] * len(spec.suffix)
+        text_ids, text_mask = encoder.encode(prompt + completion, [(len(prompt), len(prompt + completion))])
+        ids, mask = [*spec.prefix, *text_ids, *spec.suffix], [0] * len(spec.prefix)
+        mask += text_mask + [1] * len(spec.suffix)
     notes |= encoder.notes
     if everything:
         mask = [1] * len(ids)
@@ -92,52 +92,54 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
 def encode_chat(
     template: ChatTemplate, messages: Messages, context: int, everything: bool, encoder: TextEncoder
 ) -> tuple[str, list[int], list[int], str | None]:
-    """(text, token ids, mask, what was changed) of `messages` as the chat template writes them.
+    """Return (text, token ids, mask, changes) of `messages` as the chat template writes them.
 
-    The mask is 1 at tokens of assistant turns behind the first `context` messages. Where the template marks what it
-    generates, by those marks; else an assistant turn is what stands between the prompt for it and the next message.
-    A turn without words is not learned, nor is one of which the template writes nothing. `everything`: no mask is
-    asked for. Raises LeftOut where the template fails or it is not known where an answer stands.
+    The mask is 1 at tokens of assistant turns after the first `context` messages. The generation marks of the template
+    delimit these turns; without marks a turn extends from the prompt for it to the next message. A turn without words
+    is not learned, nor is a turn of which the template writes nothing. With `everything` the mask is not needed.
+    Raises LeftOut if the template fails or the place of an answer is ambiguous.
     """
-    given, changed = fit_messages(template, messages)
+    form, changed = fit_messages(template, messages)
     if everything:
-        whole = template.render(given)
-        return whole, *encoder.encode_chat(whole, None, template, given), changed
+        whole = template.render(form)
+        return whole, *encoder.encode_chat(whole, None, template, form), changed
     turns = [index for index, message in enumerate(messages) if index >= context and _answers(message)]
     if template.is_marked:
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        whole, marks = template.render_marked(given)
-        spans = of_turns(marks, len(assistants))
+        whole, marks = template.render_marked(form)
+        spans = marks_of_turns(marks, len(assistants))
         if spans is not None:
             spans = [span for index, span in zip(assistants, spans, strict=True) if index in turns]
         elif all(index in turns or not has_words(messages[index]) for index in assistants):
-            return whole, *encoder.encode_chat(whole, marks, template, given), changed
+            return whole, *encoder.encode_chat(whole, marks, template, form), changed
         else:
             raise LeftOut(
                 "a record of which some answers are not to be learned, and the chat template does not mark each of the"
                 " assistant's turns as one, left out"
             )
     else:
-        whole = template.render(given)
-        spans = rendered_spans(template, given, whole, turns)
-    heard = zip(turns, spans, strict=True)
+        whole = template.render(form)
+        spans = rendered_spans(template, form, whole, turns)
+    turn_spans = zip(turns, spans, strict=True)
     spans = [
-        span for index, span in heard if not is_silent(messages[index], whole[slice(*span)], encoder.without_special)
+        span
+        for index, span in turn_spans
+        if not is_silent(messages[index], whole[slice(*span)], encoder.without_special)
     ]
-    return whole, *encoder.encode_chat(whole, spans, template, given), changed
+    return whole, *encoder.encode_chat(whole, spans, template, form), changed
 
 
 def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
-    """The record as a chat, and how many of its messages are not learned whoever says them."""
+    """Return the record as a chat, and the number of first messages that are context and never learned."""
     if "messages" in record:
         return record["messages"], record["context"]
     if "prompt" in record:
-        asked, answer = record["prompt"], record["completion"]
+        question, answer = record["prompt"], record["completion"]
     else:
-        asked, answer = "\n\n".join(filter(None, (record["instruction"], record["input"]))), record["output"]
+        question, answer = "\n\n".join(filter(None, (record["instruction"], record["input"]))), record["output"]
     system = [{"role": "system", "content": record["system"]}] if "system" in record else []
     answers = [{"role": "assistant", "content": answer}] if answer.strip() else []
-    return [*system, {"role": "user", "content": asked}, *answers], 0
+    return [*system, {"role": "user", "content": question}, *answers], 0
 
 
 def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
@@ -148,10 +150,10 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
     system = f"{record['system']}\n\n" if "system" in record else ""
     if "prompt" in record:
         return system + record["prompt"], record["completion"]
-    given = record["input"]
-    paired = ", paired with an input that provides further context" if given else ""
+    text = record["input"]
+    paired = ", paired with an input that provides further context" if text else ""
     prompt = _ALPACA.format(
-        paired=paired, instruction=record["instruction"], input=f"### Input:\n{given}\n\n" if given else ""
+        paired=paired, instruction=record["instruction"], input=f"### Input:\n{text}\n\n" if text else ""
     )
     return system + prompt, record["output"]
 

@@ -8,15 +8,15 @@ from typing import Any
 from aliquot.core.decode import decode_json
 from aliquot.data.documents import NO_MESSAGES, NO_TEXT_CONTENT, UNKNOWN_ROLE, UNUSABLE_FLAG, BadRecordError
 
-_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # what templates know
+_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # roles of chat templates
 _ALIASES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
     "tool_response": "tool", "tool_call": "assistant",
 }  # fmt: skip
-_TOOLS = {"tool", "function", "ipython"}  # whose answers may be objects
+_TOOLS = {"tool", "function", "ipython"}  # roles whose content may be an object
 _CALLING_ROLES = ("function_call", "tool_call")  # ShareGPT's, ms-swift's: the content is a call, as JSON
-# Whether a message is learned: OpenAI's key, axolotl's, ms-swift's, and those of verl and others.
+# Keys that say whether a message is learned: OpenAI's, axolotl's, ms-swift's, and those of verl and others.
 _FLAGS = (
     "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
 )  # fmt: skip
@@ -24,7 +24,7 @@ UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
 
 def text_parts(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message's content, which may be a list of parts, null or absent."""
+    """Return the texts of a message's content, which may be a list of parts, null or absent."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return [content]
@@ -32,12 +32,12 @@ def text_parts(message: Mapping[str, Any]) -> list[str]:
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether the assistant says it and no flag of the message says not to learn it."""
+    """Return whether the message is the assistant's and no flag of the message excludes it from learning."""
     return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in _FLAGS)
 
 
 def read_list(value: object, field: str, where: str) -> list[Any]:
-    """A list, or JSON that holds one; empty where there is none."""
+    """Return a list, decoded from JSON if the field holds text; empty if the field is null or blank."""
     if isinstance(value, str) and value.strip():
         try:
             value = decode_json(value)
@@ -54,7 +54,7 @@ def read_list(value: object, field: str, where: str) -> list[Any]:
 
 
 def read_messages(value: object, field: str, where: str, plain: str | None = None) -> list[dict[str, Any]]:
-    """`plain`: the role of a text that is no list."""
+    """Return the messages in a field. `plain` is the role of a field that holds one text instead of messages."""
     if isinstance(value, str) and plain is not None:
         return [{"role": plain, "content": value}]
     if isinstance(value, str) and not value.strip():
@@ -67,23 +67,23 @@ def read_messages(value: object, field: str, where: str, plain: str | None = Non
 
 
 def read_message(message: object, field: str, where: str) -> dict[str, Any]:
-    """The message as it is, with `role` and `content` where they are called `from` and `value`."""
+    """Return the message unchanged but for names: `from` becomes `role`, `value` becomes `content`."""
     role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(role, str):
         raise BadRecordError(
             f"field {field!r} is a list, but not one of messages with `role` and `content`", where, NO_MESSAGES
         )
-    known = _ALIASES.get(role.lower(), role.lower())
-    if known not in _ROLES:
+    known_role = _ALIASES.get(role.lower(), role.lower())
+    if known_role not in _ROLES:
         raise BadRecordError(
             f"a message's role is {role!r}; known are {', '.join(sorted(_ROLES | _ALIASES.keys()))}: rename it",
             where,
             UNKNOWN_ROLE,
         )
-    others = {key: part for key, part in message.items() if key not in ("role", "from", "content", "value")}
+    other_keys = {key: part for key, part in message.items() if key not in ("role", "from", "content", "value")}
     content = [{"content": message[key]} for key in ("content", "value") if key in message][:1]
-    parts: dict[str, Any] = {"role": known, **(content[0] if content else {}), **others}
-    if known not in _TOOLS:
+    parts: dict[str, Any] = {"role": known_role, **(content[0] if content else {}), **other_keys}
+    if known_role not in _TOOLS:
         _check_content(parts.get("content"), where)
     _check_flags(parts, where)
     if role.lower() in _CALLING_ROLES:
@@ -120,7 +120,7 @@ def _check_flags(message: Mapping[str, Any], where: str) -> None:
 
 
 def _calls_in(text: str) -> list[Any]:
-    """The calls that `text` holds as JSON; what is none stays, to be left out."""
+    """Return the calls that `text` holds as JSON; text that is no call stays, so that the record is left out."""
     try:
         value = decode_json(text)
     except ValueError:

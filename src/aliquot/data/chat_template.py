@@ -1,4 +1,4 @@
-"""A chat as its template writes it: the record as it is, and another wording of it only where the template fails."""
+"""Render chats with the tokenizer's template, in the form of the record or, if the template fails, in another form."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CHANGED = "a record that the chat template does not take as it is, given to it"
 _GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 _CLOCK = "strftime_now"
 _TIME_FORMAT = re.compile(r"""(["'])((?:(?!\1).)*%(?:(?!\1).)*)\1""")
-# The newline goes: behind a block it is no text (trim_blocks), and the template begins on a line of its own.
+# Jinja drops the newline after a block (trim_blocks), so that the template itself begins on a new line.
 _FIXED_CLOCK = "{% macro strftime_now(format) %}{{ times[format] }}{% endmacro %}\n"
 
 
 class LeftOut(Exception):
-    """A record that is not learned: `reason`, the same words for all of its kind, and `detail`, of this one."""
+    """A record that is left out: `reason` is the same for all such records, `detail` describes this record."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -37,15 +37,15 @@ class LeftOut(Exception):
 @dataclass(frozen=True)
 class ChatTemplate:
     tokenizer: Any  # of transformers
-    source: str  # in Jinja
+    source: str  # Jinja
     tools: list[Any] | None
-    times: dict[str, str]  # what the template's clock shows, by format; empty where it asks for none
+    times: dict[str, str]  # the day, by the formats that the template uses; empty if it writes no date
 
     @classmethod
     def of(cls, tokenizer: Any, tools: list[Any] | None = None, day: str | None = None) -> ChatTemplate:
-        """The tokenizer's chat template for a record with `tools`, which takes `day` (ISO 8601) for today.
+        """Return the tokenizer's chat template for a record with `tools`; `day` (ISO 8601) is the date that it writes.
 
-        Raises TokenizerError where none of several templates is the one.
+        Raises TokenizerError if the tokenizer has several templates and no default.
         """
         try:
             source = tokenizer.get_chat_template(tools=tools)
@@ -53,31 +53,34 @@ class ChatTemplate:
             raise TokenizerError(
                 f"no chat template is the tokenizer's default: {' '.join(str(error).split())}"
             ) from error
-        if day is None or not asks_for_the_day(source):
+        if day is None or not writes_date(source):
             return cls(tokenizer, source, tools, {})
-        formats = {found[2] for found in _TIME_FORMAT.finditer(source)}
-        times = {found: datetime.fromisoformat(day).strftime(found) for found in formats}
+        formats = {match[2] for match in _TIME_FORMAT.finditer(source)}
+        times = {match: datetime.fromisoformat(day).strftime(match) for match in formats}
         return cls(tokenizer, _FIXED_CLOCK + source, tools, times)
 
     @property
     def is_marked(self) -> bool:
-        """Whether the template says what the assistant generates."""
+        """Whether the template marks the text that the assistant generates."""
         return _GENERATION_MARKER.search(self.source) is not None
 
     def render(self, messages: Messages, prompt: bool = False) -> str:
-        """The text of `messages`; `prompt`: with what asks for an answer. Raises whatever the template raises."""
+        """Return the text of `messages`, with `prompt` followed by a prompt for an answer.
+
+        Raises what the template raises.
+        """
         return self._render(messages, add_generation_prompt=prompt)[0]
 
     def render_marked(self, messages: Messages) -> tuple[str, list[Span]]:
-        """The text, and the stretches of it that the template marks.
+        """Return the text, and the spans that the template marks as generated.
 
-        Not transformers' own mask of tokens: it goes wrong where a tokenizer's offsets leave out the space before a
+        The token mask of transformers is not used: it is wrong if a tokenizer's offsets exclude the space before a
         word.
         """
         return self._render(messages, return_assistant_tokens_mask=True)
 
     def attempt(self, messages: Messages, prompt: bool = False) -> str | None:
-        """As `render`; None where the template refuses these messages."""
+        """Return the text of `messages`; None if the template refuses these messages."""
         try:
             return self.render(messages, prompt)
         except UserError:
@@ -98,20 +101,20 @@ class ChatTemplate:
                     **self.tokenizer.special_tokens_map,
                     **options,
                 )
-        except TimeoutError as error:  # another form of the record would take as long
+        except TimeoutError as error:  # the template would take as long for another form
             raise TokenizerError(f"the chat template fails: {error}. Set data.chat_template to another one") from error
         return texts[0], marks[0] if marks else []
 
 
-def asks_for_the_day(source: str | dict[str, str]) -> bool:
-    """Whether a chat template, or one of several, writes a date."""
-    return any(_CLOCK in each for each in ([source] if isinstance(source, str) else source.values()))
+def writes_date(source: str | dict[str, str]) -> bool:
+    """Return whether a chat template, or one of several, writes a date."""
+    return any(_CLOCK in template for template in ([source] if isinstance(source, str) else source.values()))
 
 
 def fit_messages(template: ChatTemplate, messages: Messages) -> tuple[Messages, str | None]:
-    """Return the messages in a form that the template takes, and what had to be changed for it.
+    """Return the messages in a form that the template accepts, and a description of the changes.
 
-    The first form is that of `tokenizer.apply_chat_template`. Raises LeftOut with the template's own words.
+    The first form is that of `tokenizer.apply_chat_template`. Raises LeftOut with the words of the template.
     """
     error: Exception | None = None
     for changes, form in _forms(messages):
@@ -133,7 +136,7 @@ Change = tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
 def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
-    """(what is changed, the messages): first as they are without nulls, then with ever more changes."""
+    """Yield (changes, messages): first the messages without nulls, then forms with more and more changes."""
     without_nulls = [{key: part for key, part in message.items() if part is not None} for message in messages]
     yield [], without_nulls
     choices: list[list[Change | None]] = [
@@ -185,7 +188,8 @@ def _object_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 def _text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return _with_arguments(
-        message, lambda given: json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else given
+        message,
+        lambda arguments: json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments,
     )
 
 
@@ -200,7 +204,7 @@ def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> di
 
 
 def _is_python(messages: Messages, text: str) -> bool:
-    """Whether the template has written a list of parts, or the arguments of a call, as Python shows them."""
+    """Return whether the template wrote a list of parts, or the arguments of a call, in the notation of Python."""
     calls = [call.get("function", call) for message in messages for call in message.get("tool_calls") or []]
     values = [message.get("content") for message in messages] + [call.get("arguments") for call in calls]
     shown = [(str(value), value) for value in values if isinstance(value, (list, dict))]

@@ -34,7 +34,7 @@ class Mixture:
     ends: tuple[int | None, ...]  # after so many sequences a source has no more
 
     @classmethod
-    def of_tokens(
+    def from_token_weights(
         cls, weights: Sequence[float], sequence_tokens: Sequence[Fraction], ends: Sequence[int | None]
     ) -> Self:
         """`weights` are of tokens; `sequence_tokens`: how many a sequence of each source has on average."""
@@ -178,7 +178,7 @@ class Steps:
         edges = [0, *(end for end in self.ends if end < sequence), sequence]
         return sum(self._steps(begin, end) for begin, end in pairwise(edges))
 
-    def going_on(self, step: int, sequence: int) -> Self:
+    def continued_at(self, step: int, sequence: int) -> Self:
         """With the end of an earlier stage, which ended before `sequence` after `step` steps.
 
         Raises ValueError where it cannot have done so.

@@ -17,7 +17,7 @@ from aliquot.core.on_rank_0 import gather_results, run_on_rank_0
 from aliquot.core.paths import cache_root
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
-from aliquot.data.chat_template import asks_for_the_day
+from aliquot.data.chat_template import writes_date
 from aliquot.data.cuts import cut_of
 from aliquot.data.sources import Source, joined, sources_of
 from aliquot.data.text_encoder import EncoderSpec
@@ -241,7 +241,7 @@ class _Builder:
     @property
     def day(self) -> str | None:
         """Today, where the chat template writes it."""
-        if not self._has_template or not asks_for_the_day(self.tokenizer.chat_template):
+        if not self._has_template or not writes_date(self.tokenizer.chat_template):
             return None
         return (self.section.chat_template_date or date.today()).isoformat()
 

@@ -150,7 +150,7 @@ class Inputs:
 
     def resumed_at(self, start: Start, train: TrainSection) -> Inputs:
         """Return the inputs whose first batch follows the last batch before `start`."""
-        batches = self.batches.going_on(start.step, start.position, start.ends)
+        batches = self.batches.continued_at(start.step, start.position, start.ends)
         total_steps = batches.total_steps(train.max_steps)
         return replace(self, batches=batches, total_steps=total_steps, schedule=Schedule.of(train, total_steps))
 

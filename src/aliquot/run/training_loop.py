@@ -11,7 +11,7 @@ import torch
 from aliquot.checkpoint.directories import newest
 from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
-from aliquot.data.batch_prefetch import BatchesAhead, ToGpu
+from aliquot.data.batch_prefetch import BatchPrefetcher, GpuCopier
 from aliquot.data.batches import StepBatch
 from aliquot.distributed.signals import Terminated
 from aliquot.models.structure import attention_widths
@@ -60,11 +60,11 @@ class TrainingLoop:
                     stop_signal = self._evaluate_after_step()
                 self._save_after_step(stop_signal)
 
-    def _prefetch(self) -> BatchesAhead:
+    def _prefetch(self) -> BatchPrefetcher:
         ranks, inputs = self._run.ranks, self._training.inputs
-        to_gpu = ToGpu() if ranks.topology.device == "cuda" else None
+        gpu_copier = GpuCopier() if ranks.topology.device == "cuda" else None
         first, stop = self._progress.step, inputs.total_steps
-        return BatchesAhead(inputs.batches, ranks.rank, ranks.world_size, first, stop, to_gpu)
+        return BatchPrefetcher(inputs.batches, ranks.rank, ranks.world_size, first, stop, gpu_copier)
 
     def _evaluate_before_steps(self) -> None:
         """Evaluate the initial weights, or repeat the evaluation that a signal has prevented."""
@@ -101,7 +101,7 @@ class TrainingLoop:
             "freed": self._training.memory_release.is_due(self._progress.step),
             "lost": self._run.directory.why_lost(),
         }
-        reports = self._recorder.gather(report, batch.own_tokens)
+        reports = self._recorder.gather(report, batch.rank_tokens)
         if (lost := reports[0]["lost"]) is not None:
             raise RunDirectoryError(lost)
         return reports
