@@ -1,4 +1,4 @@
-"""The global batch of any step and each rank's share: a function of the step number, so that resuming needs no state."""
+"""The global batch of a step and the share of each rank, by the step number: resuming needs no further state."""
 
 from __future__ import annotations
 
