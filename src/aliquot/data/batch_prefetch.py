@@ -18,7 +18,7 @@ class CopiedBatch:
 
 
 class GpuCopier:
-    """Copy batches to the current GPU: `send` in the preparing thread, `receive` in the thread that launches kernels."""
+    """Copy batches to the current GPU: `send` in the preparing thread, `receive` where kernels are launched."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
