@@ -190,7 +190,7 @@ def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
     for name, batches in inputs.held_out.items():
         result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda: 0)
         assert result is not None  # because nothing stops the evaluation
-        documents, length = batches.store.documents, batches.sequence_length
+        documents, length = batches.store.documents, batches.format.length
         results[name] = Evaluation(*result, batches.predicted, documents, length, ranks.world_size)
     model.engine.close()
     return results
