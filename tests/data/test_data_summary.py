@@ -18,7 +18,7 @@ def test_what_is_learned_is_marked_and_the_rest_is_shortened() -> None:
     assert whole[1:4] == ["        | fox", "        | ", "learned > dog"]
     assert len([line for line in whole if line.startswith("example")]) == 2
     assert len([line for line in whole if line.startswith("learned > ")]) == 2 * 3 + 2
-    short = list(examples(source, tokenizer, most_characters=2))
+    short = list(examples(source, tokenizer, max_characters=2))
     assert "learned > d [... 1 characters ...] g" in short
     rest = sum(len(word) for word in words)
     assert f"        | [... {rest} more tokens ...]" in short

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aliquot.data.disk_arrays import NewArrays, kept_arrays
+from aliquot.data.disk_arrays import NewArrays, cached_arrays
 from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore
 from tests.data.stores import numbered
@@ -58,7 +58,7 @@ def test_processes_make_it_once(tmp_path: Path) -> None:
     for _ in range(4):
         child = os.fork()
         if child == 0:
-            found = kept_arrays(tmp_path / "index", fill)
+            found = cached_arrays(tmp_path / "index", fill)
             os._exit(0 if found["numbers"].sum() == 499500 else 1)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
@@ -67,5 +67,5 @@ def test_processes_make_it_once(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_it_is_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = kept_arrays(tmp_path / "file" / "index", lambda new: new.keep("numbers", 3, np.int64).fill(7))
+    found = cached_arrays(tmp_path / "file" / "index", lambda new: new.keep("numbers", 3, np.int64).fill(7))
     assert found["numbers"].tolist() == [7, 7, 7]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.core.errors import UserError
-from aliquot.data.disk_arrays import NewArrays, ascending, held_arrays, kept_arrays, shuffle, stable_order
+from aliquot.data.disk_arrays import NewArrays, ascending, cached_arrays, memory_arrays, shuffle, stable_order
 from aliquot.data.packing import Packing
 from aliquot.data.packing_arrays import PackingArrays, Pieces, fill_epoch, fill_packing
 from aliquot.data.token_store import TokenStore
@@ -42,13 +42,13 @@ def test_packing_and_epochs_are_what_the_formulas_say(
         masks = [data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)) for size in sizes]
         masks[sizes.index(max(sizes))][1] = 1
     store = memory_store([[7] * size for size in sizes], masks)
-    packed = dict(held_arrays(lambda new: fill_packing(new, store, length, packing, at_once)))
+    packed = dict(memory_arrays(lambda new: fill_packing(new, store, length, packing, at_once)))
     assert_same(packed, formula_packing(store, length, packing))
     for shuffles, orders in (
         ([partial(shuffle, seed=5, stream=2 * epoch + n) for n in range(2)], partial(formula_shuffle, 5, epoch)),
         ([ascending, ascending], lambda pieces, sequences: (np.arange(pieces), np.arange(sequences))),
     ):
-        filled = dict(held_arrays(lambda new, of=shuffles: fill_epoch(new, arrays(packed), *of, at_once)))  # type: ignore[misc]
+        filled = dict(memory_arrays(lambda new, of=shuffles: fill_epoch(new, arrays(packed), *of, at_once)))  # type: ignore[misc]
         assert_same(filled, formula_epoch(packed, *orders(len(packed["slots"]), len(packed["tokens"]))))
 
 
@@ -56,10 +56,10 @@ def test_many_pieces_in_files_at_the_real_size_of_a_part(tmp_path: Path) -> None
     draw = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(draw.integers(1, 60, 600_000))])
     store = TokenStore(tmp_path, np.empty(offsets[-1], np.uint16), offsets, None)
-    packed = kept_arrays(tmp_path / "packed", lambda new: fill_packing(new, store, 64, True))
+    packed = cached_arrays(tmp_path / "packed", lambda new: fill_packing(new, store, 64, True))
     assert_same(dict(packed), formula_packing(store, 64, True))
     shuffles = [partial(shuffle, seed=5, stream=n) for n in range(2)]
-    filled = kept_arrays(tmp_path / "epoch", lambda new: fill_epoch(new, arrays(dict(packed)), *shuffles))  # type: ignore[misc]
+    filled = cached_arrays(tmp_path / "epoch", lambda new: fill_epoch(new, arrays(dict(packed)), *shuffles))  # type: ignore[misc]
     orders = formula_shuffle(5, 0, len(packed["slots"]), len(packed["tokens"]))
     assert_same(dict(filled), formula_epoch(dict(packed), *orders))
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "packed", "epoch"}
@@ -88,7 +88,7 @@ def test_what_a_killed_process_leaves_goes_a_day_later(tmp_path: Path) -> None:
             os.write(told, b"x")
             time.sleep(600)
 
-        kept_arrays(tmp_path / "index", fill)
+        cached_arrays(tmp_path / "index", fill)
         os._exit(0)
     assert os.read(ready, 1) == b"x"
     (partial_directory,) = tmp_path.glob(".index.partial-*")
@@ -96,12 +96,12 @@ def test_what_a_killed_process_leaves_goes_a_day_later(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     # Not before: another host may be at work there, whose locks are not seen here.
-    kept_arrays(tmp_path / "other", lambda new: new.keep("numbers", 3, np.int64).fill(4))
+    cached_arrays(tmp_path / "other", lambda new: new.keep("numbers", 3, np.int64).fill(4))
     assert partial_directory.is_dir()
     shutil.rmtree(tmp_path / "other")
     for path in (partial_directory, *partial_directory.iterdir()):
         os.utime(path, (time.time() - 90_000,) * 2)
-    found = kept_arrays(tmp_path / "index", lambda new: new.keep("numbers", 3, np.int64).fill(4))
+    found = cached_arrays(tmp_path / "index", lambda new: new.keep("numbers", 3, np.int64).fill(4))
     assert found["numbers"].tolist() == [4, 4, 4]
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "index"}
 

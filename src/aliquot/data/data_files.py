@@ -17,21 +17,29 @@ from aliquot.core.errors import DataError, one_line
 from aliquot.core.small_files import LFS_POINTER, is_lfs_pointer
 
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-IN_DIRECTORIES = {".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet"}  # and compressed ones
-# In a directory, at or above files of records: what describes them.
+IN_DIRECTORIES = {
+    ".txt",
+    ".md",
+    ".py",
+    ".jsonl",
+    ".json",
+    ".csv",
+    ".parquet",
+}  # suffixes that are read, also compressed
+# Files that describe records, next to the records or in a directory above them.
 _CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", "changelog", "dataset_info",
           "dataset_infos", "dataset_dict"}  # fmt: skip
 CARD = "a README, a license or the like beside records, left out"
 HIDDEN = "a hidden file or directory, left out"
 NO_FILE = "a device, pipe or socket, left out"
 DIRECTORY = "a directory that a pattern matches, left out"
-# Nobody reads tests and tables (of characters, of help texts) to learn how Python is written.
+# Tests and tables (of characters, of help texts) are no examples of how Python is written.
 NOT_OF_STDLIB = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
-_LOOKED_AT = 4096  # bytes, for what says that it is UTF-16
+_START_BYTES = 4096  # bytes at the begin of a file that show its format
 _ARCHIVES = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip",
     b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!\x1a\x07": "rar",
@@ -43,9 +51,9 @@ _OTHERS = {
 
 
 def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
-    """The files of one entry of a path: a file, a directory, a glob or `stdlib`; sorted within the entry.
+    """Return the files of one entry of a path: a file, a directory, a glob or `stdlib`; sorted within the entry.
 
-    `left_out` counts by reason what else is there. Raises DataError for a link to what is not there: data are missing.
+    `left_out` counts all other files by reason. Raises DataError for a dangling link, because data are missing.
     """
     if entry == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -57,22 +65,22 @@ def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        walked = _walk(path, IN_DIRECTORIES, left_out)
-        files = _without_cards(walked)
+        listed = _walk(path, IN_DIRECTORIES, left_out)
+        files = _without_cards(listed)
         if not files:
             raise DataError(f"{key}: no {', '.join(sorted(IN_DIRECTORIES))} file in this directory", entry)
-        left_out.update({CARD: len(walked) - len(files)} if len(walked) > len(files) else {})
+        left_out.update({CARD: len(listed) - len(files)} if len(listed) > len(files) else {})
         return files
     _refuse_dangling(path)
     if not glob.has_magic(entry):
         raise DataError(f"{key}: no such file or directory", entry)
-    # Path.glob takes no absolute pattern.
+    # Path.glob accepts no absolute pattern.
     files = []
     for match in sorted(map(Path, glob.glob(str(path), recursive=True))):  # noqa: PTH207
         _refuse_dangling(match)
         if match.is_file():
             files.append(match)
-        elif not (match.is_dir() and "**" in entry):  # of which what is in it matches, too
+        elif not (match.is_dir() and "**" in entry):  # a recursive pattern also matches the files inside
             left_out[DIRECTORY if match.is_dir() else NO_FILE] += 1
     if not files:
         raise DataError(f"{key}: no file matches", entry)
@@ -97,17 +105,17 @@ def _without_cards(files: list[Path]) -> list[Path]:
 
 
 def _walk(root: Path, suffixes: set[str], left_out: Counter[str]) -> list[Path]:
-    """Files below `root` with one of `suffixes`, sorted by their relative names; links are followed, each place once.
+    """Return files below `root` with one of `suffixes`, sorted by relative name; follow links, but each place once.
 
-    `left_out` counts the others by reason. Raises DataError for a directory that cannot be read, for a link to what is
-    not there, and for a dataset that `datasets` has saved.
+    `left_out` counts all other files by reason. Raises DataError for an unreadable directory, a dangling link, and a
+    dataset that `datasets` has saved.
     """
 
     def unreadable(error: OSError) -> None:
         raise DataError(f"cannot be read: {error.strerror}", error.filename) from error
 
-    found: list[Path] = []
-    walked = {root.resolve()}
+    files: list[Path] = []
+    visited = {root.resolve()}
     for parent, directories, names in os.walk(root, followlinks=True, onerror=unreadable):
         left_out[HIDDEN] += sum(name.startswith(".") for name in (*directories, *names))
         if "state.json" in names and any(name.endswith(".arrow") for name in names):
@@ -115,20 +123,20 @@ def _walk(root: Path, suffixes: set[str], left_out: Counter[str]) -> list[Path]:
         candidates = sorted(name for name in directories if not name.startswith("."))
         directories.clear()
         for name in candidates:
-            if (place := Path(parent, name).resolve()) not in walked:
-                walked.add(place)
+            if (place := Path(parent, name).resolve()) not in visited:
+                visited.add(place)
                 directories.append(name)
         for file in (Path(parent, name) for name in names if not name.startswith(".")):
             _refuse_dangling(file)
             if not file.is_file():
                 left_out[NO_FILE] += 1
             elif suffix_of(file) in suffixes:
-                found.append(file)
+                files.append(file)
             else:
                 left_out[f"a file of a kind that is not read ({file.suffix.lower() or 'no suffix'}), left out"] += 1
     for reason in [reason for reason, count in left_out.items() if not count]:
         del left_out[reason]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _is_utf8(file: Path) -> bool:
@@ -140,25 +148,27 @@ def _is_utf8(file: Path) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """What is in a file, by its name: `.jsonl` of both `a.jsonl` and `a.jsonl.gz`."""
+    """Return the suffix that says what a file holds: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
     suffix = (Path(path.stem) if path.suffix.lower() in _CODECS else path).suffix.lower()
     return _ALIASES.get(suffix, suffix)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """(its content, unpacked as it is read; how many bytes of the file have been read). Raises OSError as it is read
-    where an archive is damaged or cut short, UserError where it is UTF-16."""
+    """Open a file for reading: yield (its unpacked content, a function that returns how many bytes of it were read).
+
+    Reading raises OSError if an archive is damaged or cut short. Raises UserError for UTF-16 and other formats.
+    """
     codec = _CODECS.get(path.suffix.lower())
     if codec is None:
         with path.open("rb") as file:
-            _refuse_no_text(file.peek(_LOOKED_AT)[:_LOOKED_AT], path)
+            _refuse_no_text(file.peek(_START_BYTES)[:_START_BYTES], path)
             yield file, file.tell
         return
     import pyarrow
 
     with pyarrow.CompressedInputStream(pyarrow.OSFile(str(path), "rb"), codec) as stream:
-        _refuse_no_text(stream.read(_LOOKED_AT), path)
+        _refuse_no_text(stream.read(_START_BYTES), path)
     with pyarrow.OSFile(str(path), "rb") as packed:
         stream = pyarrow.CompressedInputStream(packed, codec)
         with io.BufferedReader(stream, 1 << 20) as unpacked:
@@ -166,54 +176,61 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises UserError for what git-lfs has left in the place of a file."""
+    """Raise UserError if the file is a git-lfs pointer."""
     with path.open("rb") as file:
         if is_lfs_pointer(file.read(64)):
             raise DataError(LFS_POINTER, path)
 
 
 def _refuse_no_text(start: bytes, path: Path) -> None:
-    """By a file's `start`: UTF-16 without a mark may pass for UTF-8, half of it NULs, and so may other formats."""
+    """Raise DataError if the `start` of a file shows UTF-16 or another format.
+
+    UTF-16 without a byte order mark may be valid UTF-8, in which half of the bytes are NULs.
+    """
     if is_lfs_pointer(start):
         raise DataError(LFS_POINTER, path)
-    if (other := _other_format(start)) is not None:
-        raise DataError(other, path)
-    high, low = start[::2], start[1::2]
+    if (message := _name_of_format(start)) is not None:
+        raise DataError(message, path)
+    even, odd = start[::2], start[1::2]
     coding = None
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         coding = "UTF-16"
-    elif low and high.count(0) * 2 > len(high) and not low.count(0):
+    elif odd and even.count(0) * 2 > len(even) and not odd.count(0):
         coding = "UTF-16BE"
-    elif low and low.count(0) * 2 > len(low) and not high.count(0):
+    elif odd and odd.count(0) * 2 > len(odd) and not even.count(0):
         coding = "UTF-16LE"
     if coding is not None:
         raise DataError(f"{coding} text, not UTF-8: convert it first (iconv -f {coding} -t UTF-8)", path)
 
 
-def _other_format(start: bytes) -> str | None:
-    """What to say of a file that begins so; None: it may be text, also one that begins with the letters of a format."""
+def _name_of_format(start: bytes) -> str | None:
+    """Return a message about the format of a file that begins with `start`; None if the file may be text."""
     if not start.startswith(b"%PDF-") and not _is_binary(start):
         return None
-    packed = next((name for magic, name in _ARCHIVES.items() if start.startswith(magic)), None)
-    if packed is None and start[257:262] == b"ustar":
-        packed = "tar"
-    if packed in _CODECS.values():
-        suffix = next(suffix for suffix, name in _CODECS.items() if name == packed)
-        return f"a {packed} archive, not text: let its name end with {suffix}, or unpack it"
-    if packed is not None:
-        return f"a {packed} archive, not text: unpack it first"
-    other = next((name for magic, name in _OTHERS.items() if start.startswith(magic)), None)
-    return None if other is None else f"a file of the format {other}, not text: convert it first, or leave it out"
+    archive = next((name for magic, name in _ARCHIVES.items() if start.startswith(magic)), None)
+    if archive is None and start[257:262] == b"ustar":
+        archive = "tar"
+    if archive in _CODECS.values():
+        suffix = next(suffix for suffix, name in _CODECS.items() if name == archive)
+        return f"a {archive} archive, not text: let its name end with {suffix}, or unpack it"
+    if archive is not None:
+        return f"a {archive} archive, not text: unpack it first"
+    format_name = next((name for magic, name in _OTHERS.items() if start.startswith(magic)), None)
+    return (
+        None
+        if format_name is None
+        else f"a file of the format {format_name}, not text: convert it first, or leave it out"
+    )
 
 
 def _is_binary(start: bytes) -> bool:
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # its end may be within a character
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # the start may end within a character
     except UnicodeDecodeError:
         return True
     return b"\0" in start
 
 
 def not_text(error: UnicodeDecodeError, where: str, before: int = 0) -> DataError:
-    """What to say of bytes that are not UTF-8; `before` bytes came before them."""
+    """Return the error for bytes that are not UTF-8. `before` counts the bytes before the decoded ones."""
     return DataError(f"not UTF-8 text ({error.reason} at byte {before + error.start})", where)

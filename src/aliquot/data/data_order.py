@@ -30,26 +30,26 @@ _TIME_BITS = 60
 
 @dataclass(frozen=True)
 class Mixture:
-    rates: tuple[int, ...]  # sequences of each source, relative to the others'
-    ends: tuple[int | None, ...]  # after so many sequences a source has no more
+    rates: tuple[int, ...]  # sequences of each source, in relation to the sequences of other sources
+    ends: tuple[int | None, ...]  # sequences of a source that does not repeat; None: the source repeats
 
     @classmethod
     def from_token_weights(
         cls, weights: Sequence[float], sequence_tokens: Sequence[Fraction], ends: Sequence[int | None]
     ) -> Self:
-        """`weights` are of tokens; `sequence_tokens`: how many a sequence of each source has on average."""
+        """Mix by tokens: `weights` are shares of tokens, `sequence_tokens` the mean tokens of a sequence."""
         rates = [Fraction(weight) / mean for weight, mean in zip(weights, sequence_tokens, strict=True)]
         scale = (1 << _RATE_BITS) / sum(rates)
         return cls(tuple(max(1, round(rate * scale)) for rate in rates), tuple(ends))
 
     @property
     def total(self) -> int | None:
-        """Sequences until all sources have ended; None: never."""
+        """Sequences until all sources have ended; None if a source repeats."""
         known = [end for end in self.ends if end is not None]
         return sum(known) if len(known) == len(self.ends) else None
 
     def drawn(self, count: int) -> list[int]:
-        """How many sequences of each source are among the first `count`, which must not be more than there are."""
+        """Return how many of the first `count` sequences come from each source. `count` is at most `total`."""
         if len(self.rates) == 1:
             return [count]
         late = 1
@@ -61,44 +61,44 @@ class Mixture:
             early, late = (middle, late) if sum(self._before(middle)) <= count else (early, middle)
         before, until = self._before(early), self._before(late)
         left = count - sum(before)
-        for source, (some, more) in enumerate(zip(before, until, strict=True)):
-            taken = min(left, more - some)  # at one time, in the order of the sources
-            before[source] += taken
-            left -= taken
+        for source, (earlier, later) in enumerate(zip(before, until, strict=True)):
+            drawn = min(left, later - earlier)  # sequences of the same time follow the order of the sources
+            before[source] += drawn
+            left -= drawn
         return before
 
     def between(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """(source, which of its sequences) of the sequences [first, stop)."""
+        """Return (source, index within the source) of the sequences [first, stop)."""
         ranges = zip(self.drawn(first), self.drawn(stop), strict=True)
-        found = [(self._time(source, k), source, k) for source, (a, b) in enumerate(ranges) for k in range(a, b)]
-        return [(source, k) for _, source, k in sorted(found)]
+        times = [(self._time(source, k), source, k) for source, (a, b) in enumerate(ranges) for k in range(a, b)]
+        return [(source, k) for _, source, k in sorted(times)]
 
     def _time(self, source: int, sequence: int) -> int:
         return ((2 * sequence + 1) << _TIME_BITS) // self.rates[source]
 
     def _before(self, time: int) -> list[int]:
-        """Sequences of each source whose time is before `time`."""
+        """Return how many sequences of each source have a time before `time`."""
         counts = [(((time * rate - 1) >> _TIME_BITS) + 1) // 2 for rate in self.rates]
         return [count if end is None else min(count, end) for count, end in zip(counts, self.ends, strict=True)]
 
 
 @dataclass(frozen=True)
 class TrainStore:
-    """A source of a run."""
+    """A training source of a run, as tokens."""
 
     store: TokenStore
     name: str = ""
-    weight: float | None = None  # of its tokens; None: as many as it has
+    weight: float | None = None  # share of the tokens; None: the number of tokens of the source
     repeat: bool = True
 
 
 class Stream:
-    """The sequences of epoch 0 of one source, then of epoch 1 shuffled anew, and so on."""
+    """The endless stream of sequences of one source: epoch 0, then epoch 1 in another order, and so on."""
 
     def __init__(self, source: TrainStore, packing: Packing, seed: int) -> None:
         self.source = source
         self.packing = packing
-        # Sources of equal size would be shuffled alike, and one that is named twice would be seen twice at a time.
+        # The name is part of the seed: otherwise two sources of one size would be shuffled alike.
         self._seed = seed if not source.name else drawn_seed("source", seed, source.name)
         self._epochs: dict[int, Epoch] = {}
 
@@ -108,7 +108,7 @@ class Stream:
 
     @property
     def sequence_tokens(self) -> Fraction:
-        """On average."""
+        """Mean tokens of a sequence."""
         return Fraction(self.epoch_tokens, self.packing.sequences)
 
     def sequence(self, index: int) -> Pieces:
@@ -120,7 +120,7 @@ class Stream:
         return self.epoch(epoch).lengths(within)
 
     def counts(self, first: int, stop: int) -> tuple[int, int]:
-        """(labels, real tokens) of the sequences [first, stop)."""
+        """Return (labels, tokens without padding) of the sequences [first, stop)."""
         predicted = tokens = 0
         while first < stop:
             epoch, start = divmod(first, self.packing.sequences)
@@ -132,38 +132,38 @@ class Stream:
 
     def epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
-            # A batch that straddles two epochs needs both.
-            self._epochs = {kept: self._epochs[kept] for kept in self._epochs if kept == epoch - 1}
+            # A batch that spans two epochs needs both of them.
+            self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
             self._epochs[epoch] = self.packing.epoch(self._seed, epoch)
         return self._epochs[epoch]
 
 
 def drawn_seed(kind: str, seed: int, place: object) -> int:
-    """What `kind` is drawn from at `place`."""
+    """Return the seed of random choices of one `kind` at one `place`."""
     return int.from_bytes(hashlib.sha256(f"{kind}:{seed}:{place}".encode()).digest()[:7], "little")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """`size` sequences a step, one step after the other. The last step before `stop` takes what is left.
+    """Which sequences each optimizer step takes: `size` sequences a step, and fewer in the last step before `stop`.
 
-    So did the last one of an earlier stage of the run, which ended within a batch: `ends` are those sequences, and the
-    next step begins there. Without, and without `stop`, step s takes [s * size, (s + 1) * size).
+    The last step of an earlier stage of the run may also have taken fewer sequences. `ends` are the sequences at which
+    such stages ended; the next step begins there. Without `ends` and `stop` step s takes [s * size, (s + 1) * size).
     """
 
     size: int
     stop: int | None = None  # the sequence before which this run ends
-    ends: tuple[int, ...] = ()  # rising
+    ends: tuple[int, ...] = ()  # ascending
 
     def of(self, step: int) -> range:
-        """The sequences of `step` (the first is 0); none behind the last one."""
+        """Return the sequences of `step` (the first is 0); an empty range after the last step."""
         first = self.begin(step)
         later = self.ends[bisect_right(self.ends, first) :][:1]
         limits = [*later, *([] if self.stop is None else [self.stop])]
         return range(first, max(first, min([first + self.size, *limits])))
 
     def begin(self, step: int) -> int:
-        """The sequence that `step` would begin with if the run did not end."""
+        """Return the sequence at which `step` begins in a run without an end."""
         begin = 0
         for end in self.ends:
             steps = self._steps(begin, end)
@@ -174,14 +174,14 @@ class Steps:
         return begin + step * self.size
 
     def until(self, sequence: int) -> int:
-        """Steps that it takes to reach `sequence`."""
+        """Return the number of steps until `sequence`."""
         edges = [0, *(end for end in self.ends if end < sequence), sequence]
         return sum(self._steps(begin, end) for begin, end in pairwise(edges))
 
     def continued_at(self, step: int, sequence: int) -> Self:
-        """With the end of an earlier stage, which ended before `sequence` after `step` steps.
+        """Return the steps after an earlier stage, which ended before `sequence` after `step` steps.
 
-        Raises ValueError where it cannot have done so.
+        Raises ValueError if no stage can have ended there.
         """
         regular = self.begin(step)
         if sequence == regular:

@@ -24,25 +24,25 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
     packed = "packed" if batches.format.packed else "a document each"
     documents = sum(source.store.documents for source in batches.sources)
     tokens = sum(len(source.store.tokens) for source in batches.sources)
-    told = [
+    lines = [
         f"{documents:,} documents, {tokens:,} tokens; {total_steps} steps of {batches.global_batch_size} sequences of"
         f" {batches.format.length}, {packed}"
     ]
     for stream, share in zip(batches.streams, _shares(batches, total_steps), strict=True):
         name = stream.source.name or "data"
         described = _described(stream.source.store, stream.packing, batches.format.length, share)
-        told += [f"{name}: {text}" for text in described]
-    for name, each in held_out.items():
-        described = _described(each.store, each.epoch.packing, batches.format.length, None)
-        told += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
+        lines += [f"{name}: {text}" for text in described]
+    for name, batches_of_source in held_out.items():
+        described = _described(batches_of_source.store, batches_of_source.epoch.packing, batches.format.length, None)
+        lines += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
     steps = batches.epoch_sequences / batches.global_batch_size
-    every = total_steps / steps
-    told.append(f"an epoch: {batches.epoch_sequences:,} sequences, {steps:,.4g} steps; this run: {every:.3g} epochs")
-    return told
+    epochs = total_steps / steps
+    lines.append(f"an epoch: {batches.epoch_sequences:,} sequences, {steps:,.4g} steps; this run: {epochs:.3g} epochs")
+    return lines
 
 
 def day_line(day: str) -> str:
-    """The day that a chat template writes."""
+    """Describe the date that a chat template writes."""
     return (
         f"the chat template writes a date: today is {day} for all of this run, the day on which it began;"
         " data.chat_template_date sets another"
@@ -50,55 +50,55 @@ def day_line(day: str) -> str:
 
 
 def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
-    """`chosen`: the number of steps was written down."""
+    """Warn of a run with few steps. `chosen`: the configuration sets the number of steps."""
     if total_steps < FEW_STEPS and not chosen:
         smaller = "a smaller train.global_batch_size, " if batches.global_batch_size > 1 else ""
-        alone = ", or data.packing=false (a document is a sequence)" if batches.format.packed else ""
+        unpacked = ", or data.packing=false (a document is a sequence)" if batches.format.packed else ""
         yield (
             f"this run has only {total_steps} steps: {batches.epoch_sequences} sequences an epoch, and"
             f" {batches.global_batch_size} a step. More: {smaller}a shorter data.sequence_length, more"
-            f" train.num_train_epochs{alone}"
+            f" train.num_train_epochs{unpacked}"
         )
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a run sees of a source."""
+    """The part of a source that a run trains on."""
 
-    tokens: float  # part of all
+    tokens: float  # share of the tokens of the run
     epochs: float
 
 
 def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
-    """None where there is one source alone."""
+    """Return the share of each source; None for a run with one source."""
     if len(batches.streams) == 1:
         return [None]
     drawn = batches.mixture.drawn(batches.steps.of(total_steps - 1).stop)
     tokens = [float(stream.sequence_tokens) * count for stream, count in zip(batches.streams, drawn, strict=True)]
     return [
-        Share(own / sum(tokens), count / stream.packing.sequences)
-        for stream, own, count in zip(batches.streams, tokens, drawn, strict=True)
+        Share(source_tokens / sum(tokens), count / stream.packing.sequences)
+        for stream, source_tokens, count in zip(batches.streams, tokens, drawn, strict=True)
     ]
 
 
 def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
     learned, tokens = int(packing.pieces.predicted.sum(dtype=np.int64)), len(store.tokens)
     kinds = ", ".join(f"{count:,} {TITLES[kind]}" for kind, count in store.formats.items())
-    what = f"{kinds}; " if kinds else ""
-    seen = "" if share is None else f"; {share.tokens:.2%} of the tokens of this run, {share.epochs:.3g} epochs"
-    yield f"{what}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){seen}"
+    described_kinds = f"{kinds}; " if kinds else ""
+    shown_share = "" if share is None else f"; {share.tokens:.2%} of the tokens of this run, {share.epochs:.3g} epochs"
+    yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){shown_share}"
     yield from irregularities(store)
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:
         empty = pieces - len(packing.pieces.start)
-        told = "; a longer one keeps answers with their prompts" if store.mask is not None else ""
+        advice = "; a longer one keeps answers with their prompts" if store.mask is not None else ""
         unlearned = f"; {empty:,} of all pieces are left out: nothing is learned in them" if empty else ""
         are = "document is" if cut == 1 else "documents are"
-        yield f"{cut:,} {are} longer than data.sequence_length: cut into {into:,} pieces{unlearned}{told}"
+        yield f"{cut:,} {are} longer than data.sequence_length: cut into {into:,} pieces{unlearned}{advice}"
 
 
 def irregularities(store: TokenStore) -> Iterator[str]:
-    """Of the text what is not in the tokens, or may be in them as others."""
+    """Describe text that the tokens of a store lack or hold inexactly."""
     if store.left_out:
         yield "; ".join(counted(store.left_out, store.firsts))
     if store.inexact_cuts:
@@ -109,7 +109,7 @@ def irregularities(store: TokenStore) -> Iterator[str]:
 
 
 def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
-    """(documents that are longer than a sequence, pieces that they become, pieces of all documents)."""
+    """Return (documents longer than a sequence, their pieces, pieces of all documents)."""
     longer = into = pieces = 0
     for start in range(0, store.documents, _DOCUMENTS_AT_ONCE):
         lengths = np.diff(np.asarray(store.offsets[start : start + _DOCUMENTS_AT_ONCE + 1]))
@@ -121,17 +121,18 @@ def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
 
 
 _EXAMPLES = 2
-_MOST_TOKENS = 8192  # of an example: a file of any size may be one
-_MOST_STRETCHES = 8  # of one that is shortened
+_MAX_TOKENS = 8192  # of an example, because a document may be a file of any size
+_MAX_STRETCHES = 8  # of a shortened example
 _LEARNED, _READ = "learned > ", "        | "
 
 
 def examples(
-    source: TrainStore, tokenizer: Any, most_characters: int | None = None, text: bool = False
+    source: TrainStore, tokenizer: Any, max_characters: int | None = None, text: bool = False
 ) -> Iterator[str]:
-    """Lines, those of what is learned marked; of plain text, all of which is learned, none unless `text`.
+    """Yield the first documents of a source as lines, with marks at learned text.
 
-    `most_characters` of a stretch are shown, and the first stretches alone; None: nearly everything.
+    Plain text is learned as a whole and shown if `text` is true. `max_characters` limits each stretch of text and shows
+    the first stretches alone; None shows nearly everything.
     """
     store = source.store
     if store.mask is None and not text:
@@ -139,16 +140,18 @@ def examples(
     name = f" of {source.name}" if source.name else ""
     for document in range(min(_EXAMPLES, store.documents)):
         start, stop = int(store.offsets[document]), int(store.offsets[document + 1])
-        # Before the first token there is nothing that it could be learned from.
+        # The first token has no context to be predicted from.
         learned = stop - start - 1 if store.mask is None else int(store.mask[start + 1 : stop].sum())
         yield f"example {document + 1}{name}: {stop - start:,} tokens, {learned:,} are learned"
-        ids = store.tokens[start : min(stop, start + _MOST_TOKENS)].tolist()
+        ids = store.tokens[start : min(stop, start + _MAX_TOKENS)].tolist()
         mask = [0] + ([1] * (len(ids) - 1) if store.mask is None else store.mask[start + 1 : start + len(ids)].tolist())
         at, stretches = 0, [(bit, len(list(stretch))) for bit, stretch in groupby(mask)]
-        for bit, length in stretches if most_characters is None else stretches[:_MOST_STRETCHES]:
-            said = tokenizer.decode(ids[at : at + length], skip_special_tokens=False)
+        for bit, length in stretches if max_characters is None else stretches[:_MAX_STRETCHES]:
+            decoded = tokenizer.decode(ids[at : at + length], skip_special_tokens=False)
             at += length
-            yield from (f"{_LEARNED if bit else _READ}{line}" for line in _shortened(said, most_characters).split("\n"))
+            yield from (
+                f"{_LEARNED if bit else _READ}{line}" for line in _shortened(decoded, max_characters).split("\n")
+            )
         if at < stop - start:
             yield f"{_READ}[... {stop - start - at:,} more tokens ...]"
 

@@ -25,32 +25,32 @@ from aliquot.tensor_io.publish import check_space
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 
-AT_ONCE = 1 << 18  # elements that are in private memory at a time, with what is computed from them
+AT_ONCE = 1 << 18  # elements in private memory at one time
 
 
 class NewArrays:
-    """Flat arrays of zeros, to be filled: in files of `directory`, or in memory where that is None."""
+    """Make flat arrays of zeros: in files of `directory`, or in private memory if `directory` is None."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self.kept: dict[str, Array] = {}
+        self.arrays: dict[str, Array] = {}
 
     def keep(self, name: str, count: int, dtype: npt.DTypeLike) -> Array:
-        """[count] of what is made. Raises OSError or UserError, as `scratch` does, where there is no room for it."""
+        """Make an array [count] that stays in the cache. Raises OSError or UserError if the disk is full."""
         if self._directory is None:
-            made = np.zeros(count, dtype)
+            array = np.zeros(count, dtype)
         else:
             path = self._directory / f"{name}.npy"
             check_space(self._directory, count * np.dtype(dtype).itemsize)
             mapped = np.lib.format.open_memmap(path, "w+", dtype, (count,))
             with path.open("r+b") as file:
                 _reserve(file.fileno(), path.stat().st_size)
-            made = np.asarray(mapped)
-        self.kept[name] = made
-        return made
+            array = np.asarray(mapped)
+        self.arrays[name] = array
+        return array
 
     def scratch(self, count: int, dtype: npt.DTypeLike) -> Array:
-        """[count] that is not kept: of a file without a name, which does not outlive its process."""
+        """Make a temporary array [count], in a file without a name. Raises OSError or UserError if the disk is full."""
         if self._directory is None:
             return np.zeros(count, dtype)
         check_space(self._directory, count * np.dtype(dtype).itemsize)
@@ -60,50 +60,50 @@ class NewArrays:
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
-    """A disk that is full by now says so here: it would be a signal, and the end, when a mapped page is written."""
+    """Reserve space on the disk: a write to a mapped page of a full disk would kill the process by a signal."""
     os.posix_fallocate(descriptor, 0, size_bytes)
 
 
-def kept_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None) -> Arrays:
-    """What `fill` makes, from `directory` if it is there; private memory where that cannot be written.
+def cached_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None) -> Arrays:
+    """Return the arrays that `fill` makes, from `directory` if it exists; in private memory if it cannot be written.
 
-    `most`: how many directories of a pattern are kept beside each other; the oldest go. Raises what `fill` raises.
+    `most` is (pattern, count): of the directories that match the pattern the newest `count` stay. Raises what `fill`
+    raises.
     """
     try:
         with _locked(directory.parent):
             if not directory.is_dir():
-                with publishing(directory) as beside:
-                    fill(NewArrays(beside))
+                with publishing(directory) as partial:
+                    fill(NewArrays(partial))
                 if most is not None:
                     _keep_newest(directory.parent, *most)
             return {path.stem: np.load(path, mmap_mode="r") for path in directory.glob("*.npy")}
     except (OSError, StorageError):
-        return held_arrays(fill)
+        return memory_arrays(fill)
 
 
-def held_arrays(fill: Callable[[NewArrays], None]) -> Arrays:
-    """What `fill` makes, in private memory."""
+def memory_arrays(fill: Callable[[NewArrays], None]) -> Arrays:
+    """Return the arrays that `fill` makes, in private memory."""
     new = NewArrays(None)
     fill(new)
-    return new.kept
+    return new.arrays
 
 
 @contextmanager
 def _locked(parent: Path) -> Iterator[None]:
-    """One process at a time; a file system without locks, or with those of one host, only loses that what is made is
-    made once."""
+    """Let one process at a time fill arrays. Without locks of the file system, processes may repeat the work."""
     if not parent.is_dir():
         raise FileNotFoundError(parent)
     with ExitStack() as opened:
-        with suppress(OSError):  # of a cache that can only be read, too
+        with suppress(OSError):  # also of a read-only cache
             fcntl.flock(opened.enter_context((parent / ".lock").open("a")), fcntl.LOCK_EX)
         yield
 
 
 def _keep_newest(parent: Path, pattern: str, count: int) -> None:
-    """Who has mapped the files of one that goes keeps them for as long as it wants."""
-    found = sorted(parent.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
-    for old in found[:-count]:
+    """Remove all but the newest directories. A process that has mapped their files keeps the mapped data."""
+    directories = sorted(parent.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    for old in directories[:-count]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -112,15 +112,15 @@ Keys = npt.NDArray[np.uint64]
 
 
 class Cursors:
-    """Where elements go that come some at a time, so that those of a group lie together, in the order they came in."""
+    """Places for elements that arrive in parts: elements of a group lie together, in their order of arrival."""
 
     def __init__(self, sizes: Ints) -> None:
-        """`sizes` [groups]: elements that will come of each, which lie in the order of the groups."""
+        """`sizes` [groups]: elements of each group that will arrive."""
         self._next = np.cumsum(sizes) - sizes
 
     def places(self, groups: npt.NDArray[Any]) -> tuple[Ints, Ints]:
-        """The next elements, of the groups [n]: the k-th place [n] is that of the element `order[k]` [n] of them."""
-        order = np.argsort(groups, kind="stable")  # of 16 bits: a radix sort
+        """Return (places [n], order [n]) of the next elements, of groups [n]: places[k] is that of element order[k]."""
+        order = np.argsort(groups, kind="stable")  # for 16 bits numpy uses a radix sort
         sizes = np.bincount(groups, minlength=len(self._next))
         first = self._next - (np.cumsum(sizes) - sizes)
         self._next += sizes
@@ -128,16 +128,16 @@ class Cursors:
 
 
 def ascending(out: Array, _new: NewArrays, at_once: int = AT_ONCE) -> None:
-    """Fill `out` [count] with 0, 1, 2 and so on."""
+    """Fill `out` [count] with 0, 1, 2, ..."""
     for start in range(0, len(out), at_once):
-        some = out[start : start + at_once]
-        some[:] = np.arange(start, start + len(some))
+        part = out[start : start + at_once]
+        part[:] = np.arange(start, start + len(part))
 
 
 def shuffle(out: Array, new: NewArrays, at_once: int = AT_ONCE, *, seed: int, stream: int) -> None:
     """Fill `out` [count] with a permutation that depends on (seed, stream) alone.
 
-    It is the stable order of random keys, whose stream numpy promises never to change.
+    The permutation is the stable order of random keys, whose stream numpy guarantees.
     """
 
     def keys() -> Iterator[Keys]:
@@ -149,33 +149,33 @@ def shuffle(out: Array, new: NewArrays, at_once: int = AT_ONCE, *, seed: int, st
 
 
 def stable_order(keys: Callable[[], Iterable[Keys]], out: Array, new: NewArrays, at_once: int = AT_ONCE) -> None:
-    """Fill `out` [count] with the stable order of `keys`, which come some at a time and are asked for twice.
+    """Fill `out` [count] with the stable order of `keys`, which arrive in parts and are read twice.
 
-    Keys and where they came from go to buckets by their highest bits, then each bucket is sorted. Buckets are about
-    `at_once` long if keys are evenly spread.
+    Keys and their indices go to buckets by the highest bits of the key; then each bucket is sorted. Buckets have about
+    `at_once` elements if keys are evenly spread.
     """
     bits = min(16, max(1, (len(out) // at_once).bit_length()))
 
-    def buckets(some: Keys) -> npt.NDArray[np.uint16]:
-        return (some >> np.uint64(64 - bits)).astype(np.uint16)
+    def buckets(part: Keys) -> npt.NDArray[np.uint16]:
+        return (part >> np.uint64(64 - bits)).astype(np.uint16)
 
     sizes = np.zeros(1 << bits, np.int64)
-    for some in keys():
-        sizes += np.bincount(buckets(some), minlength=len(sizes))
-    cursors, came = Cursors(sizes), 0
+    for part in keys():
+        sizes += np.bincount(buckets(part), minlength=len(sizes))
+    cursors, seen_count = Cursors(sizes), 0
     key, index = new.scratch(len(out), np.uint64), new.scratch(len(out), out.dtype)
-    for some in keys():
-        places, each = cursors.places(buckets(some))
-        key[places] = some[each]
-        index[places] = came + each
-        came += len(some)
+    for part in keys():
+        places, order = cursors.places(buckets(part))
+        key[places] = part[order]
+        index[places] = seen_count + order
+        seen_count += len(part)
     for start, stop in pairwise([0, *np.cumsum(sizes).tolist()]):
         out[start:stop] = index[start:stop][_stable_argsort(key[start:stop])]
 
 
 def _stable_argsort(keys: Keys) -> Ints:
-    """Unstable sorting takes less than half as long, and random keys of 64 bits hardly ever tie."""
-    found = np.argsort(keys)
-    ascending_keys = keys[found]
+    """Return the stable order of keys: an unstable sort is twice as fast, and random keys of 64 bits rarely tie."""
+    order = np.argsort(keys)
+    ascending_keys = keys[order]
     tied = (ascending_keys[1:] == ascending_keys[:-1]).any()
-    return np.argsort(keys, kind="stable") if tied else found
+    return np.argsort(keys, kind="stable") if tied else order

@@ -13,7 +13,7 @@ from aliquot.data.data_files import not_text, opened
 
 Unit = Literal["file", "line", "block", "field"]
 Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
-PART_BYTES = 16 << 20  # of a file that is one document
+PART_BYTES = 16 << 20  # a longer document comes in parts of this size
 NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
 HOLDS_NUL = "a text with NUL characters, left out"
 NO_RECORD = "a line or an element that is no JSON record, left out"
@@ -38,14 +38,17 @@ class BadRecordError(DataError, id="data"):
 
 
 class Document(NamedTuple):
-    """One document, or a part of one that is long. Blank where a record is; a JSON record (formats.py) but for text."""
+    """A document, or a part of a long one.
+
+    Text as it is, or a record as JSON (formats.py); blank for a blank record.
+    """
 
     text: str
     kind: Kind
-    done_bytes: int  # how far its source had been read
-    ended: bool = True  # false: the next one continues it
-    reason: str | None = None  # why a blank one is
-    where: str = ""  # a record: file and line, or row, and of one that cannot be read why
+    done_bytes: int  # bytes of the source that had been read
+    ended: bool = True  # False: the next document continues this one
+    reason: str | None = None  # why a blank document is left out
+    where: str = ""  # of a record: file and line, or row; of an unreadable record also the error
 
     @property
     def blank(self) -> bool:
@@ -58,6 +61,7 @@ class Document(NamedTuple):
 
 
 def left_out(error: BadRecordError, done_bytes: int) -> Document:
+    """Return the document that stands for a record that cannot be read."""
     return Document("", "text", done_bytes, reason=error.reason, where=str(error))
 
 
@@ -78,16 +82,16 @@ def refuse_bad_alone(documents: Iterator[Document], at_least: int = 1) -> Iterat
 
 
 def text_documents(path: Path, unit: Unit) -> Iterator[Document]:
-    """Documents of a UTF-8 text file. Line ends are read as newlines; a byte order mark is dropped.
+    """Yield the documents of a UTF-8 text file. Line ends become newlines; a byte order mark is dropped.
 
-    Raises UserError naming the file, and the line where there is one, at bytes that are not UTF-8.
+    Raises UserError with file and line at bytes that are not UTF-8.
     """
     with opened(path) as (file, position):
         yield from _parts(file, position, path) if unit == "file" else _lines(file, position, path, unit)
 
 
 def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[Document]:
-    """The whole file, in parts where it is long."""
+    """Yield the whole file, in parts if it is long."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with_newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
     read_bytes, text = 0, ""
@@ -95,27 +99,27 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
         block = file.read(PART_BYTES)
         waiting = decoder.getstate()[0]
         try:
-            more = with_newlines.decode(block, final=not block)
+            decoded = with_newlines.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise not_text(error, str(path), read_bytes - len(waiting)) from error
         if (at := block.find(b"\0")) >= 0:
             nul = BadRecordError(f"a NUL byte at byte {read_bytes + at}: {NO_TEXT}", path, HOLDS_NUL)
-            if read_bytes or len(block) == PART_BYTES:  # a part of the file may have been given already
+            if read_bytes or len(block) == PART_BYTES:  # an earlier part may be in use already
                 raise nul
             yield left_out(nul, position())
             return
         if not block:
-            yield Document(text + more, "text", position())
+            yield Document(text + decoded, "text", position())
             return
         if text:
             yield Document(text, "text", position(), ended=False)
-        read_bytes, text = read_bytes + len(block), more
+        read_bytes, text = read_bytes + len(block), decoded
 
 
 def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) -> Iterator[Document]:
-    """Each line, or each block of lines between blank ones; in parts where it is long."""
-    waiting: list[str] = []  # of the document, since its last part
-    characters, begun = 0, False  # whether a part of the document has been given
+    """Yield each line, or each block of lines between blank lines; in parts if it is long."""
+    waiting: list[str] = []  # lines of the document after its last part
+    characters, begun = 0, False  # whether a part of the document was yielded
     number = 0
     nul: int | None = None  # the line with the document's first NUL character
 
@@ -131,7 +135,7 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
     for text, first, last in _parts_of_lines(file, path):
         number += first
         nul = number if nul is None and "\0" in text else nul
-        if unit == "line" and first and last and nul is None:  # nearly all are
+        if unit == "line" and first and last and nul is None:  # the common case
             if text and not text.isspace():
                 yield Document(text, "text", position())
             continue
@@ -152,7 +156,7 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
 
 
 def _parts_of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, bool, bool]]:
-    """(text, whether it begins a line, whether it ends one), of at most PART_BYTES: a line may be as long as a disk."""
+    """Yield (text, whether the text begins a line, whether it ends a line), of at most PART_BYTES each."""
     decoder, number, first = codecs.getincrementaldecoder("utf-8")(), 1, True
     while data := file.readline(PART_BYTES):
         last = data.endswith(b"\n") or len(data) < PART_BYTES

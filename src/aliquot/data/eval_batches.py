@@ -15,39 +15,39 @@ from aliquot.models.micro_batch import MicroBatch
 
 
 class EvalBatches:
-    """All sequences of a store once, in a fixed order. Raises UserError where there is none."""
+    """All sequences of a store once, in a fixed order. Raises UserError if there is none."""
 
     def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
         self.store = store
         self.format = format
         self.micro_batch_size = micro_batch_size
         self.epoch = Packing.of(store, format.length, format.packed).in_order()
-        self.predicted = int(self.epoch.predicted.sum())  # over all ranks: what perplexity is taken over
+        self.predicted = int(self.epoch.predicted.sum())  # labels of all ranks, which divide the loss in the perplexity
 
     @classmethod
     def of(
         cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True, fills_up: bool = False
     ) -> dict[str, Self]:
-        """The evaluation batches of a run by name: the one that has none is called ""; none without evaluation data."""
+        """Return the evaluation batches of a run by name; the name of unnamed data is ""."""
         format = SequenceFormat(section.sequence_length, data.pad_id, section.packing, packs, fills_up)
         return {name: cls(store, format, size.micro) for name, store in data.open_eval().items()}
 
     def count(self, world_size: int) -> int:
-        """Micro-batches of each rank."""
+        """Return the number of micro-batches of each rank."""
         return -(-self.epoch.packing.sequences // (world_size * self.micro_batch_size))
 
     def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        """This rank's share; equally many on every rank, None where it has nothing left."""
-        return self._of_turns(range(self.count(world_size)), rank, world_size)
+        """Yield this rank's micro-batches, the same number on every rank; None if the rank has no sequences left."""
+        return self._in_turns(range(self.count(world_size)), rank, world_size)
 
     def first_and_last(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        """Of this rank's share: what differs in length from the first, where sequences are packed, is the last."""
-        return self._of_turns(sorted({0, self.count(world_size) - 1}), rank, world_size)
+        """Yield the first and the last micro-batch of this rank: packed ones may differ in length."""
+        return self._in_turns(sorted({0, self.count(world_size) - 1}), rank, world_size)
 
-    def _of_turns(self, turns: Iterable[int], rank: int, world_size: int) -> Iterator[MicroBatch | None]:
+    def _in_turns(self, turns: Iterable[int], rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         layout = Layout([self.store], self.format)
         size, stop = self.micro_batch_size, self.epoch.packing.sequences
         starts = (start for turn in turns for start in range(turn * world_size * size, stop, size)[:world_size])
         groups = (Group(0, start, range(start, min(start + size, stop))) for start in starts)
-        for _, found in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
-            yield found
+        for _, micro_batch in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
+            yield micro_batch

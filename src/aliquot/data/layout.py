@@ -1,4 +1,4 @@
-"""How sequences of tokens become the rows of micro-batches."""
+"""Lay sequences of tokens out as rows of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.loss.base import IGNORE
 from aliquot.nn.row_counts import filler
 
-Pieces = list[tuple[int, int]]  # (start, length) in its store of each piece of a sequence
+Pieces = list[tuple[int, int]]  # (start, length) in the store of each piece of a sequence
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Group:
     """The sequences of a micro-batch."""
 
     source: int
-    first: int  # the first of them in the order of all sources
+    first: int  # the first sequence, in the order of all sources
     sequences: Sequence[int]  # in the order of the source
 
 
@@ -65,14 +65,14 @@ class Layout:
     def micro_batches(
         self, groups: Iterable[Group], rank: int, world_size: int, sequence: Callable[[int, int], Pieces]
     ) -> Iterator[tuple[int, MicroBatch | None]]:
-        """This rank's share of the micro-batches, and where each begins; equally many on every rank.
+        """Yield (first sequence, micro-batch) of this rank, the same number on every rank; None without sequences.
 
-        Where each document is a call, a rank without sequences gets a micro-batch that only makes the calls.
+        If each document is a call of the model, a rank without sequences gets a micro-batch that only makes the calls.
         """
         coming = iter(groups)
         while turn := list(islice(coming, world_size)):
             calls = 0
-            if not self.format.model_packs:  # ranks make equally many
+            if not self.format.model_packs:  # every rank must make the same number of calls
                 calls = max(sum(len(sequence(group.source, at)) for at in group.sequences) for group in turn)
             if rank < len(turn):
                 group = turn[rank]
@@ -84,7 +84,7 @@ class Layout:
                 yield 0, MicroBatch.empty(calls) if calls else None
 
     def _row(self, source: int, sequences: list[Pieces], calls: int) -> MicroBatch:
-        store, pieces = self.stores[source], list[tuple[int, int]]()  # (start, length), padding from nowhere
+        store, pieces = self.stores[source], list[tuple[int, int]]()  # (start, length); padding has start -1
         for sequence in sequences:
             room = self.format.length - sum(length for _, length in sequence)
             pieces += [*sequence, *([(-1, room)] if room and self.format.pads_sequences else [])]
@@ -100,8 +100,8 @@ class Layout:
             ids[at : at + length] = store.tokens[start : start + length]
             labels[at : at + length - 1] = ids[at + 1 : at + length]
             if store.mask is not None:
-                unsaid = store.mask[start + 1 : start + length] == 0
-                labels[at : at + length - 1][unsaid] = IGNORE
+                unlearned = store.mask[start + 1 : start + length] == 0
+                labels[at : at + length - 1][unlearned] = IGNORE
         positions = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
-        of_ids, of_labels, of_positions = (torch.from_numpy(array) for array in (ids, labels, positions))
-        return MicroBatch(of_ids, of_labels, of_positions, tuple(edges.tolist()), calls=calls, source=source)
+        id_row, label_row, position_row = (torch.from_numpy(array) for array in (ids, labels, positions))
+        return MicroBatch(id_row, label_row, position_row, tuple(edges.tolist()), calls=calls, source=source)

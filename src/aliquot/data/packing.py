@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.data.disk_arrays import Arrays, NewArrays, ascending, held_arrays, kept_arrays, shuffle
+from aliquot.data.disk_arrays import Arrays, NewArrays, ascending, cached_arrays, memory_arrays, shuffle
 from aliquot.data.packing_arrays import PackingArrays, Pieces, fill_epoch, fill_packing
 from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import MAPPED_PIECES
@@ -72,7 +72,7 @@ class Packing:
 def _kept(
     directory: Path | None, name: str, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None
 ) -> Arrays:
-    return held_arrays(fill) if directory is None else kept_arrays(directory / name, fill, most)
+    return memory_arrays(fill) if directory is None else cached_arrays(directory / name, fill, most)
 
 
 @dataclass(frozen=True)

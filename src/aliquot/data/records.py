@@ -30,18 +30,18 @@ from aliquot.data.documents import (
 )
 from aliquot.data.formats import Format, format_of
 
-LONGEST_RECORD = 1 << 26  # bytes, or characters: it is held as a whole
-LONGEST_BYTES = 64 << 20  # of an object over several lines, which is read at once
+LONGEST_RECORD = 1 << 26  # bytes or characters, because a record is held as a whole
+LONGEST_BYTES = 64 << 20  # of an object over several lines, which is read as a whole
 _BLOCK_CHARACTERS = 1 << 20
-_ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table, at once
-_NEAR_THE_END = 16  # characters: what a JSON value can be cut within, strings apart
+_ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table that are read at once
+_NEAR_THE_END = 16  # characters: the longest JSON value but strings
 
 
 def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """One document a record of a .jsonl, .json, .csv or .parquet file; blank ones are among them.
+    """Yield one document a record of a .jsonl, .json, .csv or .parquet file, also for blank records.
 
-    A record that cannot be read is blank, too, with a reason. Raises UserError naming the file where its layout is
-    wrong or a part of it is missing, and naming file and line, or row, at a record of another format.
+    A record that cannot be read becomes a blank document with a reason. Raises UserError for a file with a broken
+    layout or a missing part, and for a record of another format.
     """
     return RECORDS[suffix_of(path)](path, section)
 
@@ -52,7 +52,7 @@ def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 
 def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """An array of records, a record a line, or one record over several lines."""
+    """Yield the records of an array, of lines, or the one record of a file over several lines."""
     with opened(path) as (file, _):
         start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(b"{") and (whole := whole_object(path, start)) is not None:
@@ -81,7 +81,7 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
 
 def _record_in(line: bytes, where: str) -> Any:
     try:
-        # Of bytes it would let surrogates pass.
+        # json.loads would accept encoded surrogates in bytes.
         text = line.removeprefix(codecs.BOM_UTF8).decode()
         return decode_json(text, object_pairs_hook=UniqueKeys(refuse=True))
     except UnicodeDecodeError as error:
@@ -102,7 +102,10 @@ def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
 
 
 def _bounded(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
-    """The lines of `file`. Raises DataError at one of more than LONGEST_RECORD: an archive of kilobytes may hold it."""
+    """Yield the lines of `file`.
+
+    Raises DataError at a line longer than LONGEST_RECORD, which a small archive may hold.
+    """
     for number in itertools.count(1):
         line = file.readline(LONGEST_RECORD + 1)
         if len(line) > LONGEST_RECORD:
@@ -131,7 +134,7 @@ def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section
 def _document(
     record: Any, twice: str, form: Format | None, section: RecordsSection, where: str, done_bytes: int
 ) -> tuple[Document, Format | None]:
-    """The document in a record of which `twice` says that a key stands twice, and the format of the next one."""
+    """Return the document in a record, and the format of further records. `twice` names a repeated key, if any."""
     try:
         if twice:
             raise BadRecordError(twice, where, KEY_TWICE)
@@ -142,7 +145,7 @@ def _document(
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
-    """The elements of one JSON array, one at a time, with what is to be said of a key that stands twice."""
+    """Yield the elements of one JSON array, each with a message about a repeated key, which is empty without one."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     keys = UniqueKeys()
     scan = json.JSONDecoder(object_pairs_hook=keys).raw_decode
@@ -164,12 +167,14 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
                 raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
             if len(text) - at > LONGEST_RECORD:
                 raise _too_long(path) from None
-            block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice as much at least: each is scanned again
+            block = file.read(
+                max(_BLOCK_CHARACTERS, len(text) - at)
+            )  # at least twice as much, because the text is scanned again
             text, at, ended = text[at:] + decode(block, final=not block), 0, not block
-            check_json_depth(f"[{text}" if number else text)  # the array's own bracket is in the first text alone
+            check_json_depth(f"[{text}" if number else text)  # only the first text begins with the bracket of the array
         except UnicodeDecodeError:
             raise
-        except ValueError as error:  # an integer of thousands of digits
+        except ValueError as error:  # such as an integer of thousands of digits
             raise DataError(f"not a JSON array of records ({error})", path) from error
         else:
             number += 1
@@ -236,7 +241,7 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 
 def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Of a parquet file, as many at once as their group's size, unpacked, says that memory is for."""
+    """Yield the rows of a parquet file, as many at once as fit into memory by the unpacked size of their group."""
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
         at_once = rows_at_once(group.total_byte_size, group.num_rows)
@@ -245,7 +250,7 @@ def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def rows_at_once(size_bytes: int, rows: int) -> int:
-    """Of a table of that size: while they are read they are held twice, as the table's and as Python's."""
+    """Return how many rows of a table to read at once: memory holds them twice, as a table and as Python objects."""
     return max(1, min(_ROWS, _BATCH_BYTES * rows // max(size_bytes, 1)))
 
 
@@ -264,20 +269,20 @@ RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
 
 
 def as_written(record: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table: in its lists each structure has the keys of all others, null where it was written without."""
+    """Return a row without nulls in lists: a table gives each structure the keys of all structures in a column."""
 
     def without_nulls(value: Any) -> Any:
         if isinstance(value, list):
-            return [without_nulls(each) for each in value]
+            return [without_nulls(item) for item in value]
         if isinstance(value, dict):
-            return {key: without_nulls(each) for key, each in value.items() if each is not None}
+            return {key: without_nulls(item) for key, item in value.items() if item is not None}
         return value
 
     return {key: without_nulls(value) for key, value in record.items()}
 
 
 def _read(record: Any, form: Format | None, section: RecordsSection, where: str) -> tuple[str, Kind, Format]:
-    """The document in `record`, and its format: that of the records before it, or found by its fields."""
+    """Return (text, kind, format) of a record; its format is that of earlier records, or follows from its fields."""
     if not isinstance(record, dict):
         raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
     form = form or _format_of(section, record, where)
@@ -286,12 +291,12 @@ def _read(record: Any, form: Format | None, section: RecordsSection, where: str)
 
 
 def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
-    """As `format_of`; an object that is no record may hold a list of them."""
+    """Return the format of a record. Raises as `format_of`, with advice for an object that holds a list of records."""
     try:
         return format_of(section, record, where)
     except BadRecordError as error:
         lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        key = next((key for key, value in lists.items() if all(isinstance(each, dict) for each in value)), None)
+        key = next((key for key, value in lists.items() if all(isinstance(item, dict) for item in value)), None)
         if key is None:
             raise
         raise BadRecordError(
@@ -303,7 +308,7 @@ def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> F
 
 
 def encodable(text: str, where: str) -> str:
-    """`text`, which UTF-8 can hold. Raises BadRecordError: JSON, also in a table, may escape half a character."""
+    """Return `text` if UTF-8 can hold it. Raises BadRecordError for half of a surrogate pair, which JSON may escape."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -313,8 +318,9 @@ def encodable(text: str, where: str) -> str:
 
 
 def whole_object(path: Path, start: bytes) -> tuple[dict[str, Any], str] | None:
-    """The JSON object that is all of a file, over several lines, and what is to be said of a key that stands twice;
-    None: the first line is a record, or nothing is one.
+    """Return (the only JSON object of a file, over several lines, a message about a repeated key).
+
+    None if the first line is a record, or if the file is no JSON object.
 
     Raises DataError for several objects over several lines each.
     """
@@ -346,11 +352,11 @@ def _is_json(line: bytes) -> bool:
 
 
 class TwiceError(Exception):
-    """A key that stands twice in one object: Python would keep the last one."""
+    """A key stands twice in one object, of which Python would keep the last value."""
 
 
 class UniqueKeys:
-    """Make the objects of a JSON text, and remember, or `refuse` with TwiceError, a key that stands twice in one."""
+    """Make the objects of a JSON text; remember a repeated key in `twice`, or raise TwiceError if `refuse` is true."""
 
     def __init__(self, refuse: bool = False) -> None:
         self.refuse, self.twice = refuse, ""
@@ -365,6 +371,6 @@ class UniqueKeys:
 
 
 def stands_twice(names: list[str], what: str) -> str:
-    """What to say of names of which one stands twice; empty where each stands once."""
+    """Return a message about a repeated name; empty if no name stands twice."""
     name, times = Counter(names).most_common(1)[0] if names else ("", 1)
     return f"the {what} {name!r} stands {times} times: which one is meant? Rename or remove the others" * (times > 1)
