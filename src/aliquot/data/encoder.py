@@ -1,7 +1,7 @@
-"""Texts to token ids, in this process or in a worker process of its own (`python -m aliquot.data.encoder FD`).
+"""Encode texts as token ids, in this process or in a worker process (`python -m aliquot.data.encoder FD`).
 
-A worker is a fresh interpreter rather than a fork (the parent has threads by then) or multiprocessing's spawn (which
-imports the user's script again). The two talk in arrays over a socket pair; a worker whose parent dies sees its end.
+A worker is a fresh interpreter: a fork would inherit the parent's threads, and multiprocessing's spawn would import the
+user's script again. Parent and worker exchange arrays over a socket pair; a worker ends when its parent dies.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ HOLDS_SPECIAL = "a text, or a piece of one, that holds special tokens, encoded a
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts to encode; one that is not `first` or not `last` is a piece of a longer document."""
+    """Texts to encode; a text that is not `first` or not `last` is a piece of a longer document."""
 
     texts: list[str]
     first: npt.NDArray[np.bool_]  # [texts]
     last: npt.NDArray[np.bool_]  # [texts]
 
 
-Note = tuple[int, int, str]  # (how many texts, index of the first of them, what there is to say of that one)
+Note = tuple[int, int, str]  # (number of texts, index of the first of them, details of the first)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document of no use
+    counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document that is left out
     ids: npt.NDArray[np.uint32]  # [sum of counts]
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
-    text_bytes: int | None  # UTF-8 bytes of text that all tokens but the first of each document stand for, if known
-    notes: dict[str, Note] = field(default_factory=dict)  # what is to be said of texts, by reason
+    text_bytes: int | None  # UTF-8 bytes of the text behind all tokens but the first of each document, if known
+    notes: dict[str, Note] = field(default_factory=dict)  # remarks on texts, by reason
 
 
 class Encoder:
@@ -61,7 +61,7 @@ class Encoder:
             from tokenizers import Tokenizer
 
             self.tokenizer: Any = Tokenizer.from_file(str(Path(spec.tokenizer, "tokenizer.json")))
-            self.tokenizer.no_truncation()  # both may come with a tokenizer.json
+            self.tokenizer.no_truncation()  # a tokenizer.json may set both
             self.tokenizer.no_padding()
             self.tokenizer.encode_special_tokens = spec.special_tokens_as_text
             added = self.tokenizer.get_added_tokens_decoder()
@@ -74,7 +74,7 @@ class Encoder:
         self.special = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, batch: Texts) -> Encoded:
-        """Raises UserError where a conversation cannot be rendered."""
+        """Encode a batch of texts. Raises UserError if a conversation cannot be rendered."""
         if self.spec.answers:
             return self._encode_answers(batch.texts)
         return _joined([self._encode_texts(group) for group in _groups(batch)])
@@ -87,42 +87,48 @@ class Encoder:
         elif prefix or not batch.first.any():
             rows = [row.ids for row in self.tokenizer.encode_batch_fast(batch.texts, add_special_tokens=False)]
         else:
-            encodings = self.tokenizer.encode_batch(batch.texts, add_special_tokens=False)  # knows offsets, is slower
+            encodings = self.tokenizer.encode_batch(
+                batch.texts, add_special_tokens=False
+            )  # slower, but returns offsets
             rows = [row.ids for row in encodings]
             text_bytes -= sum(
                 len(text[: row.token_to_chars(0)[1]].encode())
                 for text, first, row in zip(batch.texts, batch.first.tolist(), encodings, strict=True)
                 if first and len(row)
             )
-        held = [index for index, row in enumerate(rows) if not self.special.isdisjoint(row)]
+        with_special = [index for index, row in enumerate(rows) if not self.special.isdisjoint(row)]
         for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
             row = rows[index]
             if not first and self.spec.drop_before is not None:
                 if batch.texts[index][0] in self.spec.drop_before:
                     row = row[1:]
-                else:  # cut at a space: what was put in front is the space
+                else:  # the text was cut at a space, which the token in front stands for
                     text_bytes += 1
-            if row or not first:  # a last piece may be nothing but space
+            if row or not first:  # the last piece may be blank
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
         encoded = _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
-        return replace(encoded, notes={HOLDS_SPECIAL: (len(held), held[0], "")}) if held else encoded
+        return (
+            replace(encoded, notes={HOLDS_SPECIAL: (len(with_special), with_special[0], "")})
+            if with_special
+            else encoded
+        )
 
     def _encode_answers(self, texts: list[str]) -> Encoded:
         rows: list[list[int]] = []
         masks: list[list[int]] = []
         notes: dict[str, Note] = {}
         for index, text in enumerate(texts):
-            ids, mask, more = encode_record(self.tokenizer, text, self.spec)
-            for reason, detail in more.items():
-                count, first, said = notes.get(reason, (0, index, detail))
-                notes[reason] = (count + 1, first, said)
+            ids, mask, remarks = encode_record(self.tokenizer, text, self.spec)
+            for reason, detail in remarks.items():
+                count, first, first_detail = notes.get(reason, (0, index, detail))
+                notes[reason] = (count + 1, first, first_detail)
             rows.append(ids)
             masks.append(mask)
         return replace(_encoded(rows, masks, None), notes=notes)
 
 
 def _groups(batch: Texts) -> Iterator[Texts]:
-    """Of about AT_ONCE_CHARACTERS each: while a tokenizer works it holds hundreds of bytes a character."""
+    """Yield groups of about AT_ONCE_CHARACTERS, because a tokenizer needs hundreds of bytes a character."""
     start = characters = 0
     for index, text in enumerate(batch.texts):
         characters += len(text)
@@ -133,15 +139,15 @@ def _groups(batch: Texts) -> Iterator[Texts]:
 
 
 def _joined(parts: list[Encoded]) -> Encoded:
-    """Of texts without answers."""
+    """Join the results of texts without answers."""
     counts, ids = ([getattr(part, name) for part in parts] for name in ("counts", "ids"))
     sizes = [part.text_bytes for part in parts if part.text_bytes is not None]
     known = len(sizes) == len(parts)
     notes: dict[str, Note] = {}
     for part, before in zip(parts, accumulate(map(len, counts), initial=0), strict=False):
         for reason, (count, index, detail) in part.notes.items():
-            earlier, first, said = notes.get(reason, (0, before + index, detail))
-            notes[reason] = (earlier + count, first, said)
+            earlier, first, first_detail = notes.get(reason, (0, before + index, detail))
+            notes[reason] = (earlier + count, first, first_detail)
     mask, text_bytes = np.empty(0, np.uint8), sum(sizes) if known else None
     return Encoded(np.concatenate(counts), np.concatenate(ids), mask, text_bytes, notes)
 
@@ -154,7 +160,7 @@ def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | No
 
 
 class EncoderProcess:
-    """An Encoder in a process of its own, for one batch at a time: `send`, wait for `connection`, `receive`."""
+    """An Encoder in a worker process, for one batch at a time: `send`, wait for `connection`, `receive`."""
 
     def __init__(self, spec: EncoderSpec) -> None:
         self.connection, theirs = Pipe()
@@ -173,10 +179,10 @@ class EncoderProcess:
             env=environment,
         )
         theirs.close()
-        self.connection.send_bytes(json.dumps(asdict(spec)).encode())  # small enough never to wait
+        self.connection.send_bytes(json.dumps(asdict(spec)).encode())  # small enough not to block
 
     def send(self, batch: Texts) -> None:
-        """Raises TrainingError where the worker is no more."""
+        """Send a batch. Raises TrainingError if the worker has died."""
         texts = [text.encode() for text in batch.texts]
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         try:
@@ -186,17 +192,17 @@ class EncoderProcess:
             raise self._lost() from error
 
     def receive(self) -> Encoded:
-        """Raises UserError where the worker did, TrainingError where it is no more."""
+        """Receive the result. Raises the UserError of the worker, and TrainingError if the worker has died."""
         try:
             failure = self.connection.recv_bytes()
             if failure:
                 kind, _, text = failure.decode().partition(" ")
                 raise next(known for known in user_error_types() if known.__name__ == kind)(text)
-            counts, ids, mask, more = (self.connection.recv_bytes() for _ in range(4))
+            counts, ids, mask, fields = (self.connection.recv_bytes() for _ in range(4))
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
         arrays = np.frombuffer(counts, np.int64), np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.uint8)
-        return Encoded(*arrays, **json.loads(more))
+        return Encoded(*arrays, **json.loads(fields))
 
     def _lost(self) -> TrainingError:
         code = self.process.wait()
@@ -209,15 +215,15 @@ class EncoderProcess:
 
 
 def serve(connection: Connection) -> None:
-    """The worker's side: the spec once, then batches until the parent closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    """Run a worker: receive the spec once, then batches until the parent closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     spec = json.loads(connection.recv_bytes())
     encoder = Encoder(EncoderSpec(**{**spec, "prefix": tuple(spec["prefix"]), "suffix": tuple(spec["suffix"])}))
     while True:
         try:
             lengths, first, last = np.frombuffer(connection.recv_bytes(), np.int64).reshape(3, -1)
             blob = connection.recv_bytes()
-        except (EOFError, OSError):  # also in the middle of a message: the parent died, and is the one to say why
+        except (EOFError, OSError):  # the parent died, perhaps within a message
             return
         edges = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         texts = [blob[start:stop].decode() for start, stop in pairwise(edges)]
@@ -229,10 +235,10 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(b"")
         for array in (encoded.counts, encoded.ids, encoded.mask):
             connection.send_bytes(array.tobytes())
-        more = {"text_bytes": encoded.text_bytes, "notes": encoded.notes}
-        connection.send_bytes(json.dumps(more).encode())
+        fields = {"text_bytes": encoded.text_bytes, "notes": encoded.notes}
+        connection.send_bytes(json.dumps(fields).encode())
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError, ConnectionResetError):  # the parent died: it is the one to say why
+    with suppress(BrokenPipeError, ConnectionResetError):  # the parent died
         serve(Connection(int(sys.argv[1])))

@@ -1,10 +1,10 @@
-"""What a record is, by the names of its fields: a text, a chat, a prompt and its completion, an instruction.
+"""Detect the format of records by the names of their fields: text, chat, prompt with completion, instruction.
 
-Whatever has an answer becomes one JSON object, of which chat.py knows what is learned:
+A record with an answer becomes one JSON object, which chat.py encodes:
 `{"messages": [...], "context": n}` (the first n are not learned), `{"prompt": ..., "completion": ...}`, or
-`{"instruction": ..., "input": ..., "output": ...}`; with `"system": ...` and `"tools": [...]` where there are any.
-Messages stay as they are written, so that the chat template decides what becomes of them. A chat that cannot be learned
-as it is meant has `"left_out": reason`.
+`{"instruction": ..., "input": ..., "output": ...}`; with `"system": ...` and `"tools": [...]` if the record has them.
+Messages stay unchanged, because the chat template decides how to write them. A chat that cannot be learned as its
+author means it has `"left_out": reason`.
 """
 
 from __future__ import annotations
@@ -36,36 +36,39 @@ TITLES: dict[str, str] = {
     "prompt": "prompts with completions",
     "instruction": "instructions (Alpaca)",
 }
-_INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # Alpaca's names, Dolly's
-_BESIDE = ("system", "tools")  # what may be beside a record's own fields
+_INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # names of Alpaca and of Dolly
+_CONTEXT_FIELDS = ("system", "tools")  # optional fields of all formats with answers
 
 
 @dataclass(frozen=True)
 class Format:
     kind: Kind
-    fields: tuple[str, ...]  # that a record must have
-    others: tuple[str, ...] = ()  # that it may have
-    elsewhere: tuple[tuple[str, ...], ...] = field(default=(), repr=False)  # fields of what it may be instead
+    fields: tuple[str, ...]  # fields that a record must have
+    optional: tuple[str, ...] = ()  # fields that a record may have
+    elsewhere: tuple[tuple[str, ...], ...] = field(default=(), repr=False)  # fields of other formats
 
     def check(self, names: Iterable[str], where: str | Path) -> None:
-        """Raises UserError naming the first field that is not there."""
-        found = list(names)
-        missing = next((name for name in self.fields if name not in found), None)
-        other = next((fields for fields in self.elsewhere if set(fields) <= set(found)), None)
-        if missing is not None and other is not None:
+        """Raise UserError that names the first missing field."""
+        present = list(names)
+        missing = next((name for name in self.fields if name not in present), None)
+        foreign = next((fields for fields in self.elsewhere if set(fields) <= set(present)), None)
+        if missing is not None and foreign is not None:
             raise DataError(
-                f"no field {missing!r}, which the first record has, but {other[0]!r}: give records of different formats"
+                f"no field {missing!r}, which the first record has, but {foreign[0]!r}: give records of different formats"
                 " sources of their own, data.sources",
                 where,
             )
         if missing is not None:
-            raise BadRecordError(f"no field {missing!r}; there are {', '.join(map(str, found))}", where, MISSING_FIELD)
+            raise BadRecordError(
+                f"no field {missing!r}; there are {', '.join(map(str, present))}", where, MISSING_FIELD
+            )
 
     def read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
-        """(the document, its kind); an empty document where there is nothing in the record.
+        """Return (document, kind); the document of an empty record is empty.
 
-        Raises UserError at values of other types, at a role that no template knows, at a record without its own
-        fields that has those of another format, and at endless nesting.
+        Raises:
+            BadRecordError: a value of a wrong type, a role that no template knows, or too deep nesting.
+            DataError: the record has another format.
         """
         try:
             check_depth(record)
@@ -75,10 +78,10 @@ class Format:
 
     def _read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
         if self.elsewhere and all(record.get(name) in (None, "") for name in self.fields):
-            other = next((fields for fields in self.elsewhere if all(record.get(name) for name in fields)), None)
-            if other is not None:
+            foreign = next((fields for fields in self.elsewhere if all(record.get(name) for name in fields)), None)
+            if foreign is not None:
                 raise DataError(
-                    f"{self.fields[0]!r} is null here, but {other[0]!r} is not: give records of different formats"
+                    f"{self.fields[0]!r} is null here, but {foreign[0]!r} is not: give records of different formats"
                     " sources of their own, data.sources",
                     where,
                 )
@@ -94,13 +97,13 @@ class Format:
         return _instructed(self.fields[1], record, where), self.kind
 
     def columns(self, names: Iterable[str]) -> list[str]:
-        """Of those of a table all that `read` looks at."""
-        wanted = {*self.fields, *self.others, *(name for fields in self.elsewhere for name in fields)}
-        return [name for name in names if name in wanted]
+        """Return the columns of a table that `read` uses."""
+        fields = {*self.fields, *self.optional, *(name for fields in self.elsewhere for name in fields)}
+        return [name for name in names if name in fields]
 
 
 def words(text: str, kind: Kind) -> list[str]:
-    """The texts in a document."""
+    """Return the texts in a document."""
     if kind == "text" or not text:
         return [text]
     record = json.loads(text)
@@ -110,50 +113,55 @@ def words(text: str, kind: Kind) -> list[str]:
 
 
 def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) -> Format:
-    """The format that `section` names, else that of records with fields `names`. Raises UserError where it is none."""
-    found = list(names)
+    """Return the format that `section` names, else the format of records with fields `names`. Raises UserError."""
+    present = list(names)
     if section.text_field is not None:
         named = Format("text", (section.text_field,))
     elif section.messages is not None:
-        named = Format("messages", (section.messages,), _of(found, *_BESIDE))
+        named = Format("messages", (section.messages,), _present(present, *_CONTEXT_FIELDS))
     elif section.prompt is not None and section.completion is not None:
-        named = Format("prompt", (section.prompt, section.completion), _of(found, *_BESIDE))
+        named = Format("prompt", (section.prompt, section.completion), _present(present, *_CONTEXT_FIELDS))
     else:
-        return _found(found, where)
+        return _detected_format(present, where)
     try:
-        named.check(found, where)
+        named.check(present, where)
     except BadRecordError as error:
         message = f"{error}: set data.text_field, or the keys of another format"
         raise BadRecordError(message, reason=error.reason) from None
     return named
 
 
-def _found(names: list[str], where: str | Path) -> Format:
-    outputs = _of(names, *_OUTPUTS)
-    known: list[tuple[Kind, tuple[str, ...], tuple[str, ...]]] = [
-        ("messages", ("messages",), _BESIDE),
-        ("conversations", ("conversations",), _BESIDE),
-        ("prompt", ("prompt", "completion"), _BESIDE),
-        ("instruction", ("instruction", *(outputs[:1] or _OUTPUTS)), (*_INPUTS, *_BESIDE, "history")),
+def _detected_format(names: list[str], where: str | Path) -> Format:
+    outputs = _present(names, *_OUTPUTS)
+    candidates: list[tuple[Kind, tuple[str, ...], tuple[str, ...]]] = [
+        ("messages", ("messages",), _CONTEXT_FIELDS),
+        ("conversations", ("conversations",), _CONTEXT_FIELDS),
+        ("prompt", ("prompt", "completion"), _CONTEXT_FIELDS),
+        ("instruction", ("instruction", *(outputs[:1] or _OUTPUTS)), (*_INPUTS, *_CONTEXT_FIELDS, "history")),
         ("text", ("text",), ()),
     ]
-    there = [each for each in known if set(each[1]) <= set(names)]
-    if not there and not names:
+    matching = [candidate for candidate in candidates if set(candidate[1]) <= set(names)]
+    if not matching and not names:
         raise BadRecordError("no fields: an empty file, or no header", where, MISSING_FIELD)
-    if not there:
+    if not matching:
         raise BadRecordError(
             f"no field that is known; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
             " learned), data.messages (a chat), or data.prompt and data.completion",
             where,
             MISSING_FIELD,
         )
-    kind, fields, others = there[0]
-    return Format(kind, fields, _of(names, *others), tuple(other for _, other, _ in known if other != fields))
+    kind, fields, optional = matching[0]
+    return Format(
+        kind,
+        fields,
+        _present(names, *optional),
+        tuple(other_fields for _, other_fields, _ in candidates if other_fields != fields),
+    )
 
 
-def _of(names: Iterable[str], *wanted: str) -> tuple[str, ...]:
-    found = set(names)
-    return tuple(name for name in wanted if name in found)
+def _present(names: Iterable[str], *candidates: str) -> tuple[str, ...]:
+    present = set(names)
+    return tuple(name for name in candidates if name in present)
 
 
 def _text(value: object, field: str, where: str, expected: str = "text") -> str:
@@ -166,10 +174,10 @@ def _text(value: object, field: str, where: str, expected: str = "text") -> str:
 
 def _prompted(prompt: str, completion: str, record: Mapping[str, Any], where: str) -> str:
     if isinstance(record[prompt], list) or isinstance(record[completion], list):
-        asked = read_messages(record[prompt] or [], prompt, where, plain="user")
-        answered = read_messages(record[completion] or [], completion, where, plain="assistant")
-        whole = _with_system(asked + answered, record, where)
-        return _conversation(whole, len(whole) - len(answered), _tools(record.get("tools"), where))
+        questions = read_messages(record[prompt] or [], prompt, where, plain="user")
+        answers = read_messages(record[completion] or [], completion, where, plain="assistant")
+        whole = _with_system(questions + answers, record, where)
+        return _conversation(whole, len(whole) - len(answers), _tools(record.get("tools"), where))
     parts = {"prompt": _text(record[prompt], prompt, where), "completion": _text(record[completion], completion, where)}
     return _with_context(parts, record, where)
 
@@ -188,8 +196,8 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
     for turn in turns:
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadRecordError("field 'history' must be a list of pairs: what was asked, what was answered", where)
-        for role, said in zip(("user", "assistant"), turn, strict=True):
-            messages.append({"role": role, "content": _text(said, "history", where)})
+        for role, text in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": _text(text, "history", where)})
     asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": parts["output"]}]
     return _conversation(_with_system(messages, record, where), 0, _tools(record.get("tools"), where))
@@ -198,9 +206,9 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
 def _with_context(parts: dict[str, str], record: Mapping[str, Any], where: str) -> str:
     if not any(part.strip() for part in parts.values()):
         return ""
-    beside: dict[str, Any] = {"system": _text(record.get("system"), "system", where)}
-    beside["tools"] = _tools(record.get("tools"), where)
-    return _as_json(parts | {key: part for key, part in beside.items() if part})
+    context: dict[str, Any] = {"system": _text(record.get("system"), "system", where)}
+    context["tools"] = _tools(record.get("tools"), where)
+    return _as_json(parts | {key: part for key, part in context.items() if part})
 
 
 def _chat(value: object, record: Mapping[str, object], field: str, where: str) -> str:
@@ -209,7 +217,7 @@ def _chat(value: object, record: Mapping[str, object], field: str, where: str) -
 
 
 def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], where: str) -> list[dict[str, Any]]:
-    """The messages behind the record's own `system`, unless they begin with just that."""
+    """Return the messages with the record's `system` in front, unless they begin with the same text."""
     content = record.get("system")
     if not messages or not content:
         return messages
@@ -220,10 +228,10 @@ def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], w
 def _conversation(messages: list[dict[str, Any]], context: int, tools: list[Any]) -> str:
     if not messages:
         return ""
-    beside: dict[str, Any] = {"tools": tools} if tools else {}
+    extras: dict[str, Any] = {"tools": tools} if tools else {}
     if not all(is_call(call) for message in messages for call in calls_of(message)):
-        beside["left_out"] = UNREADABLE_CALL
-    return _as_json({"messages": messages, "context": context, **beside})
+        extras["left_out"] = UNREADABLE_CALL
+    return _as_json({"messages": messages, "context": context, **extras})
 
 
 def _as_json(record: dict[str, Any]) -> str:
@@ -231,12 +239,12 @@ def _as_json(record: dict[str, Any]) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """What tables hold and JSON does not: times and dates, decimals, bytes."""
+    """Return a value of a table that JSON lacks (times, dates, decimals, bytes) as text."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
 def _tools(value: object, where: str) -> list[Any]:
-    """What a template is told that the assistant may call; tables often hold it as JSON."""
+    """Return the tools that the assistant may call; tables often hold them as JSON."""
     return read_list(value, "tools", where)

@@ -21,12 +21,12 @@ from aliquot.data.token_store import TokenStore
 
 Ints = npt.NDArray[np.int64]
 
-_MASK_AT_ONCE = 1 << 22  # tokens whose mask is summed, for which it is widened to int32
+_MASK_AT_ONCE = 1 << 22  # tokens whose mask is summed at once, as int32
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """P runs of tokens of a store, in its order. `predicted` counts the tokens of a piece that are labels in it."""
+    """P runs of tokens of a store, in its order. `predicted` counts the labels of each piece."""
 
     start: Ints  # [P], index of the first token in the store
     length: npt.NDArray[np.int32]  # [P], 2 .. sequence_length
@@ -34,71 +34,73 @@ class Pieces:
 
 
 def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> Iterator[Pieces]:
-    """Pieces that overlap by one token, so that each token of a document but its first is predicted exactly once; at
-    most `at_once` of them at a time.
+    """Yield pieces of documents, at most `at_once` at a time.
 
-    What predicts nothing is no piece: a document of one token, a stretch outside of an assistant's turns.
+    Pieces overlap by one token, so that each token of a document but the first is predicted exactly once. A run without
+    labels is no piece: a document of one token, or a stretch outside of the assistant's turns.
     """
     size = at_once if store.mask is None else max(1, min(at_once, _MASK_AT_ONCE // sequence_length))
     for first in range(0, store.documents, at_once):
         offsets = np.asarray(store.offsets[first : first + at_once + 1])
-        counts = -(-(np.diff(offsets) - 1) // (sequence_length - 1))  # pieces of each document, 0 for one of one token
+        counts = -(
+            -(np.diff(offsets) - 1) // (sequence_length - 1)
+        )  # pieces of each document; 0 for a document of one token
         stops = np.cumsum(counts)
         for start in range(0, int(stops[-1]), size):
             stop = min(start + size, int(stops[-1]))
             low, high = np.searchsorted(stops, [start, stop - 1], side="right").tolist()
-            here = np.minimum(stops[low : high + 1], stop) - np.maximum((stops - counts)[low : high + 1], start)
-            document = np.repeat(np.arange(low, high + 1), here)
+            pieces_here = np.minimum(stops[low : high + 1], stop) - np.maximum((stops - counts)[low : high + 1], start)
+            document = np.repeat(np.arange(low, high + 1), pieces_here)
             nth = np.arange(start, stop) - (stops - counts)[document]
             begin = offsets[document] + nth * (sequence_length - 1)
             yield _counted(store, begin, np.minimum(sequence_length, offsets[document + 1] - begin))
 
 
 def _counted(store: TokenStore, start: Ints, length: Ints) -> Pieces:
-    """What is left of pieces that follow each other once their labels are counted."""
+    """Count the labels of pieces that follow each other, and drop pieces without labels."""
     if store.mask is None:
         return Pieces(start, length.astype(np.int32), (length - 1).astype(np.int32))
-    # Labels of a piece are the tokens after its first: disjoint, ascending ranges, summed pairwise by reduceat.
+    # The labels of a piece are its tokens but the first: disjoint, ascending ranges, which reduceat sums.
     base, end = int(start[0]), int(start[-1] + length[-1])
     mask = np.append(store.mask[base:end], np.uint8(0))
     ranges = np.stack([start + 1, start + length], axis=1).ravel() - base
     predicted = np.add.reduceat(mask, ranges, dtype=np.int32)[::2]
-    kept = predicted > 0
-    return Pieces(start[kept], length[kept].astype(np.int32), predicted[kept])
+    has_labels = predicted > 0
+    return Pieces(start[has_labels], length[has_labels].astype(np.int32), predicted[has_labels])
 
 
 class Placement(NamedTuple):
-    """`each` pieces of `length` go to every one of the sequences [first, stop)."""
+    """`per_sequence` pieces of `length` go to each of the sequences [first, stop)."""
 
     first: int
     stop: int
-    each: int
+    per_sequence: int
     length: int
 
 
 def best_fit(histogram: Ints, sequence_length: int) -> list[Placement]:
-    """Placements of all pieces, in descending order of length; `histogram[n]` pieces have length n.
+    """Return placements of all pieces, in descending order of length; `histogram[n]` pieces have length n.
 
-    Each length goes where it leaves the least room. Sequences with equal room are ranges of numbers, kept together.
+    Each piece goes to a sequence in which it leaves the least room. Sequences with equal room form ranges of numbers.
     """
     rooms = _Rooms()
-    rooms.add(sequence_length, 0, int(histogram.sum()))  # a sequence a piece is more than enough
+    rooms.add(sequence_length, 0, int(histogram.sum()))  # one sequence for each piece always suffices
     placements: list[Placement] = []
     for length in np.flatnonzero(histogram)[::-1].tolist():
-        left = int(histogram[length])
-        while left:
+        remaining = int(histogram[length])
+        while remaining:
             room, first, stop = rooms.take(length)
-            each = min(room // length, left)
-            used = min(left // each, stop - first)
-            placements.append(Placement(first, first + used, each, length))
-            rooms.add(room - each * length, first, first + used)
-            rooms.add(room, first + used, stop)
-            left -= used * each
+            per_sequence = min(room // length, remaining)
+            sequences = min(remaining // per_sequence, stop - first)
+            placements.append(Placement(first, first + sequences, per_sequence, length))
+            rooms.add(room - per_sequence * length, first, first + sequences)
+            rooms.add(room, first + sequences, stop)
+            remaining -= sequences * per_sequence
     return placements
 
 
-def one_each(histogram: Ints) -> list[Placement]:
-    """A sequence for every piece, in descending order of length."""
+def one_per_sequence(histogram: Ints) -> list[Placement]:
+    """Return placements with one piece per sequence, in descending order of length."""
     lengths = np.flatnonzero(histogram)[::-1]
     stops = np.cumsum(histogram[lengths]).tolist()
     firsts = [0, *stops[:-1]]
@@ -106,7 +108,7 @@ def one_each(histogram: Ints) -> list[Placement]:
 
 
 class _Rooms:
-    """Ranges of sequences by the room that is left in each of them."""
+    """Ranges of sequences by the room that is left in a sequence."""
 
     def __init__(self) -> None:
         self.ascending: list[int] = []
@@ -131,7 +133,9 @@ class _Rooms:
         return room, first, stop
 
 
-Order = Callable[[Array, NewArrays, int], None]  # fills an array [n] with a permutation of n, so many at once
+Order = Callable[
+    [Array, NewArrays, int], None
+]  # fills an array [n] with a permutation of n, `at_once` elements at a time
 
 
 @dataclass(frozen=True)
@@ -147,86 +151,86 @@ class PackingArrays:
 def fill_packing(
     new: NewArrays, store: TokenStore, sequence_length: int, packing: bool, at_once: int = AT_ONCE
 ) -> None:
-    """All arrays of a `Packing`. Raises UserError where no piece predicts anything."""
+    """Fill all arrays of a `Packing`. Raises UserError if no piece has a label."""
     histogram = np.zeros(sequence_length + 1, np.int64)
-    for some in split(store, sequence_length, at_once):
-        histogram += np.bincount(some.length, minlength=len(histogram))
+    for part in split(store, sequence_length, at_once):
+        histogram += np.bincount(part.length, minlength=len(histogram))
     count = int(histogram.sum())
     if count == 0:
         raise DataError("no usable document: none has a token to learn from", store.path)
-    begins = new.keep("start", count, np.int64)
+    starts = new.keep("start", count, np.int64)
     lengths, predicted = (new.keep(name, count, np.int32) for name in ("length", "predicted"))
     at = 0
-    for some in split(store, sequence_length, at_once):
-        these = slice(at, at + len(some.start))
-        begins[these], lengths[these], predicted[these] = some.start, some.length, some.predicted
-        at = these.stop
-    _fill_slots(new, best_fit(histogram, sequence_length) if packing else one_each(histogram), count, at_once)
+    for part in split(store, sequence_length, at_once):
+        span = slice(at, at + len(part.start))
+        starts[span], lengths[span], predicted[span] = part.start, part.length, part.predicted
+        at = span.stop
+    _fill_slots(new, best_fit(histogram, sequence_length) if packing else one_per_sequence(histogram), count, at_once)
 
 
 def _fill_slots(new: NewArrays, placements: list[Placement], count: int, at_once: int) -> None:
-    """The slots [count] of every sequence, which are numbered in the order in which they are placed."""
+    """Fill the slots [count] of all sequences. Slots are numbered in the order of placements."""
     sequences = max(placement.stop for placement in placements)
     slots, tokens = new.keep("slots", count, _index_dtype(count)), new.keep("tokens", sequences, np.int64)
     edges = new.keep("edges", sequences + 1, np.int64)
-    for first, stop, each, length in placements:
-        edges[first + 2 : stop + 2] += each  # how many the sequence before has
-        tokens[first:stop] += each * length
+    for first, stop, per_sequence, length in placements:
+        edges[first + 2 : stop + 2] += per_sequence  # the number of slots of the sequence before
+        tokens[first:stop] += per_sequence * length
     for start in range(1, len(edges), at_once):
-        some = edges[start : start + at_once]
-        some[:] = edges[start - 1] + np.cumsum(some)
-    places = edges[1:]  # the next of each sequence: where it begins, and once all are placed where it ends
+        part = edges[start : start + at_once]
+        part[:] = edges[start - 1] + np.cumsum(part)
+    places = edges[1:]  # the next free place of each sequence; at the end, the end of the sequence
     slot = 0
-    for first, stop, each, _ in placements:
-        size = max(1, at_once // each)
+    for first, stop, per_sequence, _ in placements:
+        size = max(1, at_once // per_sequence)
         for start in range(first, stop, size):
-            some = places[start : min(start + size, stop)]
-            here = len(some) * each
-            slots[(some[:, None] + np.arange(each)).ravel()] = np.arange(slot, slot + here)
-            some += each
-            slot += here
+            part = places[start : min(start + size, stop)]
+            count_here = len(part) * per_sequence
+            slots[(part[:, None] + np.arange(per_sequence)).ravel()] = np.arange(slot, slot + count_here)
+            part += per_sequence
+            slot += count_here
 
 
 def fill_epoch(
     new: NewArrays, packing: PackingArrays, order_pieces: Order, order_sequences: Order, at_once: int = AT_ONCE
 ) -> None:
-    """All arrays of an `Epoch`: of the pieces of one length the first in their order has the first slot."""
+    """Fill all arrays of an `Epoch`: among pieces of one length, the first in their order takes the first slot."""
     lengths, labels = map(np.asarray, (packing.pieces.length, packing.pieces.predicted))
     slots, edges, tokens = map(np.asarray, (packing.slots, packing.edges, packing.tokens))
     piece = new.keep("piece", len(slots), _index_dtype(len(slots)))
-    order_pieces(piece, new, at_once)  # here for now
-    by_slot = new.scratch(len(slots), piece.dtype)
-    _by_descending_length(by_slot, lengths, piece, at_once)
-    of_packing = new.scratch(len(tokens), np.int64)  # labels of its sequences
+    order_pieces(piece, new, at_once)  # a temporary order, replaced below
+    piece_of_slot = new.scratch(len(slots), piece.dtype)
+    _sort_by_length(piece_of_slot, lengths, piece, at_once)
+    labels_of_sequence = new.scratch(len(tokens), np.int64)  # labels of the sequences of the packing
     for low, high in _runs(edges, at_once):
         start, stop = int(edges[low]), int(edges[high])
-        these = by_slot[slots[start:stop]]
-        piece[start:stop] = these
-        of_packing[low:high] = np.add.reduceat(labels[these], edges[low:high] - start, dtype=np.int64)
-    order, kept_tokens = new.keep("order", len(tokens), np.int64), new.keep("tokens", len(tokens), np.int64)
+        pieces_here = piece_of_slot[slots[start:stop]]
+        piece[start:stop] = pieces_here
+        labels_of_sequence[low:high] = np.add.reduceat(labels[pieces_here], edges[low:high] - start, dtype=np.int64)
+    order, epoch_tokens = new.keep("order", len(tokens), np.int64), new.keep("tokens", len(tokens), np.int64)
     predicted = new.keep("predicted", len(tokens), np.int64)
     order_sequences(order, new, at_once)
     for start in range(0, len(order), at_once):
-        some = slice(start, start + at_once)
-        predicted[some], kept_tokens[some] = of_packing[order[some]], tokens[order[some]]
+        span = slice(start, start + at_once)
+        predicted[span], epoch_tokens[span] = labels_of_sequence[order[span]], tokens[order[span]]
 
 
-def _by_descending_length(out: Array, lengths: npt.NDArray[np.int32], order: Array, at_once: int) -> None:
-    """Fill `out` [P] with the pieces of `order` [P]; those of one length stay in it."""
+def _sort_by_length(out: Array, lengths: npt.NDArray[np.int32], order: Array, at_once: int) -> None:
+    """Fill `out` [P] with the pieces of `order` [P] by descending length; pieces of one length stay in order."""
     longest = int(lengths.max())
-    dtype = np.uint16 if longest < 1 << 16 else np.int32  # a stable sort of the first is a radix sort
+    dtype = np.uint16 if longest < 1 << 16 else np.int32  # numpy sorts uint16 by a radix sort
     counts = np.zeros(longest + 1, np.int64)
     for start in range(0, len(lengths), at_once):
         counts += np.bincount(longest - lengths[start : start + at_once], minlength=len(counts))
     cursors = Cursors(counts)
     for start in range(0, len(order), at_once):
-        some = order[start : start + at_once]
-        places, each = cursors.places((longest - lengths[some]).astype(dtype))
-        out[places] = some[each]
+        part = order[start : start + at_once]
+        places, arrival = cursors.places((longest - lengths[part]).astype(dtype))
+        out[places] = part[arrival]
 
 
 def _runs(edges: Ints, at_once: int) -> Iterator[tuple[int, int]]:
-    """Sequences [low, high) that follow each other and have at most `at_once` pieces, or one sequence."""
+    """Yield ranges of sequences [low, high) with at most `at_once` pieces, or of one sequence."""
     low = 0
     while low < len(edges) - 1:
         fit = np.searchsorted(edges, edges[low] + at_once, side="right")

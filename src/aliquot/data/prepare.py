@@ -1,4 +1,4 @@
-"""The story of the data, once a node: sources -> tokenizer -> tokens in the cache. Then any rank opens them by path."""
+"""Prepare the data once a node: sources -> tokenizer -> tokens in the cache, which all ranks open by path."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from aliquot.data.tokenizer import (
 from aliquot.distributed.ranks import Ranks
 from aliquot.models.model_files import trained_prefix
 
-NamedProgress = Callable[[str, int, int], None]  # (what is being made, bytes of the source done, of how many)
+NamedProgress = Callable[[str, int, int], None]  # (the work in progress, bytes done, bytes of the source)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where everything lies; small enough to send to other ranks as JSON."""
+    """Paths of prepared data, small enough to send to other ranks as JSON."""
 
-    train: dict[str, str]  # directories of token stores by the names of their sources; one of no name is called ""
+    train: dict[str, str]  # directories of token stores by the name of the source, which is "" for unnamed data
     eval: dict[str, str]
     tokenizer: str  # a directory that save_pretrained wrote
     pad_id: int
     prefix: tuple[int, ...]  # before each document
-    chat_prefix: tuple[int, ...]  # before each with answers, which a template may begin itself
-    day: str | None  # ISO 8601, what the chat template of records with answers takes for today; None: it does not ask
+    chat_prefix: tuple[int, ...]  # before each record with answers; a template may write it itself
+    day: str | None  # the date that the chat template writes, in ISO 8601; None if it writes none
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,7 +68,7 @@ class Prepared:
         return {name: TokenStore.open(Path(store)) for name, store in self.eval.items()}
 
     def load_tokenizer(self) -> Any:
-        """The transformers tokenizer, as it is exported with the model."""
+        """Return the transformers tokenizer, as the export has it."""
         return load_tokenizer(self.tokenizer)
 
 
@@ -91,11 +91,17 @@ def prepare(
 ) -> Prepared:
     """Find the tokens of `section` in the cache, or make them.
 
-    `model_dir` holds the model's own tokenizer; None: from scratch. `adapter_dir`: of an adapter that was trained
-    already, whose way to begin a document goes before the model's. `config`: the fields of the config.json that the
-    tokenizer will lie beside. `vocab_size` is the number of rows of the model's embedding, which those `added` extend.
-    `progress(what, done_bytes, total_bytes)` is told while something is made, and never where all is cached.
-    Raises UserError for whatever is wrong with sources, tokenizer or cache; TrainingError where a process dies.
+    Args:
+        model_dir: the directory with the model's own tokenizer; None from scratch.
+        vocab_size: rows of the model's embedding, before the `added` tokens extend it.
+        progress: called with (work, done_bytes, total_bytes) while something is made; never if all is cached.
+        config: the fields of the config.json next to which the tokenizer will be exported.
+        added: tokens to add to the tokenizer.
+        adapter_dir: a trained adapter, whose prefix of documents precedes the model's.
+
+    Raises:
+        UserError: something is wrong with sources, tokenizer or cache.
+        TrainingError: a tokenising process died.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
         raise TokenizerError(
@@ -104,49 +110,59 @@ def prepare(
         )
     root = cache_root(section.cache_directory)
     train, evaluated = sources_of(section, root)
-    told = progress or (lambda what, done_bytes, total_bytes: None)
-    everything = joined(list(train.values()))
-    tokenizer = configured_tokenizer(section, model_dir, everything, root, partial(told, "training the tokenizer"))
-    before = len(tokenizer)
+    report = progress or (lambda what, done_bytes, total_bytes: None)
+    training_source = joined(list(train.values()))
+    tokenizer = configured_tokenizer(
+        section, model_dir, training_source, root, partial(report, "training the tokenizer")
+    )
+    tokens_before = len(tokenizer)
     tokenizer.add_tokens(list(added.plain))
     tokenizer.add_tokens(list(added.special), special_tokens=True)
-    own = section.tokenizer is None and section.tokenizer_vocab_size is None
-    if config is not None and not own:  # the model's own was loaded from beside its config.json
+    is_own_tokenizer = section.tokenizer is None and section.tokenizer_vocab_size is None
+    if config is not None and not is_own_tokenizer:  # the model's own tokenizer was loaded with its config.json
         tokenizer = as_loaded_with(tokenizer, config)
     give_template(tokenizer, section.chat_template)
-    has_more = len(tokenizer) > before
+    has_more = len(tokenizer) > tokens_before
     rows = vocab_size
-    if has_more and model_dir is not None:  # rows for them come behind those of all that the model's own has
-        rows = (max(vocab_size, before) if own else vocab_size) + len(tokenizer) - before
-    all_have_rows = check_vocabulary(tokenizer, rows, own and not has_more)
+    if has_more and model_dir is not None:  # rows of added tokens follow all rows of the model's own tokens
+        rows = (max(vocab_size, tokens_before) if is_own_tokenizer else vocab_size) + len(tokenizer) - tokens_before
+    all_have_rows = check_vocabulary(tokenizer, rows, is_own_tokenizer and not has_more)
     directory = publish_tokenizer(tokenizer, root)
-    # Beside the tokenizer: of another one the numbers that an export names are other tokens.
-    beside = [adapter_dir, model_dir] if own else [Path(section.tokenizer)] if section.tokenizer else []
-    known = (trained_prefix(each) for each in beside if each is not None)
-    trained = next((prefix for prefix in known if prefix is not None), None)
+    # An export states its prefix in token ids, which hold for the tokenizer in the same directory alone.
+    directories = (
+        [adapter_dir, model_dir] if is_own_tokenizer else [Path(section.tokenizer)] if section.tokenizer else []
+    )
+    prefixes = (
+        trained_prefix(directory_with_prefix)
+        for directory_with_prefix in directories
+        if directory_with_prefix is not None
+    )
+    trained = next((prefix for prefix in prefixes if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)
     convention = builder.convention(answers=False)
 
     def stores(sources: Mapping[str, Source], what: str) -> dict[str, str]:
         return {
-            name: str(builder.store(source, partial(told, f"{what} {name}".strip())))
+            name: str(builder.store(source, partial(report, f"{what} {name}".strip())))
             for name, source in sources.items()
         }
 
-    # The smaller first: where it comes to nothing, that is said before all else is tokenised.
-    held_out = stores(evaluated, "tokenising what is held out")
-    learned = stores(train, "tokenising")
-    made = [*learned.values(), *held_out.values()]
+    # Evaluation data come first: they are smaller, so that errors in them appear before the long work.
+    eval_stores = stores(evaluated, "tokenising what is held out")
+    train_stores = stores(train, "tokenising")
+    store_paths = [*train_stores.values(), *eval_stores.values()]
     if not all_have_rows:
-        check_ids(made, tokenizer, rows)
+        check_ids(store_paths, tokenizer, rows)
     return Prepared(
-        train=learned,
-        eval=held_out,
+        train=train_stores,
+        eval=eval_stores,
         tokenizer=str(directory),
         pad_id=convention.pad_id if convention.pad_id < rows else 0,
         prefix=convention.prefix,
         chat_prefix=builder.convention(answers=True).prefix,
-        day=builder.day if any(TokenStore.open(Path(each)).mask is not None for each in made) else None,
+        day=builder.day
+        if any(TokenStore.open(Path(directory_with_prefix)).mask is not None for directory_with_prefix in store_paths)
+        else None,
     )
 
 
@@ -173,27 +189,29 @@ class _Builder:
     tokenizer: Any
     tokenizer_directory: Path
     root: Path
-    trained: list[int] | None  # what the model was trained with before each document, where it says so
+    trained: list[int] | None  # token ids that the model saw before each document, if its directory says so
 
     def store(self, source: Source, progress: Progress) -> Path:
-        """The directory with the tokens of `source`; made where the cache has none."""
+        """Return the directory with the tokens of `source`; make it if the cache has none."""
         section = self.section
         conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
-        made_of = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
+        ingredients = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
         as_text = section.special_tokens_in_text
-        more_of_text = [] if as_text in (None, "encode") else [as_text]
-        more_of_answers = ["answers", ENCODING, as_text, self.day]
-        of_text, of_answers = (self._path([*made_of, *more]) for more in (more_of_text, more_of_answers))
-        if of_answers.is_dir():
-            return of_answers
-        if of_text.is_dir() and TokenStore.open(of_text).mask is None:  # older ones hold answers there, too
-            return of_text
-        return self._make(source, of_text, of_answers, progress)
+        text_ingredients = [] if as_text in (None, "encode") else [as_text]
+        answer_ingredients = ["answers", ENCODING, as_text, self.day]
+        text_path, answers_path = (
+            self._path([*ingredients, *extra]) for extra in (text_ingredients, answer_ingredients)
+        )
+        if answers_path.is_dir():
+            return answers_path
+        if text_path.is_dir() and TokenStore.open(text_path).mask is None:  # older caches hold answers there, too
+            return text_path
+        return self._make(source, text_path, answers_path, progress)
 
-    def _path(self, made_of: list[Any]) -> Path:
-        return self.root / "tokens" / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+    def _path(self, ingredients: list[Any]) -> Path:
+        return self.root / "tokens" / hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()
 
-    def _make(self, source: Source, of_text: Path, of_answers: Path, progress: Progress) -> Path:
+    def _make(self, source: Source, text_path: Path, answers_path: Path, progress: Progress) -> Path:
         first = next((document for document in source.documents() if not document.blank), None)
         if first is None:
             raise DataError(
@@ -204,7 +222,7 @@ class _Builder:
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast = tokenizer_json.is_file()
         answers = first.kind != "text"
-        path = of_answers if answers else of_text
+        path = answers_path if answers else text_path
         templated = answers and self._has_template
         cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
         convention, as_text = self.convention(answers), self.section.special_tokens_in_text
@@ -221,13 +239,13 @@ class _Builder:
             day=self.day,
         )
 
-        def written(done_bytes: int) -> None:
+        def report_written(done_bytes: int) -> None:
             progress(done_bytes, source.total_bytes)
 
         dtype = token_dtype(largest_token(self.tokenizer) + 1)
-        with publishing(path) as beside:
+        with publishing(path) as partial:
             useful, left_out, firsts = tokenize(
-                source.documents(), spec, cut, dtype, beside, self.section.num_proc, written
+                source.documents(), spec, cut, dtype, partial, self.section.num_proc, report_written
             )
             if useful == 0:
                 reasons = "; ".join(counted(left_out, firsts))
@@ -235,12 +253,12 @@ class _Builder:
                     f"no usable document: none has a token to learn from{f' ({reasons})' if reasons else ''}",
                     source.label,
                 )
-        written(source.total_bytes)
+        report_written(source.total_bytes)
         return path
 
     @property
     def day(self) -> str | None:
-        """Today, where the chat template writes it."""
+        """The date that the chat template writes; None if it writes none."""
         if not self._has_template or not writes_date(self.tokenizer.chat_template):
             return None
         return (self.section.chat_template_date or date.today()).isoformat()
@@ -250,9 +268,9 @@ class _Builder:
         return self.section.chat_template != "none" and self.tokenizer.chat_template is not None
 
     def convention(self, answers: bool) -> Convention:
-        """How documents begin and end."""
+        """Return how documents begin and end."""
         add_bos, add_eos = self.section.add_bos, self.section.add_eos
         templated = answers and self._has_template
-        if templated:  # it writes bos and eos itself; on explicit request they are added where it does not
+        if templated:  # the template writes bos and eos itself; an explicit setting adds missing ones
             add_bos, add_eos = add_bos is True, add_eos is True
         return convention_of(self.tokenizer, add_bos, add_eos, None if templated else self.trained)

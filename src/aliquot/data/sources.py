@@ -1,5 +1,6 @@
-"""From the `data` section to an ordered stream of documents: local files, or a dataset of Hugging Face's `datasets`;
-each whole, or the part of it that is held out for evaluation, or the rest.
+"""Turn the `data` section into ordered streams of documents, from local files or from Hugging Face's `datasets`.
+
+A source is read whole, or divided into a part that is held out for evaluation and the rest.
 """
 
 from __future__ import annotations
@@ -27,57 +28,57 @@ _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 class Source(Protocol):
     @property
     def label(self) -> str:
-        """What to call it in a message."""
+        """The name of the source in messages."""
         ...
 
     @property
     def total_bytes(self) -> int:
-        """What `Document.done_bytes` counts up to."""
+        """The end of `Document.done_bytes`."""
         ...
 
     @property
     def digest(self) -> str:
-        """Hash of the content and of what a document is; neither names nor times nor places are part of it."""
+        """Hash of the content and of the division into documents, but not of names, times or places."""
         ...
 
     def documents(self) -> Iterator[Document]:
-        """All documents, blank records among them, always in the same order."""
+        """Yield all documents, blank records among them, always in the same order."""
         ...
 
 
 def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], dict[str, Source]]:
-    """What to train on and what to evaluate on, by name; what has none is called "". Raises as `source_of`."""
+    """Return the training and the evaluation sources by name, which is "" for unnamed data. Raises as `source_of`."""
     if section.sources is None:
         train = {"": source_of(section, cache)}
     else:
-        train = {each.name: source_of(each, cache, f"data.sources, {each.name}:") for each in section.sources}
+        train = {entry.name: source_of(entry, cache, f"data.sources, {entry.name}:") for entry in section.sources}
     held_out: dict[str, Source] = {}
     if section.eval_path is not None:
-        there = section.model_copy(update={"path": section.eval_path, "dataset": None})
-        held_out[""] = FileSource.find(there, cache, "data.eval_path")
+        eval_section = section.model_copy(update={"path": section.eval_path, "dataset": None})
+        held_out[""] = FileSource.find(eval_section, cache, "data.eval_path")
     elif section.eval_split is not None:
         held_out[""] = HubSource.load(section.model_copy(update={"split": section.eval_split}), cache, "data.dataset")
     elif (fraction := section.eval_fraction) > 0:
         held_out = {name: HeldOut(source, fraction, "held out") for name, source in train.items()}
         train = {name: HeldOut(source, fraction, "rest") for name, source in train.items()}
-    for each in section.eval_sources:
-        if each.name in held_out:
+    for entry in section.eval_sources:
+        if entry.name in held_out:
             raise ConfigError(
-                f"data.eval_sources: data.eval_fraction holds out a part of {each.name}, which has this name already"
+                f"data.eval_sources: data.eval_fraction holds out a part of {entry.name}, which has this name already"
             )
-        held_out[each.name] = source_of(each, cache, f"data.eval_sources, {each.name}:")
+        held_out[entry.name] = source_of(entry, cache, f"data.eval_sources, {entry.name}:")
     return train, held_out
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """One after the other."""
+    """Return one source with all documents of `sources`, in order."""
     return sources[0] if len(sources) == 1 else Joined(tuple(sources))
 
 
 def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
-    """What `key` of a configuration describes; `cache`: where digests are kept.
+    """Return the source that `key` of a configuration describes; `cache` stores the digests of files.
 
-    Raises UserError where there is nothing to read, or `document` does not fit what is there.
+    Raises UserError if there is nothing to read, or if `document` does not fit the files.
     """
     if section.path is not None:
         return FileSource.find(section, cache, f"{key} path" if key else "data.path")
@@ -87,16 +88,16 @@ def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
 @dataclass(frozen=True)
 class FileSource:
     files: tuple[Path, ...]
-    units: tuple[Unit, ...]  # one a file
+    units: tuple[Unit, ...]  # what a document is, for each file
     section: RecordsSection
     label: str
     total_bytes: int
-    cache: Path  # where digests are kept
-    left_out: Mapping[str, int] = field(default_factory=dict)  # what else is at the paths, by reason
+    cache: Path  # directory of digests
+    left_out: Mapping[str, int] = field(default_factory=dict)  # other files at the paths, by reason
 
     @classmethod
     def find(cls, section: RecordsSection, cache: Path, key: str) -> FileSource:
-        """The files at the paths of the section, which `key` names. A file that is named twice is refused."""
+        """Find the files at the paths of the section, which `key` names. Raises UserError for a file named twice."""
         left_out: Counter[str] = Counter()
         files = [file for entry in section.paths for file in find_files(entry, key, left_out)]
         times = Counter(file.absolute() for file in files)
@@ -131,7 +132,7 @@ class FileSource:
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """Raises UserError where no record can be read, of all files or of one that has several records."""
+        """Yield all documents. Raises UserError if no record of all files, or of a file with several, can be read."""
         return refuse_bad_alone(self._documents())
 
     def _documents(self) -> Iterator[Document]:
@@ -171,8 +172,8 @@ class HubSource:
     label: str
     total_bytes: int
     split: str
-    tables: tuple[Path, ...]  # of a dataset from a local directory, the files that `datasets` has made of it
-    cache: Path  # where digests are kept
+    tables: tuple[Path, ...]  # files that `datasets` made of a dataset from a local directory
+    cache: Path  # directory of digests
 
     @classmethod
     def load(cls, section: RecordsSection, cache: Path, key: str) -> HubSource:
@@ -197,27 +198,27 @@ class HubSource:
             label=label,
             total_bytes=int(dataset.data.nbytes),
             split=section.split,
-            tables=tuple(Path(each["filename"]) for each in dataset.cache_files) if local else (),
+            tables=tuple(Path(file["filename"]) for file in dataset.cache_files) if local else (),
             cache=cache,
         )
 
     @cached_property
     def digest(self) -> str:
-        # The fingerprint names what was published on a hub; of a local directory it is of its place and times, too.
+        # The fingerprint identifies what a hub published; of a local directory it also depends on place and times.
         content = [self.dataset._fingerprint]
         if self.tables:
             content = [self.split, *digests(self.tables, self.cache)]
         return hashlib.sha256("\0".join([*content, repr(self.form)]).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """Raises UserError where no record can be read."""
+        """Yield all documents. Raises UserError if no record can be read."""
         return refuse_bad_alone(self._documents())
 
     def _documents(self) -> Iterator[Document]:
         row, at_once = 0, rows_at_once(self.total_bytes, len(self.dataset))
-        wanted = self.dataset.select_columns(self.form.columns(self.dataset.column_names))
+        columns = self.dataset.select_columns(self.form.columns(self.dataset.column_names))
         try:
-            for batch in wanted.iter(batch_size=at_once):
+            for batch in columns.iter(batch_size=at_once):
                 for values in zip(*batch.values(), strict=True):
                     row += 1
                     done_bytes, where = self.total_bytes * row // len(self.dataset), f"{self.label}, row {row}"
@@ -227,20 +228,20 @@ class HubSource:
 
 
 def _saved_tables(directory: Path) -> list[str]:
-    """The tables of a dataset that `Dataset.save_to_disk` has written, in its order; none of any other directory."""
+    """Return the tables of a directory that `Dataset.save_to_disk` wrote, in order; none for another directory."""
     try:
         state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-        return [str(directory / each["filename"]) for each in state["_data_files"]]
+        return [str(directory / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The documents of `source` whose own hash falls below `fraction`, or the rest of them.
+    """The documents of `source` with a hash below `fraction`, or the rest of them.
 
-    The side depends on a document's content alone, so neither order nor number of documents matter, and equal
-    documents are never on both sides.
+    The side depends on the content of a document alone: neither the order nor the number of documents matters, and
+    equal documents are never on both sides.
     """
 
     source: Source
@@ -262,7 +263,7 @@ class HeldOut:
     def documents(self) -> Iterator[Document]:
         limit, begins, held_out = int(self.fraction * 2**64), True, False
         for document in self.source.documents():
-            if begins:  # of a long document the first part decides
+            if begins:  # the first part of a long document decides
                 content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
                 held_out = int.from_bytes(content, "little") < limit
             begins = document.ended

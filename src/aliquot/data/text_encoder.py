@@ -84,25 +84,25 @@ class TextEncoder:
         """The stretches of `text` between the template's special tokens that hold special tokens of the author."""
 
         def marked(value: Any) -> Any:
-            said = json.dumps(value, ensure_ascii=False)
-            return json.loads(self._special.sub(f"{_MARKS[0]}\\g<0>{_MARKS[1]}", said))
+            as_json = json.dumps(value, ensure_ascii=False)
+            return json.loads(self._special.sub(f"{_MARKS[0]}\\g<0>{_MARKS[1]}", as_json))
 
-        there = replace(template, tools=marked(template.tools)).attempt(marked(messages)) or ""
-        if re.sub(f"[{_MARKS}]", "", there) != text:
+        marked_text = replace(template, tools=marked(template.tools)).attempt(marked(messages)) or ""
+        if re.sub(f"[{_MARKS}]", "", marked_text) != text:
             raise LeftOut(
                 "a record of which the chat template changes the special tokens in its texts, left out: see"
                 " data.special_tokens_in_text"
             )
         authors, at, inside = [], 0, False
-        for letter in there:
+        for letter in marked_text:
             if letter in _MARKS:
                 inside = letter == _MARKS[0]
                 authors += [at] if inside else []
             else:
                 at += 1
         bounds = [0, len(text)]
-        for found in self._special.finditer(text):
-            bounds[-1:-1] = [] if found.start() in authors else found.span()
+        for match in self._special.finditer(text):
+            bounds[-1:-1] = [] if match.start() in authors else match.span()
         edges = zip(bounds[::2], bounds[1::2], strict=True)
         return [(start, stop) for start, stop in edges if any(start <= author < stop for author in authors)]
 
@@ -139,9 +139,9 @@ class TextEncoder:
             pairs = list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
             if not before:
                 break
-            own = [(number, (low - 1, high - 1)) for number, (low, high) in pairs if high > 1]
-            if all(low >= 0 for _, (low, _) in own):
-                return own
+            placed = [(number, (low - 1, high - 1)) for number, (low, high) in pairs if high > 1]
+            if all(low >= 0 for _, (low, _) in placed):
+                return placed
         return pairs
 
 

@@ -1,8 +1,8 @@
 """A token store: a directory with all tokens of a source one after the other, memory-mapped.
 
-tokens.bin is uint16 where the vocabulary has less than 65536 tokens, else uint32; offsets.bin is int64 [documents + 1];
-mask.bin, uint8, is there for records with answers alone: 1 where a token is to be predicted; store.json says what the
-others hold, of which formats the documents were, and what of them is not here, and why.
+tokens.bin is uint16 for vocabularies of less than 65536 tokens, else uint32. offsets.bin is int64 [documents + 1].
+mask.bin, uint8, exists for records with answers alone: 1 at tokens to predict. store.json describes the other files,
+the formats of the documents, and records that are left out, by reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aliquot.core.errors import DataCacheError
 from aliquot.data.encoder import Encoded
 
 FORMAT = 3
-_READ_TOKENS = 1 << 24  # of a store, from its beginning; a token that ends answers ends them there, too
+_READ_TOKENS = 1 << 24  # tokens at the beginning of a store that are searched for ends of answers
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,17 @@ class TokenStore:
     # UTF-8 bytes of the text that is predicted: all but the first token of each document, which has no text where it
     # is a bos. None for records with answers.
     text_bytes: int | None = None
-    formats: Mapping[str, int] = field(default_factory=dict)  # documents by what they were
-    left_out: Mapping[str, int] = field(default_factory=dict)  # records by why they are not here
-    inexact_cuts: int = 0  # of documents too long to be encoded whole: a token there may be another
-    firsts: Mapping[str, str] = field(default_factory=dict)  # where the first record of each reason is
+    formats: Mapping[str, int] = field(default_factory=dict)  # number of documents of each format
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of records that are left out, by reason
+    inexact_cuts: int = 0  # cuts of long documents at which a token may differ
+    firsts: Mapping[str, str] = field(default_factory=dict)  # place of the first record of each reason
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
-        """Map the store in `path`. Raises UserError where it is not there or its files are not as long as they say."""
+        """Map the store in `path`.
+
+        Raises UserError if it is missing or its files have other lengths than they should.
+        """
         try:
             facts = json.loads((path / "store.json").read_text())
             tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", facts["dtype"], mode="r")
@@ -62,16 +65,16 @@ class TokenStore:
 
 
 class StoreWriter:
-    """The files of a token store, appended to in order."""
+    """Write the files of a token store, in order."""
 
     def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool) -> None:
         self.directory, self.dtype, self.answers = directory, dtype, answers
         self.formats: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
-        self.firsts: dict[str, str] = {}  # where the first of each reason is, and what there is to say of it
+        self.firsts: dict[str, str] = {}  # place of the first record of each reason, with details
         self.tokens = self.documents = 0
         self.inexact_cuts = 0
-        self.useful = 0  # documents in which there is a token to predict
+        self.useful = 0  # documents with a token to predict
         self.end = 0  # of the last complete document
         self.text_bytes: int | None = 0
         self.files: dict[str, BinaryIO] = {}
@@ -90,14 +93,16 @@ class StoreWriter:
         self.inexact_cuts += 1
 
     def leave_out(self, reason: str, count: int, first: str) -> None:
-        """Count records by the reason why they are not in the store; `first`: where the first of them is."""
+        """Count records that are left out for `reason`; `first` is the place of the first of them."""
         self.left_out[reason] += count
         if first:
             self.firsts.setdefault(reason, first)
 
     def write(self, encoded: Encoded, last: npt.NDArray[np.bool_], places: list[str]) -> None:
-        """Append the tokens of texts from `places`, of which those in `last` [texts] end a document. One without tokens
-        is none."""
+        """Append the tokens of texts from `places`. `last` [texts] marks texts that end a document.
+
+        A document without tokens is not stored.
+        """
         ends = self.tokens + np.cumsum(encoded.counts)[last]
         lengths = np.diff(ends, prepend=self.end)
         ends = ends[lengths > 0]
@@ -115,11 +120,11 @@ class StoreWriter:
         self.end = int(ends[-1]) if len(ends) else self.end
 
     def finish(self) -> None:
-        """Write what the other files hold; called when they are closed."""
+        """Write store.json; called when the other files are closed."""
         counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
-        seen = {"formats": self.formats, "left_out": self.left_out, "inexact_cuts": self.inexact_cuts}
-        seen["firsts"] = self.firsts
-        facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **seen}
+        irregularities = {"formats": self.formats, "left_out": self.left_out, "inexact_cuts": self.inexact_cuts}
+        irregularities["firsts"] = self.firsts
+        facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **irregularities}
         (self.directory / "store.json").write_text(json.dumps(facts))
 
 
@@ -128,7 +133,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def counted(reasons: Mapping[str, int], firsts: Mapping[str, str]) -> Iterator[str]:
-    """How many records there are of each reason, and where the first is."""
+    """Yield the number of records of each reason, with the place of the first one."""
     for reason, count in reasons.items():
         yield f"{count:,} x {reason}{f' (the first: {firsts[reason]})' if firsts.get(reason) else ''}"
 
@@ -148,18 +153,18 @@ def answer_ends(stores: Iterable[TokenStore], tokenizer: Any, learns_all: bool) 
     for store in stores:
         tokens, is_learned, last = _answers(store)
         last = _before_blanks(tokens, is_learned, last, tokenizer)
-        found = set(np.unique(tokens[last]).tolist())
+        last_tokens = set(np.unique(tokens[last]).tolist())
         if store.mask is None:
-            ends |= found & {tokenizer.eos_token_id}
+            ends |= last_tokens & {tokenizer.eos_token_id}
             continue
         is_learned[last] = False
         inside = np.bincount(tokens[is_learned], minlength=max(added, default=0) + 1)
-        ends |= {token for token in found & added if learns_all or inside[token] == 0}
+        ends |= {token for token in last_tokens & added if learns_all or inside[token] == 0}
     return tuple(sorted(ends))
 
 
 def _answers(store: TokenStore) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """(tokens, whether each is learned, index of the last token of each answer) of the first documents."""
+    """Return (tokens, whether they are learned, index of the last token of each answer) of the first documents."""
     documents = max(1, int(np.searchsorted(store.offsets, _READ_TOKENS, side="right")) - 1)
     offsets = np.asarray(store.offsets[: documents + 1])
     tokens = np.asarray(store.tokens[: offsets[-1]])

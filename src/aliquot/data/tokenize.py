@@ -1,4 +1,4 @@
-"""Documents to a token store, encoded by several processes, written in the documents' order."""
+"""Encode documents with several processes into a token store, in the order of the documents."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from aliquot.data.token_store import StoreWriter
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
 
-Progress = Callable[[int, int], None]  # (bytes of the source done, of how many)
+Progress = Callable[[int, int], None]  # (bytes done, bytes of the source)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
-_ENCODER_BYTES = 256 << 20  # that one may take, with what waits for it; records of megabytes with answers: 1 GiB more
-AHEAD = 4  # chunks a process that may wait for an earlier one to be written
+_ENCODER_BYTES = 256 << 20  # memory of one encoder with its queue; records of megabytes with answers need 1 GiB more
+AHEAD = 4  # chunks for each process that may wait for an earlier chunk to be written
 
 
 @dataclass(frozen=True)
 class Chunk:
     texts: Texts
-    places: list[str]  # where each text is from, if that is a record
+    places: list[str]  # file and line of each text that is a record
     done_bytes: int
 
 
@@ -46,13 +46,19 @@ def tokenize(
     num_proc: int | None,
     progress: Callable[[int], None],
 ) -> tuple[int, Counter[str], dict[str, str]]:
-    """Encode `documents` into the files of a token store in `directory`; returns how many have a token to predict, how
-    many have none, by reason, and where the first of each reason is.
+    """Encode `documents` into the files of a token store in `directory`.
 
-    `num_proc` processes (default: the physical cores that this process may use) take chunks of about a million
-    characters; what fits one chunk is encoded right here. `progress` gets the bytes of the source that are written.
-    Raises UserError for a chat without a template or a source that mixes text and answers,
-    TrainingError where a process dies.
+    Args:
+        num_proc: processes that encode chunks of about a million characters (default: the physical cores that this
+            process may use). Documents that fit one chunk are encoded in this process.
+        progress: called with the bytes of the source that are written.
+
+    Returns:
+        (documents with a token to predict, left-out records by reason, place of the first record of each reason).
+
+    Raises:
+        UserError: a chat without a template, or a source that mixes text and answers.
+        TrainingError: a process died.
     """
     with ExitStack() as stack:
         writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers))
@@ -68,7 +74,7 @@ def tokenize(
 def _encode(
     chunks: Iterator[Chunk], spec: EncoderSpec, num_proc: int, stack: ExitStack
 ) -> Iterator[tuple[Chunk, Encoded]]:
-    """Chunks with their tokens, in order; a bounded number of them is held."""
+    """Yield chunks with their tokens, in order; a bounded number of chunks is in memory."""
     if num_proc == 0:
         encoder = Encoder(spec)
         for chunk in chunks:
@@ -101,11 +107,14 @@ def _encode(
 
 
 def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
-    """Texts of about CHUNK_CHARACTERS together; a long document is cut where that is exact, or if it grows too long.
-    `writer` is told what the documents were."""
+    """Yield chunks of about CHUNK_CHARACTERS. Long documents are cut at exact places, or anywhere if they grow too
+    long.
+
+    `writer` counts the formats of documents and the documents that are left out.
+    """
     texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0
-    held: list[str] = []  # of a document whose end has not been read
+    held: list[str] = []  # parts of a document whose end has not been read
     searched = 0
     begins = True
     for document in documents:
@@ -123,7 +132,7 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
         if not answers:
             parts = list(pieces("".join(held), cut, searched=searched, forced=writer.cut_anywhere))
         held = [] if document.ended else [parts.pop()]
-        # What is held has been searched but for what its last characters begin.
+        # The held text was searched for cuts, but for a match that its last character may begin.
         searched = len(held[0]) - 1 if held and len(held[0]) > PIECE_CHARACTERS else 0
         before_bytes, length, done_characters = done_bytes, max(1, sum(map(len, parts))), 0
         for index, part in enumerate(parts):
@@ -148,5 +157,5 @@ def _chunk(texts: list[tuple[str, bool, bool, str]], done_bytes: int) -> Chunk:
 
 
 def _cores() -> int:
-    """Of a container, whose quota may be a few of a large machine's: as many encoders, if there is memory for them."""
+    """Return the number of encoders: the cores that a container may use, if there is memory for them."""
     return max(1, min(read_cpu().usable_cores, memory_limit() // _ENCODER_BYTES))

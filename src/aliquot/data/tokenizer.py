@@ -1,4 +1,4 @@
-"""The tokenizer of a run, loaded or trained on the training documents, and what its model expects around a document."""
+"""Load or train the tokenizer of a run, and find the tokens that its model expects around a document."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from aliquot.models.remote_code import without_code
 from aliquot.models.source import DESCRIPTION_FILES
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-# Where tokenizers split words differently, they do it in one of these.
-_TELLING = (
+# Texts in which tokenizers that split words differently give different tokens.
+_SAMPLE_TEXTS = (
     "It's 12345 o'clock,\n\n  isn't it?\tYES!  ",
     "def f(x):\n    return x**2 # caf\u00e9 \u00bd \uff21 \u338f \u65e5\u672c\u8a9e",
     " a  b\r\n\r\nc",
@@ -38,7 +38,7 @@ SMALLEST_VOCABULARY = 256 + 2  # every byte, bos and eos
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A transformers tokenizer from a directory, a tokenizer.json file or a hub id. Raises UserError."""
+    """Load a transformers tokenizer from a directory, a tokenizer.json file or a hub id. Raises UserError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = with_home(name)
@@ -74,7 +74,7 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def _starts(path: Path) -> list[tuple[Path, bytes]]:
-    """The small files of a tokenizer at `path`, a directory or a file, and how each begins."""
+    """Return the small files of a tokenizer at `path`, a directory or a file, with their first bytes."""
     files = [file for pattern in DESCRIPTION_FILES for file in path.glob(pattern)] if path.is_dir() else [path]
     starts = []
     for file in files:
@@ -85,7 +85,7 @@ def _starts(path: Path) -> list[tuple[Path, bytes]]:
 
 
 def _needs_sentencepiece(directory: Path) -> bool:
-    """A tokenizer.model may also be tiktoken's: lines of base64 and a rank."""
+    """Return whether a tokenizer needs sentencepiece: its .model file is not tiktoken's (lines of base64 and rank)."""
     if (directory / "tokenizer.json").exists() or importlib.util.find_spec("sentencepiece") is not None:
         return False
     models = [start for file, start in _starts(directory) if file.suffix == ".model"]
@@ -94,7 +94,7 @@ def _needs_sentencepiece(directory: Path) -> bool:
 
 @contextmanager
 def _without_marks(directory: Path) -> Iterator[Path]:
-    """`directory`, or a copy of its small files: transformers takes no JSON that begins with a byte order mark."""
+    """Yield `directory`, or a copy without byte order marks, which transformers does not accept in JSON."""
     starts = _starts(directory)
     if not any(start.startswith(codecs.BOM_UTF8) for _, start in starts):
         yield directory
@@ -108,10 +108,10 @@ def _without_marks(directory: Path) -> Iterator[Path]:
 def trained_tokenizer(
     source: Source, vocab_size: int, root: Path, progress: Callable[[int, int], None] | None = None
 ) -> Any:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens trained on `source`, from the cache where it is there.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `source`, or take it from the cache.
 
-    It puts `<|bos|>` in front of a text, as Llama's do, and has `<|eos|>`. The same documents give the same one.
-    Raises UserError for a vocabulary that cannot hold every byte, or where there is nothing to train on.
+    The tokenizer puts `<|bos|>` in front of a text, as Llama's does, and has `<|eos|>`. Equal documents give equal
+    tokenizers. Raises UserError for a vocabulary that cannot hold every byte, or without data to train on.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -137,13 +137,13 @@ def trained_tokenizer(
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
-        with publishing(directory) as beside:
-            PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(beside)
+        with publishing(directory) as partial:
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(partial)
     return load_tokenizer(directory)
 
 
 def _texts(source: Source, cut: Cut | None, progress: Callable[[int, int], None] | None) -> Iterator[str]:
-    """In pieces: a text takes tens of bytes of memory a character while its words are counted."""
+    """Yield texts in pieces, because counting the words of a text needs tens of bytes of memory a character."""
     for document in source.documents():
         for text in words(document.text, document.kind):
             yield from pieces(text, cut)
@@ -158,7 +158,7 @@ def configured_tokenizer(
     root: Path,
     progress: Callable[[int, int], None] | None,
 ) -> Any:
-    """The tokenizer that `data.tokenizer` or `data.tokenizer_vocab_size` asks for, else the model's own."""
+    """Return the tokenizer that `data.tokenizer` or `data.tokenizer_vocab_size` sets, else the model's own."""
     if section.tokenizer_vocab_size is not None:
         return trained_tokenizer(source, section.tokenizer_vocab_size, root, progress)
     if section.tokenizer is not None:
@@ -169,7 +169,7 @@ def configured_tokenizer(
 
 
 def give_template(tokenizer: Any, template: str | None) -> None:
-    """Replace its chat template by `template`, which is one or the path of one. Raises UserError at an absent file."""
+    """Set the chat template of `tokenizer`, from its text or its path. Raises UserError for a missing file."""
     if template is None or template == "none":
         return
     if "{" not in template:
@@ -184,16 +184,16 @@ def give_template(tokenizer: Any, template: str | None) -> None:
 
 
 def largest_token(tokenizer: Any) -> int:
-    """Its number: vocabularies may have holes."""
+    """Return the largest token id, because vocabularies may have holes."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return max(len(tokenizer) - 1, *vocabulary.values())
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, own: bool = False) -> bool:
-    """Whether all its tokens have a row in the model's embedding of `vocab_size` rows.
+    """Return whether all tokens have a row in the model's embedding of `vocab_size` rows.
 
-    Raises UserError for one that has none, where it is not a token that was added to the model's `own` tokenizer:
-    Gemma 3's has a last one that texts do not hold.
+    Raises UserError for tokens without a row, unless they are added tokens of the model's `own` tokenizer: the last
+    token of Gemma 3 has no row and stands in no text.
     """
     vocabulary = tokenizer.get_vocab()
     needed = largest_token(tokenizer) + 1
@@ -209,7 +209,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, own: bool = False) -> bool
 
 
 def check_ids(stores: Iterable[str], tokenizer: Any, vocab_size: int) -> None:
-    """Raises UserError where texts hold a token without a row in the model's embedding of `vocab_size` rows."""
+    """Raise UserError if texts hold a token without a row in the model's embedding of `vocab_size` rows."""
     for store in stores:
         largest = int(TokenStore.open(Path(store)).tokens.max(initial=0))
         if largest >= vocab_size:
@@ -221,40 +221,40 @@ def check_ids(stores: Iterable[str], tokenizer: Any, vocab_size: int) -> None:
 
 
 def publish_tokenizer(tokenizer: Any, root: Path) -> Path:
-    """The cache's directory with `tokenizer` as save_pretrained writes it, named by the hash of its files."""
+    """Save `tokenizer` in the cache and return its directory, which is named by the hash of its files."""
     with tempfile.TemporaryDirectory() as scratch:
         save_tokenizer(tokenizer, Path(scratch))
         directory = root / "tokenizers" / digest_of_directory(Path(scratch))
     if not directory.is_dir():
-        with publishing(directory) as beside:
-            save_tokenizer(tokenizer, beside)
+        with publishing(directory) as partial:
+            save_tokenizer(tokenizer, partial)
     return directory
 
 
 def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
-    """`tokenizer` as AutoTokenizer will load it from beside a config.json of these fields: what training has to use.
+    """Return `tokenizer` as AutoTokenizer will load it next to a config.json of these fields; training must use it.
 
-    For some model types transformers builds a tokenizer of its own class from the vocabulary, with a way of its own to
-    split words, whatever tokenizer.json says.
+    For some model types transformers builds a tokenizer of a special class from the vocabulary, which splits words in
+    another way than tokenizer.json says.
     """
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as beside:
-        save_tokenizer(tokenizer, Path(beside))
-        Path(beside, "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as directory:
+        save_tokenizer(tokenizer, Path(directory))
+        Path(directory, "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
         try:
-            loaded = without_code(AutoTokenizer.from_pretrained)(beside)
+            loaded = without_code(AutoTokenizer.from_pretrained)(directory)
         except Exception as error:  # tokenizers raises plain Exception
             reason = " ".join(str(error).split())[:300]
             kind = config.get("model_type")
             raise TokenizerError(f"transformers cannot load this tokenizer beside a {kind} model: {reason}") from error
-    same = all(tokenizer.encode(text) == loaded.encode(text) for text in _TELLING)
+    same = all(tokenizer.encode(text) == loaded.encode(text) for text in _SAMPLE_TEXTS)
     return tokenizer if same and len(tokenizer) == len(loaded) else loaded
 
 
 @dataclass(frozen=True)
 class Convention:
-    """What goes around each document, and what fills a row. Padding is masked by position, never by its id."""
+    """Tokens around each document, and the token of padding, which is masked by position and never by its id."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -264,12 +264,12 @@ class Convention:
 def convention_of(
     tokenizer: Any, add_bos: bool | None, add_eos: bool | None, trained: Sequence[int] | None = None
 ) -> Convention:
-    """The model's convention, as its tokenizer shows it, unless `add_bos` or `add_eos` say otherwise.
+    """Return the model's convention, as its tokenizer shows it, unless `add_bos` or `add_eos` say otherwise.
 
-    bos is what the model was trained with (`trained`), else what the tokenizer itself puts in front of a text. eos is
-    added where the tokenizer has one, even where the tokenizer itself would not add it (Llama's): a model learns to end
-    a document only from documents that end. The pad id is the pad token's, else eos, else 0. Raises UserError for a bos
-    or eos that the tokenizer lacks.
+    The prefix is the one that the model was trained with (`trained`), else the one that the tokenizer puts in front of
+    a text. eos ends each document if the tokenizer has an eos, even if the tokenizer itself would not add it (Llama):
+    a model learns to end a document only from documents that end. The pad id is that of the pad token, else eos, else
+    0. Raises UserError for a bos or eos that the tokenizer lacks.
     """
     probe = "a b"
     bare = list(tokenizer.encode(probe, add_special_tokens=False))
