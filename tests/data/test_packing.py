@@ -68,7 +68,7 @@ def test_best_fit_fills_sequences_and_never_overfills(sizes: list[int], length: 
     placements = best_fit(np.bincount(sizes, minlength=length + 1), length)
     totals = np.zeros(max(placement.stop for placement in placements), int)
     for placement in placements:
-        totals[placement.first : placement.stop] += placement.each * placement.length
+        totals[placement.first : placement.stop] += placement.per_sequence * placement.length
     assert sum(totals) == sum(sizes)
     assert totals.min() > 0
     assert totals.max() <= length

@@ -54,8 +54,8 @@ class Format:
         foreign = next((fields for fields in self.elsewhere if set(fields) <= set(present)), None)
         if missing is not None and foreign is not None:
             raise DataError(
-                f"no field {missing!r}, which the first record has, but {foreign[0]!r}: give records of different formats"
-                " sources of their own, data.sources",
+                f"no field {missing!r}, which the first record has, but {foreign[0]!r}: give records of different"
+                " formats sources of their own, data.sources",
                 where,
             )
         if missing is not None:
