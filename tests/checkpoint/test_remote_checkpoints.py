@@ -129,8 +129,8 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def in_store(url: str, folder: str) -> dict[str, bytes]:
     store = open_store(url)
-    of_step = {name: size for name, size in store.list().items() if name.startswith(f"{folder}/")}
-    return {name.partition("/")[2]: store.read(name, 0, size) for name, size in of_step.items()}
+    with_step = {name: size for name, size in store.list().items() if name.startswith(f"{folder}/")}
+    return {name.partition("/")[2]: store.read(name, 0, size) for name, size in with_step.items()}
 
 
 def test_three_ranks_copy_one_checkpoint(tmp_path: Path) -> None:

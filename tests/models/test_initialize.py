@@ -49,7 +49,7 @@ def test_distribution_of_every_weight_is_the_models_own(name: str) -> None:
             continue
         numel = parameter.numel()
         fills = built.fills[key]
-        of_layer = isinstance(fills, initialize.OfLayer)
+        of_layer = isinstance(fills, initialize.LayerFill)
         ours = fills.whole(1) if of_layer else initialize.draw(fills, 1, key, 0, 0, numel)
         assert ours.mean() == pytest.approx(float(parameter.mean()), abs=0.1)
         assert ours.std() == pytest.approx(float(parameter.std()), rel=0.2, abs=1e-6)

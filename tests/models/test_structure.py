@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.models.materialise import freeze_buffers
-from aliquot.models.structure import attention_widths, kept_in_fp32
+from aliquot.models.structure import attention_widths, fp32_weights
 
 SIZES = {"num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 8, "hidden_size": 32}
 
@@ -38,5 +38,5 @@ def test_biases_of_routers_are_kept_in_fp32() -> None:
             for kind in ("llama", "deepseek_v3")
         )
     freeze_buffers(deepseek)
-    assert kept_in_fp32(llama) == frozenset()
-    assert kept_in_fp32(deepseek) == {"model.layers.3.mlp.gate.e_score_correction_bias"}
+    assert fp32_weights(llama) == frozenset()
+    assert fp32_weights(deepseek) == {"model.layers.3.mlp.gate.e_score_correction_bias"}

@@ -1,7 +1,7 @@
-"""LoRA: peft puts two small matrices beside each adapted one; they alone learn, are saved and exported.
+"""LoRA: peft adds two small matrices to each adapted matrix; only these learn, are saved and exported.
 
-Inside a run an adapted matrix is `X.base_layer.weight` beside `X.lora_A.default.weight` and `X.lora_B.default.weight`;
-in the model's own files it is `X.weight`, and in an adapter's `base_model.model.X.lora_A.weight`.
+In a run an adapted matrix is `X.base_layer.weight` next to `X.lora_A.default.weight` and `X.lora_B.default.weight`;
+in the files of the model it is `X.weight`, in the files of an adapter `base_model.model.X.lora_A.weight`.
 """
 
 from __future__ import annotations
@@ -25,34 +25,40 @@ from aliquot.tensor_io.bytemap import Shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BASE = "model (hash of samples)"  # by that name a checkpoint's state tells beside which one it was learned
-STEM = "adapter_model"  # of its safetensors, by peft's convention
-_NAME = ".default"  # of the adapter, in the model but not in its files
+BASE = "model (hash of samples)"  # key of a checkpoint's state: the fingerprint of the base model
+STEM = "adapter_model"  # how the names of its safetensors begin, by peft's convention
+_NAME = ".default"  # the name of the adapter in a model, which files leave out
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Adapter:
-    loads: tuple[Published, ...]  # the model's own weights, as its files hold them
-    saves: tuple[Published, ...]  # the adapter's, as its files do
+    loads: tuple[Published, ...]  # weights of the base model, as its files store them
+    saves: tuple[Published, ...]  # weights of the adapter, as its files store them
     settings: Any  # peft's LoraConfig
 
-    def files(self, of_model: Mapping[str, bytes], path: str) -> dict[str, bytes]:
-        """What lies beside its weights: peft's configuration, and what `of_model`, the files of a model beside its own
-        weights, hold about text. `path`: of the model, a directory or a hub id."""
+    def files(self, model_files: Mapping[str, bytes], path: str) -> dict[str, bytes]:
+        """Return the files next to the adapter's weights: peft's configuration, and the tokenizer of the model.
+
+        Args:
+            model_files: the small files of the model.
+            path: directory or hub id of the model.
+        """
         directory = with_home(path)
         self.settings.base_model_name_or_path = str(directory.resolve()) if directory.is_dir() else path
         with tempfile.TemporaryDirectory() as folder:
             self.settings.save_pretrained(folder)
-            own = (Path(folder) / ADAPTER_CONFIG).read_bytes()
-        of_weights = ("config.json", "generation_config.json")
-        return {ADAPTER_CONFIG: own} | {name: data for name, data in of_model.items() if name not in of_weights}
+            adapter_config = (Path(folder) / ADAPTER_CONFIG).read_bytes()
+        weight_configs = ("config.json", "generation_config.json")
+        return {ADAPTER_CONFIG: adapter_config} | {
+            name: data for name, data in model_files.items() if name not in weight_configs
+        }
 
 
 def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fills]:
-    """Add adapters to `model`, on the meta device, and freeze the rest; how the adapters are initialised.
+    """Add adapters to `model`, on the meta device, and freeze the rest; return how to initialise the adapters.
 
-    Raises UserError where peft is not there, or does not find what is to be adapted.
+    Raises UserError if peft is not installed or does not find the layers to adapt.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -62,24 +68,24 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         from aliquot.models.fused_lora import fuse
     except ImportError as error:
         raise MissingToolError("adapter: LoRA needs peft: pip install 'aliquot[lora]'") from error
-    if section.path is None:  # a saved adapter may name what other models have: its weights tell what it adapts
+    if section.path is None:  # a saved adapter may name layers of other models; its weights show what it adapts
         _check_names(model, section.target_modules)
     settings: Any = LoraConfig(
         task_type="CAUSAL_LM",
         r=section.r,
         lora_alpha=section.alpha,  # type: ignore[arg-type]
         lora_dropout=section.dropout,
-        target_modules=_linear(model) if section.target_modules == "all-linear" else section.target_modules,
+        target_modules=_linear_layers(model) if section.target_modules == "all-linear" else section.target_modules,
         use_rslora=section.use_rslora,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     fuse(settings)
-    held = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    stored = published_of(model, held) or tuple(Published(name, shape, name, 0) for name, shape in held)
+    parameters = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    stored = published_of(model, parameters) or tuple(Published(name, shape, name, 0) for name, shape in parameters)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     try:
         fills = record_added(model, lambda: inject_adapter_in_model(settings, model))
-    except ValueError as error:  # peft says so of names that it does not find, and of modules that it cannot adapt
+    except ValueError as error:  # peft refuses unknown names and modules of unsupported types
         raise ConfigError(f"adapter.target_modules: {' '.join(str(error).split())}") from error
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module, Linear):
@@ -88,44 +94,49 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
             )
     if isinstance(model.get_output_embeddings(), LoraLayer):
         raise ConfigError("adapter.target_modules: the output head is not adapted: head and loss are one step here")
-    settings.target_modules = sorted(settings.target_modules)  # peft's is a set, in any order
+    settings.target_modules = sorted(settings.target_modules)  # peft makes a set, whose order varies
     settings.inference_mode = True
-    now = {names[id(parameter)]: name for name, parameter in model.named_parameters() if id(parameter) in names}
-    loads = tuple(Published(each.name, each.shape, now[each.source], each.start) for each in stored)
+    current_names = {
+        names[id(parameter)]: name for name, parameter in model.named_parameters() if id(parameter) in names
+    }
+    loads = tuple(Published(tensor.name, tensor.shape, current_names[tensor.source], tensor.start) for tensor in stored)
     return Adapter(loads, saves_of(_shapes(model, fills)), settings), fills
 
 
-def _check_names(model: PreTrainedModel, wanted: str | Sequence[str]) -> None:
-    """Each must be of a module: peft says nothing of one that finds none, if another does."""
-    if isinstance(wanted, str):
+def _check_names(model: PreTrainedModel, targets: str | Sequence[str]) -> None:
+    """Raise ConfigError for a name without a module: peft ignores such a name if another one has a module."""
+    if isinstance(targets, str):
         return
-    there = [path for path, _ in model.named_modules() if path]
-    for name in wanted:
-        if not any(path == name or path.endswith(f".{name}") for path in there):
+    paths = [path for path, _ in model.named_modules() if path]
+    for name in targets:
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
             raise ConfigError(
-                f"adapter.target_modules: {name!r} is the end of no layer's name; there are {', '.join(_linear(model))}"
+                f"adapter.target_modules: {name!r} is the end of no layer's name; there are"
+                f" {', '.join(_linear_layers(model))}"
             )
 
 
-def _linear(model: PreTrainedModel) -> list[str]:
-    """Names of all linear layers but the head, and but those that compute more (Llama 4's router); of a mixture none in
-    the blocks that hold experts, or are called as they are: peft would adapt the experts for them."""
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of all linear layers but the head and layers that compute more (the router of Llama 4).
+
+    Layers in blocks with experts, and layers named like such blocks, are left out: peft would adapt the experts, too.
+    """
     from transformers.pytorch_utils import Conv1D
 
     blocks = {path.split(".")[-2] for path, module in model.named_modules() if weights_of(module) is not None}
     head = model.get_output_embeddings()
-    found = [
+    layers = [
         path
         for path, module in model.named_modules()
         if type(module).forward in (nn.Linear.forward, Conv1D.forward)
         and module is not head
         and blocks.isdisjoint(path.split("."))
     ]
-    return sorted({path.rpartition(".")[2] for path in found})
+    return sorted({path.rpartition(".")[2] for path in layers})
 
 
 def saves_of(tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...]:
-    """An adapter's weights, named as in a run, as its files hold them."""
+    """Return the weights of an adapter, named as in a run, as its files store them."""
     return tuple(Published(_PREFIX + name.replace(_NAME, ""), shape, name, 0) for name, shape in tensors)
 
 

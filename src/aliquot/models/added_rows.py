@@ -1,8 +1,8 @@
-"""Rows for tokens that a pretrained model does not know, as transformers' `resize_token_embeddings` makes them.
+"""Make rows for added tokens of a pretrained model, as transformers' `resize_token_embeddings` does.
 
-They are drawn from a normal distribution with the mean of the old rows and 1e-9 of their covariance. A sum of centred
-old rows, each times a number drawn from N(0, 1e-9 / rows), has that distribution, so no covariance is ever computed:
-old rows are summed in chunks, which do not depend on the world size and are divided among the ranks.
+New rows are drawn from a normal distribution with the mean of the old rows and 1e-9 of their covariance. A sum of
+centred old rows, each times a number from N(0, 1e-9 / rows), has this distribution, so that no covariance is computed.
+Old rows are summed in chunks, which do not depend on the world size and are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from aliquot.tensor_io.range_io import RangeReader
 
 _CHUNKS = 16
 _BLOCK_NUMEL = 1 << 20
-_AT_ONCE = 64  # new rows, whose sums are passed on together
+_AT_ONCE = 64  # new rows whose sums the ranks exchange together
 _COVARIANCE_SCALE = 1e-9  # transformers'
 
 
 class OldRows:
-    """A store as the file has it: tensors that have grown end where their old rows do."""
+    """A store with the shapes of the file: tensors that grow end after their old rows."""
 
     def __init__(self, store: PartStore, stored: Mapping[str, TensorEntry]) -> None:
         self._store = store
@@ -61,7 +61,10 @@ def add_rows(
     seed: int,
     ranks: RankGroup,
 ) -> None:
-    """Write the rows that the tensors `grown`, by their old rows in a file, have more in `shapes`. Collective."""
+    """Write the additional rows of tensors that grow.
+
+    `grown` has their old rows, `shapes` the new shapes. Collective.
+    """
     for name, entry in grown.items():
         for first in range(entry.shape[0], shapes[name][0], _AT_ONCE):
             rows = new_rows(entry, f"{seed}:{name}:{first}", min(_AT_ONCE, shapes[name][0] - first), ranks)
@@ -73,32 +76,39 @@ def add_rows(
 
 
 def new_rows(entry: TensorEntry, drawn_from: str, count: int, ranks: RankGroup) -> Tensor:
-    """fp32 [count, width], the same on every rank. Collective; raises UserError where the file cannot be read."""
+    """Return new rows, fp32 [count, width], alike on every rank.
+
+    Collective. Raises UserError for an unreadable file.
+    """
     rows, width = entry.shape[0], entry.numel // entry.shape[0]
     edges = [rows * chunk // _CHUNKS for chunk in range(_CHUNKS + 1)]
-    own = range(ranks.rank, _CHUNKS, ranks.world_size)
+    rank_chunks = range(ranks.rank, _CHUNKS, ranks.world_size)
 
     def sums() -> list[str]:
-        found = [_sums(entry, width, edges[chunk], edges[chunk + 1], f"{drawn_from}:{chunk}", count) for chunk in own]
-        return [base64.b64encode(total.numpy().tobytes()).decode() for total in found]
+        totals = [
+            _sums(entry, width, edges[chunk], edges[chunk + 1], f"{drawn_from}:{chunk}", count) for chunk in rank_chunks
+        ]
+        return [base64.b64encode(total.numpy().tobytes()).decode() for total in totals]
 
-    told = gather_results(ranks, sums)
+    gathered = gather_results(ranks, sums)
     total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
     for chunk in range(_CHUNKS):  # in order: the same sum at any world size
-        data = base64.b64decode(told[chunk % ranks.world_size][chunk // ranks.world_size])
+        data = base64.b64decode(gathered[chunk % ranks.world_size][chunk // ranks.world_size])
         total += torch.frombuffer(bytearray(data), dtype=torch.float64).view(count + 1, width + 1)
     mean, weighted, weights = total[-1, :-1] / rows, total[:-1, :-1], total[:-1, -1:]
     return (mean + math.sqrt(_COVARIANCE_SCALE / rows) * (weighted - weights * mean)).float()
 
 
 def _sums(entry: TensorEntry, width: int, start: int, stop: int, drawn_from: str, count: int) -> Tensor:
-    """fp64 [count + 1, width + 1] over rows [start, stop), a column of ones behind them: each row times a number from
-    N(0, 1) for each new one, and, last, times 1."""
+    """Sum the old rows [start, stop), extended by a column of ones: fp64 [count + 1, width + 1].
+
+    For each new row the old rows are multiplied by numbers from N(0, 1); in the last sum they are multiplied by 1.
+    """
     seed = int.from_bytes(hashlib.sha256(drawn_from.encode()).digest()[:8], "little")
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
     threads, step = torch.get_num_threads(), max(1, _BLOCK_NUMEL // width)
-    torch.set_num_threads(1)  # how a product is divided among threads changes its last digits
+    torch.set_num_threads(1)  # the division of a product among threads changes its last digits
     try:
         with RangeReader() as reader:
             for first in range(start, stop, step):

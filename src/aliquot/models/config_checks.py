@@ -12,41 +12,41 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# Of the keys that lists are made by, or that what is planned is counted through: far more than any model has.
-_MOST = {
+# Limits far above any model, for keys that decide how many modules are built or counted.
+_LIMITS = {
     re.compile(r"(.*_)?(layers?|blocks|layers_per_stack)|attention_types"): (10_000, "layers"),
     re.compile(r"(.*_)?experts"): (65_536, "experts"),
     re.compile(r"(.*_)?vocab_size"): (100_000_000, "tokens in its vocabulary"),
     re.compile(r"num_labels"): (1_000_000, "labels"),
-    # A model of such a width is made on the meta device, but its rotary frequencies are computed.
+    # Weights of such a width would stay on the meta device, but rotary frequencies are computed.
     re.compile(r"(?!(.*_)?vocab_size)(.*_)?(size|dim|rank|heads?|model|embd|inner|ff)"): (10_000_000, "columns"),
 }
 
 
 def refuse_absurd_counts(values: dict[str, Any], where: str) -> None:
-    """Raises UserError that names the key, which may be one of a configuration within this one."""
+    """Raise UserError that names a key with an absurd value, also in nested configurations."""
     for path, count in _integers(values):
         key = path.rpartition(".")[2]
-        for keys, (most, of) in _MOST.items():
-            if count > most and keys.fullmatch(key):
-                raise ModelFilesError(f"{path} is {count}: no model has more than {most} {of}", where)
+        for pattern, (limit, unit) in _LIMITS.items():
+            if count > limit and pattern.fullmatch(key):
+                raise ModelFilesError(f"{path} is {count}: no model has more than {limit} {unit}", where)
 
 
 def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Each with the keys that lead to it; in lists, too, such as GPT-Neo's of [kinds of layers, how often]."""
+    """Yield all integers with their keys, also in lists such as GPT-Neo's [kinds of layers, count]."""
     waiting: list[tuple[str, Any]] = list(values.items())
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, int):
             yield path, value
         elif isinstance(value, list):
-            waiting += [(path, each) for each in value]
+            waiting += [(path, item) for item in value]
         elif isinstance(value, dict):
-            waiting += [(f"{path}.{key}", each) for key, each in value.items()]
+            waiting += [(f"{path}.{key}", item) for key, item in value.items()]
 
 
 def refuse_empty_window(config: PretrainedConfig, where: str) -> None:
-    """An empty window masks every token, and transformers then attends to all of them, later ones too."""
+    """Raise ModelFilesError for an empty window: it masks every token, and transformers then attends to all tokens."""
     text = config.get_text_config(decoder=True)
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     slides = kinds is None or any("sliding" in str(kind) for kind in kinds)
@@ -77,23 +77,23 @@ def refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
             "attention over random blocks is not supported: set attention_type to original_full", where
         )
     if getattr(config, "is_decoder", None) is False:
-        config.is_decoder = True  # BERT and its kin see both ways unless told that they predict what follows
+        config.is_decoder = True  # BERT and its relatives attend to later tokens unless they are decoders
 
 
 def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
-    found = getattr(config, "quantization_config", None)
-    return found if found is None or isinstance(found, dict) else found.to_dict()
+    settings = getattr(config, "quantization_config", None)
+    return settings if settings is None or isinstance(settings, dict) else settings.to_dict()
 
 
 def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
-    """Without how somebody has stored such weights: those of a run begin, and are exported, as they are."""
+    """Return the configuration without its quantization: a run trains and exports plain weights."""
     if _quantization(config):
         del config.quantization_config
     return config
 
 
 def refuse_quantized(config: PretrainedConfig, where: str) -> None:
-    """What computes with quantised weights is another function than the layers that are trained here."""
+    """Raise UnsupportedModelError for quantised weights, whose layers compute another function than trained ones."""
     if settings := _quantization(config):
         method = settings.get("quant_method", "quantised")
         raise UnsupportedModelError(

@@ -1,7 +1,7 @@
 """Linear layers whose weight gradients are products of transposed copies, for models that are not compiled.
 
-See engines/model_kernels.py, which does the same to compiled ones, for why. torch's own copy takes twice as long
-as a compiled kernel's, so the smaller one is made: of the gradient of the output, or of the input and of the result.
+engines/model_kernels.py explains the reason and does the same to compiled models. A copy by torch takes twice as long
+as a copy by a compiled kernel. The smaller copy is made: of the output's gradient, or of the input and the result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from aliquot.machine.matmul import copy_pays
 
-_MANY = 1 << 20  # tokens
+_MANY_TOKENS = 1 << 20
 
 
 class CopyingLinear(nn.Linear):
@@ -25,12 +25,11 @@ class CopyingLinear(nn.Linear):
 
 
 def copy_in_backward(model: nn.Module, copies: bool = True) -> None:
-    """Make CopyingLinear of the model's linear layers that learn, or plain ones again; those that others have derived
-    from them stay."""
+    """Turn the linear layers that learn into CopyingLinear, or back into plain ones; subclasses of nn.Linear stay."""
     for module in model.modules():
-        # As FSDP2 does: parameters, hooks and names are those that were.
+        # Changing the class, as FSDP2 does, keeps parameters, hooks and names.
         if copies and type(module) is nn.Linear and module.weight.requires_grad:
-            if copy_pays(module.out_features, _MANY, module.in_features):
+            if copy_pays(module.out_features, _MANY_TOKENS, module.in_features):
                 module.__class__ = CopyingLinear
         elif not copies and type(module) is CopyingLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -48,12 +47,12 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
         return (
-            gradient.matmul(weight) if of_x else None,
-            weight_gradient(rows, x.reshape(-1, x.shape[-1])) if of_weight else None,
-            rows.sum(0) if of_bias else None,
+            gradient.matmul(weight) if needs_x else None,
+            weight_gradient(rows, x.reshape(-1, x.shape[-1])) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
         )
 
 

@@ -20,7 +20,7 @@ from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import model_on_meta
 from aliquot.models.stored_weights import StoredWeights, in_order
-from aliquot.models.structure import kept_in_fp32
+from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.checksums import BlockChecksums, Piece
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
@@ -91,8 +91,8 @@ def export(
     published, exact = options.published, options.exact
     if published is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
-        exact = {each.name for each in published if each.source in exact}
-    out_dir = out_dir.resolve()  # "." and links have no name beside which to write
+        exact = {tensor.name for tensor in published if tensor.source in exact}
+    out_dir = out_dir.resolve()  # "." and links have no name next to which a directory could be written
     laid = [LayoutEntry(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
     layout = FilesLayout.of_tensors(laid, options.max_shard_bytes, options.stem)
 
@@ -167,21 +167,21 @@ def export_checkpoint(
     adapter = config_files.get(ADAPTER_CONFIG)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
-    with RangeReader(checksums if options.verify else None) as reader, RangeReader() as of_base:
+    with RangeReader(checksums if options.verify else None) as reader, RangeReader() as base_reader:
         store = StoredWeights(source, reader, ranks)
         if adapter is None:
             model = model_on_meta(checkpoint_dir)
-            write(store, tensors, config_files, published=published_of(model, tensors), exact=kept_in_fp32(model))
+            write(store, tensors, config_files, published=published_of(model, tensors), exact=fp32_weights(model))
         elif merge:
-            beside = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
-            merged = MergedWeights(StoredWeights(source, reader), adapter, of_base, base, beside)
+            base_fingerprint = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
+            merged = MergedWeights(StoredWeights(source, reader), adapter, base_reader, base, base_fingerprint)
             write(merged, merged.tensors, merged.files(config_files), exact=merged.exact)
         else:
             write(store, tensors, config_files, published=saves_of(tensors), stem=STEM)
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """A config.json that tells the dtype of the weights beside it, which transformers loads them in."""
+    """Return config.json with the dtype of the weights, in which transformers loads them."""
     fields = parse_json(config, "config.json")
     fields.pop("torch_dtype", None)  # what transformers 4 called it
     fields["dtype"] = str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""peft's LoRA layer with its sums inside the products, where it is of the plain kind.
+"""A plain LoRA layer of peft with its sums fused into the matrix products.
 
-peft scales and adds in passes of their own over results as large as the layer's: on a CPU a fifth of a step. It takes
-layers of other people's by `_register_custom_module`, which it calls experimental: without it, and for dropout, merged
-weights and all other kinds, peft's own forward pass is taken.
+peft scales and adds in separate passes over results of the layer's size, which take a fifth of a step on a CPU. peft
+accepts custom layers by `_register_custom_module`, which it calls experimental. Without that function, and for dropout,
+merged weights and all other variants, the forward pass of peft runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def fuse(settings: LoraConfig) -> None:
-    """Have peft make these layers where it would make its own for linear ones."""
+    """Make peft create FusedLoraLinear for linear layers."""
     register = getattr(settings, "_register_custom_module", None)
     if register is not None:
         register({nn.Linear: FusedLoraLinear})
@@ -34,7 +34,9 @@ class FusedLoraLinear(Linear):
         if not isinstance(self.lora_dropout[name], nn.Identity) or not x.dtype == base.weight.dtype == a.dtype:
             return super().forward(x)
         rows: Tensor = _Lora.apply(x, base.weight, base.bias, a, b, float(self.scaling[name]))  # type: ignore[no-untyped-call]
-        return rows.view(*x.shape[:-1], -1)  # not in there: a model may change it in place, as OLMo does
+        return rows.view(
+            *x.shape[:-1], -1
+        )  # outside of _Lora, because a model may change the result in place, as OLMo does
 
 
 class _Lora(torch.autograd.Function):
@@ -46,7 +48,7 @@ class _Lora(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         inner = rows @ a.t()
-        # Not in place: selective checkpointing keeps what the first product gave.
+        # Not in place, because selective checkpointing keeps the result of the first product.
         result = torch.addmm(F.linear(rows, weight, bias), inner, b.t(), alpha=scaling)
         ctx.save_for_backward(rows, inner, weight, a, b)
         ctx.scaling, ctx.shape = scaling, x.shape
@@ -56,6 +58,6 @@ class _Lora(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, inner, weight, a, b = ctx.saved_tensors
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        of_inner = (gradient @ b).mul_(ctx.scaling)
-        of_x = (gradient @ weight).addmm_(of_inner, a).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        return of_x, None, None, of_inner.t() @ rows, (gradient.t() @ inner).mul_(ctx.scaling), None
+        inner_gradient = (gradient @ b).mul_(ctx.scaling)
+        x_gradient = (gradient @ weight).addmm_(inner_gradient, a).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        return x_gradient, None, None, inner_gradient.t() @ rows, (gradient.t() @ inner).mul_(ctx.scaling), None

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 Messages = Sequence[Mapping[str, str]]
-_COLD = 1e-4  # logits over less are infinite
-# Of a model's generation_config.json: where a text ends; of which tokens one is drawn; and what makes some tokens less
-# likely or leaves them out, with the value that does nothing.
+_COLD = 1e-4  # a lower temperature makes logits infinite
+# Keys of generation_config.json that apply: tokens that end a text, the set of tokens to draw from, and changes of
+# likelihood, with the value that has no effect.
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DRAWN_FROM = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _LESS_LIKELY: dict[str, Any] = {
@@ -59,8 +59,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model directory in memory. `prefix`: what training put before each document, `chat_prefix`: before each chat;
-    None: nothing says so."""
+    """A model directory in memory.
+
+    `prefix` holds the token ids that training put before each document, `chat_prefix` before each chat; None: unknown.
+    """
 
     model: Any
     tokenizer: Any
@@ -69,14 +71,16 @@ class Loaded:
 
     @property
     def room(self) -> int | None:
-        """The tokens that it can read, where that has an end."""
-        found: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        return found if found is not None and found > 0 else None
+        """The longest context of the model in tokens; None without a limit."""
+        positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return positions if positions is not None and positions > 0 else None
 
 
 def load(directory: Path, base: str | None = None) -> Loaded:
-    """A model, or an adapter and its model, which lies at `base` if it has moved. Raises UserError
-    where `directory` holds none with a tokenizer."""
+    """Load a model, or an adapter with its base model, which is at `base` if it has moved.
+
+    Raises UserError if `directory` holds no model with a tokenizer.
+    """
     if not directory.is_dir():
         raise ModelFilesError("no such directory", directory)
     if not any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
@@ -84,7 +88,7 @@ def load(directory: Path, base: str | None = None) -> Loaded:
             "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
         )
     if (directory / ADAPTER_CONFIG).is_file() and (directory / STATE).is_file():
-        with tempfile.TemporaryDirectory() as folder:  # transformers knows adapters by the names of their exports
+        with tempfile.TemporaryDirectory() as folder:  # transformers loads adapters by the file names of exports
             export_checkpoint(directory, Path(folder) / "export", "float32")
             return load(Path(folder) / "export", base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +105,7 @@ def load(directory: Path, base: str | None = None) -> Loaded:
         model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype="auto")
         if whole != directory:
             model.load_adapter(str(directory))
-    except Exception as error:  # safetensors, tokenizers and transformers each have their own
+    except Exception as error:  # safetensors, tokenizers and transformers raise errors of their own
         if not any(directory.glob("*token*")):
             raise ModelFilesError("no tokenizer here: it belongs beside the model", directory) from error
         raise ModelFilesError(
@@ -109,28 +113,28 @@ def load(directory: Path, base: str | None = None) -> Loaded:
         ) from error
     model.generation_config = _one_by_one(model.generation_config)
     if (ids := joined_ends(model.generation_config.eos_token_id, trained_ends(directory))) is not None:
-        model.generation_config.eos_token_id = ids  # beside an adapter lies no generation config
+        model.generation_config.eos_token_id = ids  # an adapter has no generation config
     return Loaded(model, tokenizer, trained_prefix(directory), trained_prefix(directory, "chat_prefix"))
 
 
-def _one_by_one(of_model: GenerationConfig) -> GenerationConfig:
-    """Without beams, assistants, lengths and forms of output: one text is made, token by token, and streamed."""
+def _one_by_one(model_config: GenerationConfig) -> GenerationConfig:
+    """Return a generation config without beams, assistants, lengths and output formats: one text, token by token."""
     from transformers import GenerationConfig
 
-    kept = GenerationConfig()
+    config = GenerationConfig()
     for name in (*_ENDS, *_DRAWN_FROM, *_LESS_LIKELY):
-        if (value := getattr(of_model, name, None)) is not None:
-            setattr(kept, name, value)
-    return kept
+        if (value := getattr(model_config, name, None)) is not None:
+            setattr(config, name, value)
+    return config
 
 
 def generate(
     directory: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int, base: str | None = None
 ) -> Iterator[str]:
-    """Each prompt and its continuation, which does not depend on the other prompts. Raises UserError as `load` does."""
-    found, sampling = load(directory, base), Sampling(max_new_tokens, temperature, seed)
+    """Yield each prompt with its continuation, which is independent of other prompts. Raises UserError as `load`."""
+    loaded, sampling = load(directory, base), Sampling(max_new_tokens, temperature, seed)
     for prompt in prompts:
-        yield continuation(found.model.generate, found.tokenizer, prompt, found.prefix, found.room, sampling)
+        yield continuation(loaded.model.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.room, sampling)
 
 
 def continuation(
@@ -142,36 +146,42 @@ def continuation(
     sampling: Sampling,
     chat: bool = False,
 ) -> str:
-    """The prompt and what `generate`, transformers' or an engine's, adds; temperature 0: the likeliest token each time.
+    """Return the prompt with its continuation.
 
-    `prefix`: what training put before each document, or chat; None: what the tokenizer puts there. `room`: the tokens
-    that the model can read, where all ends. `chat`: the prompt is what a user says, in the chat template. The seed
-    makes all ranks of an engine draw the same tokens. Raises UserError for a prompt of no token, or of too many.
+    Args:
+        generate: the function of transformers or of an engine.
+        prefix: token ids before each document, or each chat; None: the prefix of the tokenizer.
+        room: the longest context of the model, in tokens; generation ends there.
+        sampling: its seed makes all ranks of an engine draw the same tokens.
+        chat: the prompt is the message of a user, to be rendered by the chat template.
+
+    Raises:
+        UserError: the prompt has no token, or too many.
     """
     import torch
 
     check_text(prompt)
     if chat:
-        asked = chat_ids(tokenizer, [{"role": "user", "content": prompt}], prefix)
+        ids_of_prompt = chat_ids(tokenizer, [{"role": "user", "content": prompt}], prefix)
     elif prefix is None:
-        asked = tokenizer.encode(prompt)
+        ids_of_prompt = tokenizer.encode(prompt)
     else:
-        asked = [*prefix, *tokenizer.encode(prompt, add_special_tokens=False)]
-    if not asked:
+        ids_of_prompt = [*prefix, *tokenizer.encode(prompt, add_special_tokens=False)]
+    if not ids_of_prompt:
         raise UsageError("an empty prompt, and training put no token before a document: there is nothing to continue")
-    if room is not None and len(asked) >= room:
-        raise UsageError(f"the prompt has {len(asked)} tokens, and this model can read {room}: a shorter one")
+    if room is not None and len(ids_of_prompt) >= room:
+        raise UsageError(f"the prompt has {len(ids_of_prompt)} tokens, and this model can read {room}: a shorter one")
     count = sampling.max_new_tokens
-    options = sampling.options(count if room is None else min(count, room - len(asked)))
+    options = sampling.options(count if room is None else min(count, room - len(ids_of_prompt)))
     options |= ends_of_turn(tokenizer) if chat else {}
     torch.manual_seed(sampling.seed)
     with torch.no_grad():
-        ids = generate(torch.tensor([asked]), **options)
+        ids = generate(torch.tensor([ids_of_prompt]), **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def check_text(text: str) -> None:
-    """Raises UserError for bytes of no text: Python passes them on as lone surrogates, which no tokenizer takes."""
+    """Raise UserError for bytes that are no text: Python holds them as lone surrogates, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -179,19 +189,19 @@ def check_text(text: str) -> None:
 
 
 def chat_ids(tokenizer: Any, messages: Messages, prefix: Sequence[int] | None) -> list[int]:
-    """A conversation up to where the assistant speaks, with `prefix` before it unless the template puts it there."""
+    """Return the token ids of a chat up to the next answer, with `prefix` in front unless the template wrote it."""
     text = _rendered(tokenizer, messages, add_generation_prompt=True)
     ids, before = tokenizer.encode(text, add_special_tokens=False), list(prefix or ())
     return list(ids) if ids[: len(before)] == before else [*before, *ids]
 
 
 def ends_of_turn(tokenizer: Any) -> dict[str, Any]:
-    """Where `generate` ends: at eos, and at the special token that the template puts behind what the assistant says."""
-    said = _rendered(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "qzq"}])
-    behind = tokenizer.encode(said.rpartition("qzq")[2], add_special_tokens=False)
+    """Return options that end `generate` at eos and at the special token that the template puts after an answer."""
+    rendered = _rendered(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "qzq"}])
+    after_answer = tokenizer.encode(rendered.rpartition("qzq")[2], add_special_tokens=False)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    found = [tokenizer.eos_token_id, *(token for token in behind[:1] if token in special)]
-    ends = list(dict.fromkeys(token for token in found if token is not None))
+    candidates = [tokenizer.eos_token_id, *(token for token in after_answer[:1] if token in special)]
+    ends = list(dict.fromkeys(token for token in candidates if token is not None))
     return {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
 
 
@@ -206,10 +216,10 @@ def _rendered(tokenizer: Any, messages: Messages, **options: bool) -> str:
 
 
 class Chat:
-    """What was said so far, and what the model makes of it."""
+    """A chat with a loaded model: the messages so far, and replies to them."""
 
     def __init__(self, loaded: Loaded, max_new_tokens: int, temperature: float, seed: int) -> None:
-        """Raises UserError where the tokenizer has no chat template."""
+        """Raises UserError if the tokenizer has no chat template."""
         self._loaded = loaded
         self._messages: list[dict[str, str]] = []
         self._options = {
@@ -223,19 +233,18 @@ class Chat:
         self._messages.clear()
 
     def reply(self, text: str) -> Generator[str, None, None]:
-        """Pieces of the reply to `text`. Closed before its end, it stops, and what was said until then is kept.
+        """Yield pieces of the reply to `text`. A reply that is closed early stops and stays in the chat as it is.
 
-        Raises UserError where the conversation has grown longer than the model can read, or `text` is none; it is not
-        kept then.
+        Raises UserError, without a change of the chat, if the chat is too long for the model or `text` is not text.
         """
         check_text(text)
-        asked = [*self._messages, {"role": "user", "content": text}]
-        ids = chat_ids(self._loaded.tokenizer, asked, self._loaded.chat_prefix)
-        room = self._loaded.room
-        if room is not None and len(ids) + self._max_new_tokens > room:
+        messages = [*self._messages, {"role": "user", "content": text}]
+        ids = chat_ids(self._loaded.tokenizer, messages, self._loaded.chat_prefix)
+        context_length = self._loaded.room
+        if context_length is not None and len(ids) + self._max_new_tokens > context_length:
             raise UsageError(
                 f"the conversation has {len(ids)} tokens, and with {self._max_new_tokens} new ones it is longer than"
-                f" the {room} that this model can read: /reset, or a smaller --max-new-tokens"
+                f" the {context_length} that this model can read: /reset, or a smaller --max-new-tokens"
             )
         streamer = TextIteratorStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, failed = _Stop(), []
@@ -246,27 +255,27 @@ class Chat:
                     self._loaded.model.generate(
                         torch.tensor([ids]), streamer=streamer, stopping_criteria=[stop], **self._options
                     )
-            except Exception as error:  # told by the thread that reads, which would wait for ever
+            except Exception as error:  # raised by the reading thread, which would wait forever otherwise
                 failed.append(error)
                 streamer.end()
 
         thread = threading.Thread(target=generate, name="aliquot-chat", daemon=True)
-        said: list[str] = []
+        pieces: list[str] = []
         thread.start()
         try:
             for piece in streamer:
-                said.append(piece)
+                pieces.append(piece)
                 yield piece
         finally:
-            stop.wanted = True
+            stop.requested = True
             thread.join()
-            self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         if failed:
             raise failed[0]
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    wanted = False
+    requested = False
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: object) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self.wanted, dtype=torch.bool)
+        return torch.full((input_ids.shape[0],), self.requested, dtype=torch.bool)

@@ -1,10 +1,9 @@
 """Sharded initialisation: the same weights whatever the world size, each rank drawing only what it needs.
 
-transformers' own `_init_weights` runs once on the meta device while a dispatch mode writes down which in-place
-operation it makes on which parameter. Those operations are then replayed on fixed blocks of rows, each block with a
-generator seeded by (seed, name, block), so that any rank can draw any block alone. What it computes otherwise (the time
-steps of state-space layers, what torch leaves as it is on the meta device) is had by running it on the whole layer,
-seeded by (seed, layer).
+The `_init_weights` of transformers runs once on the meta device, while a dispatch mode records its in-place operations
+on parameters. These operations are replayed on fixed blocks of rows, each block with a generator seeded by (seed, name,
+block), so that any rank can draw any block alone. Values that cannot be replayed (time steps of state-space layers,
+functions that ignore meta tensors) come from running `_init_weights` on the whole layer, seeded by (seed, layer).
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 
 # A block holds whole rows and about this many values: 4 MiB in fp32.
 BLOCK_NUMEL = 1 << 20
-# These overwrite whatever was there, so that nothing recorded before them needs replaying.
+# These operations overwrite all values, so that earlier operations need no replay.
 OVERWRITING = ("normal_", "uniform_", "fill_", "zero_")
-# torch's own initialisations that do nothing to meta tensors: not a trace of them would be recorded.
+# Initialisations of torch that ignore meta tensors, so that no record of them is possible.
 _SKIPS_META = ("trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 
 
@@ -52,46 +51,46 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class OfLayer:
-    """A weight that only running `_init_weights` on all of a layer gives."""
+class LayerFill:
+    """A weight whose values come from running `_init_weights` on the whole layer."""
 
     config: PretrainedConfig
     layer: str  # path of the module
-    name: str  # of the weight in it
+    name: str  # name of the weight in the layer
     reason: str
 
     def whole(self, seed: int) -> Tensor:
-        """Flat fp32 values. Raises UnsupportedModelError where they are not given so either."""
+        """Return flat fp32 values. Raises UnsupportedModelError if the layer leaves the weight uninitialised."""
         kind: Any = type(self.config)
         values = _layer_weights(kind, json.dumps(self.config.to_dict(), default=str), self.layer, seed)
-        found = values[self.name]
-        if not bool(found.isnan().any()):
-            return found
-        # Given by the constructor alone: the narrow copy has been constructed for real.
+        layer_values = values[self.name]
+        if not bool(layer_values.isnan().any()):
+            return layer_values
+        # Some values come from the constructor alone: a narrow copy of the model shows them.
         suffix = f".{self.name}" if self.layer else self.name
         values = built(narrow(self.config), "eager").state_dict()
         constants = {float(value) for name in values if name.endswith(suffix) for value in values[name].unique()}
         if len(constants) != 1:
             raise UnsupportedModelError(f"{self.layer}.{self.name} is not initialised by transformers ({self.reason})")
-        return torch.full_like(found, constants.pop())
+        return torch.full_like(layer_values, constants.pop())
 
 
-Fills = Mapping[str, "tuple[Fill, ...] | OfLayer"]
+Fills = Mapping[str, "tuple[Fill, ...] | LayerFill"]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every in-place operation on a meta tensor by the storage it changes."""
+    """Record every in-place operation on a meta tensor with the storage that it changes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: list[tuple[Tensor, Fill | str]] = []  # a str: why it cannot be replayed
+        self.written: list[tuple[Tensor, Fill | str]] = []  # a str is the reason why the operation cannot be replayed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
         operation = schema.name.removeprefix("aten::")
         writes = schema.arguments and schema.arguments[0].alias_info and schema.arguments[0].alias_info.is_write
         recorded = writes and args[0].is_meta
-        # What only puts other values into a tensor changes nothing of one that has none: torch takes long to find that.
+        # Overwriting a meta tensor changes nothing, and torch needs long for it.
         result = args[0] if recorded and operation in OVERWRITING else func(*args, **(kwargs or {}))
         if recorded:
             target = args[0]
@@ -114,8 +113,8 @@ def record(model: PreTrainedModel) -> Fills:
     """
     owned: set[Tensor] = set()
     for module in model.modules():
-        # transformers marks modules as done while it builds them; this pass is the one that counts. A head that is
-        # tied to the embedding stays marked: transformers ties after it initialises, and the embedding's values win.
+        # transformers marks modules as initialised while it builds them; this pass must initialise them again. A head
+        # tied to the embedding stays marked: transformers ties after initialising, so that the embedding's values win.
         weights = set(module.parameters(recurse=False))
         if weights and weights <= owned:
             vars(module)["_is_hf_initialized"] = True
@@ -130,65 +129,67 @@ def record(model: PreTrainedModel) -> Fills:
         except RuntimeError as error:  # meta tensors have no values to compute with
             refused = f"its initialisation needs values: {error}"
 
-    fills, otherwise = _replayable(dict(model.named_parameters()), recorder)
-    otherwise |= {name: refused or "nothing fills it" for name, found in fills.items() if not found}
+    fills, by_layer = _replayable(dict(model.named_parameters()), recorder)
+    by_layer |= {name: refused or "nothing fills it" for name, operations in fills.items() if not operations}
     if skipped := _skipped(model):
-        otherwise |= {name: f"{skipped} does nothing to meta tensors" for name in fills}
+        by_layer |= {name: f"{skipped} does nothing to meta tensors" for name in fills}
     repeated = set(decoder_layers(model))
     layers = [path for path, module in model.named_modules() if module in repeated]
     return {
-        name: _of_layer(model, name, layers, otherwise[name]) if name in otherwise else tuple(found)
-        for name, found in fills.items()
+        name: _layer_fill(model, name, layers, by_layer[name]) if name in by_layer else tuple(operations)
+        for name, operations in fills.items()
     }
 
 
 def _skipped(model: PreTrainedModel) -> str | None:
-    """The first of `_SKIPS_META` that the code by which a model is initialised names."""
+    """Return the first function of `_SKIPS_META` that the initialisation code of a model calls."""
     models = [module for module in model.modules() if hasattr(module, "_init_weights")]
-    code = "".join(inspect.getsource(method) for method in {type(each)._init_weights for each in models})
+    code = "".join(
+        inspect.getsource(method) for method in {type(module_with_code)._init_weights for module_with_code in models}
+    )
     return next((name for name in _SKIPS_META if f"init.{name}(" in code), None)
 
 
 def record_added(model: nn.Module, add: Callable[[], object]) -> Fills:
-    """Have `add` add modules, initialised by itself, to a model on the meta device; the fills of their parameters.
+    """Call `add`, which adds initialised modules to a model on the meta device; return the fills of their parameters.
 
-    Raises UnsupportedModelError for what cannot be drawn in blocks.
+    Raises UnsupportedModelError for parameters that cannot be drawn in blocks.
     """
     before = set(model.parameters())
     with _Recorder() as recorder, torch.device("meta"):
         add()
     added = {name: parameter for name, parameter in model.named_parameters() if parameter not in before}
-    fills, otherwise = _replayable(added, recorder)
-    for name, found in fills.items():
-        if name in otherwise or not found:
-            raise UnsupportedModelError(f"{name} is not initialised ({otherwise.get(name, 'nothing fills it')})")
-    return {name: tuple(found) for name, found in fills.items()}
+    fills, reasons = _replayable(added, recorder)
+    for name, operations in fills.items():
+        if name in reasons or not operations:
+            raise UnsupportedModelError(f"{name} is not initialised ({reasons.get(name, 'nothing fills it')})")
+    return {name: tuple(operations) for name, operations in fills.items()}
 
 
 def _replayable(
     parameters: Mapping[str, nn.Parameter], recorder: _Recorder
 ) -> tuple[dict[str, list[Fill]], dict[str, str]]:
-    """Of each the operations that fill it, and why those of some cannot be replayed."""
+    """Return the operations that fill each parameter, and reasons why some parameters cannot be replayed."""
     name_of_storage = {_storage(parameter): name for name, parameter in parameters.items()}
     fills: dict[str, list[Fill]] = {name: [] for name in parameters}
-    otherwise: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for target, fill in recorder.written:
         name = name_of_storage.get(_storage(target))
         if name is None:
             continue
         if isinstance(fill, str):
-            otherwise[name] = fill
+            reasons[name] = fill
             continue
         numel = parameters[name].numel()
         if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, numel):
             fills[name].clear()
         fills[name].append(fill)
-    return fills, otherwise
+    return fills, reasons
 
 
-def _of_layer(model: PreTrainedModel, name: str, layers: list[str], reason: str) -> OfLayer:
+def _layer_fill(model: PreTrainedModel, name: str, layers: list[str], reason: str) -> LayerFill:
     layer = next((path for path in layers if name.startswith(path + ".")), name.rpartition(".")[0])
-    return OfLayer(model.config, layer, name.removeprefix(layer + "."), reason)
+    return LayerFill(model.config, layer, name.removeprefix(layer + "."), reason)
 
 
 @lru_cache(maxsize=1)  # a rank asks for all weights of a layer before it asks for those of the next
@@ -203,7 +204,8 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little"))
         for parameter in layer.parameters():
             parameter.fill_(math.nan)
-        # What is inside before what it is in, as transformers does; the rest of what it is in stays on the meta device.
+        # Inner modules come before outer ones, as in transformers; other parts of outer modules stay on the meta
+        # device.
         around = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)]
         for module in (*reversed(list(layer.modules())), *around, *([model] if path else [])):
             vars(module).pop("_is_hf_initialized", None)
@@ -212,16 +214,16 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
 
 
 def initialize(store: PartStore, fills: Fills, seed: int) -> None:
-    """Fill those weight parts that `store` owns and `fills` knows; moments are left alone."""
+    """Fill the weight parts of `store` that `fills` describes; moments stay untouched."""
     for part in store.parts():
         if part.kind != "weight" or part.name not in fills:
             continue
-        found = fills[part.name]
-        if isinstance(found, OfLayer):
-            store.write(part, part.start, found.whole(seed)[part.start : part.stop])
+        weight_fills = fills[part.name]
+        if isinstance(weight_fills, LayerFill):
+            store.write(part, part.start, weight_fills.whole(seed)[part.start : part.stop])
             continue
         for index, start, stop in blocks(part.shape, part.start, part.stop):
-            values = draw(found, seed, part.name, index, start, stop)
+            values = draw(weight_fills, seed, part.name, index, start, stop)
             first, last = max(start, part.start), min(stop, part.stop)
             store.write(part, first, values[first - start : last - start])
 

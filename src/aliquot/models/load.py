@@ -1,4 +1,4 @@
-"""Fill the weights of a model from a Hugging Face directory: every rank reads exactly the bytes of its own parts."""
+"""Fill the weights of a model from a Hugging Face directory: each rank reads only the bytes of its own parts."""
 
 from __future__ import annotations
 
@@ -71,30 +71,36 @@ def load_weights(
 
     def read() -> int:
         stored = ByteMap.of_directory(directory).entries
-        wanted, filled = tensors, store
+        expected, target_store = tensors, store
         if published is not None and _is_published(stored, published, names):
-            wanted, filled = tensors_of(published), PublishedStore(store, published)
-        shapes = dict(wanted)
+            expected, target_store = tensors_of(published), PublishedStore(store, published)
+        shapes = dict(expected)
         matched = names.matched(stored, [*shapes, *tied])
         used = {entry.name for entry in matched.values()}
-        others = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
-        extra = [name for name in others if not names.passes_over(name)]
-        if options.tell is not None and ranks.rank == 0 and (left := sorted(set(others) - set(extra))):
+        unused = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
+        extra = [name for name in unused if not names.passes_over(name)]
+        if options.tell is not None and ranks.rank == 0 and (passed_over := sorted(set(unused) - set(extra))):
             options.tell(
-                f"{directory}: {len(left)} tensors that transformers does not load are left out, {left[0]} for one"
+                f"{directory}: {len(passed_over)} tensors that transformers does not load are left out,"
+                f" {passed_over[0]} for one"
             )
         _check_tied(matched, tied, directory, ranks)
-        instead = {tied[alias]: matched[alias] for alias in tied if alias in matched}
-        found = {name: entry for name, entry in (instead | matched).items() if name in shapes}
+        aliases = {tied[alias]: matched[alias] for alias in tied if alias in matched}
+        entries = {name: entry for name, entry in (aliases | matched).items() if name in shapes}
         short = {
-            name: found[name] for name in options.may_grow if name in found and _grows(found[name].shape, shapes[name])
+            name: entries[name]
+            for name in options.may_grow
+            if name in entries and _grows(entries[name].shape, shapes[name])
         }
         grown.update(short)
         check_tensors(
-            [(name, short[name].shape if name in short else shape) for name, shape in wanted], found, directory, extra
+            [(name, short[name].shape if name in short else shape) for name, shape in expected],
+            entries,
+            directory,
+            extra,
         )
-        target = OldRows(filled, found) if short else filled
-        return fill(target, {"weight": found}, watch=options.watch, check=_check_finite)
+        target = OldRows(target_store, entries) if short else target_store
+        return fill(target, {"weight": entries}, watch=options.watch, check=_check_finite)
 
     grown: dict[str, TensorEntry] = {}
     read_bytes = gather_results(ranks, read)[ranks.rank]
@@ -103,34 +109,40 @@ def load_weights(
 
 
 def load_adapter(
-    store: PartStore, directory: Path, saves: Sequence[Published], beside: str | None, ranks: RankGroup
+    store: PartStore, directory: Path, saves: Sequence[Published], base_fingerprint: str | None, ranks: RankGroup
 ) -> None:
-    """Fill the weights of `store`, which are those of an adapter alone, from peft's files, an export or a checkpoint in
-    `directory`. Collective.
+    """Fill the weights of an adapter from peft's files, an export or a checkpoint in `directory`. Collective.
 
-    `saves`: how peft names them; `beside`: the fingerprint of the model, which a checkpoint knows. Raises UserError on
-    every rank: no such files, tensors missing, extra or of another shape, learned beside another model.
+    Args:
+        saves: the weights as peft names them.
+        base_fingerprint: the fingerprint of the base model, which a checkpoint states, too.
+
+    Raises:
+        UserError: on every rank: no such files, tensors that are missing, superfluous or of another shape, or an
+            adapter that was trained on another base model.
     """
 
     def read() -> None:
-        of_checkpoint = (directory / STATE).is_file()
-        stored = ByteMap.of_directory(directory, "model" if of_checkpoint else STEM).entries
-        if of_checkpoint and read_json(directory / STATE)["determinants"].get(BASE) != beside:
+        is_checkpoint = (directory / STATE).is_file()
+        stored = ByteMap.of_directory(directory, "model" if is_checkpoint else STEM).entries
+        if is_checkpoint and read_json(directory / STATE)["determinants"].get(BASE) != base_fingerprint:
             raise WeightsFileError("this adapter was learned beside another model than model.path", directory)
-        wanted = [(each.source if of_checkpoint else each.name, each.shape) for each in saves]
-        names = {name for name, _ in wanted}
+        expected = [(tensor.source if is_checkpoint else tensor.name, tensor.shape) for tensor in saves]
+        names = {name for name, _ in expected}
         check_tensors(
-            wanted, {name: stored[name] for name in names & stored.keys()}, directory, sorted(stored.keys() - names)
+            expected, {name: stored[name] for name in names & stored.keys()}, directory, sorted(stored.keys() - names)
         )
-        target = store if of_checkpoint else PublishedStore(store, saves)
+        target = store if is_checkpoint else PublishedStore(store, saves)
         fill(target, {"weight": stored}, check=_check_finite)
 
     gather_results(ranks, read)
 
 
 def _check_finite(entry: TensorEntry, start: int, values: Tensor) -> None:
-    """Raises UserError for an infinity or a NaN: every loss of such a model is one, whatever the settings."""
-    if bool(values.sum(dtype=torch.float32).isfinite()):  # one pass; a sum may overflow where no value has
+    """Raise UserError for an infinity or a NaN, which would make every loss of the model one."""
+    if bool(
+        values.sum(dtype=torch.float32).isfinite()
+    ):  # one pass; the sum may overflow although all values are finite
         return
     if (odd := values.isfinite().logical_not()).any():
         at = int(odd.nonzero()[0])
@@ -143,32 +155,32 @@ def _check_finite(entry: TensorEntry, start: int, values: Tensor) -> None:
 
 
 def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], directory: Path, ranks: RankGroup) -> None:
-    """Every rank its share: that weights which are one here are the same where the files hold both."""
+    """Check that tied weights are equal if the files hold both of them; each rank compares its share."""
     for alias, name in tied.items():
-        one, other = stored.get(alias), stored.get(name)
-        if one is None or other is None or one.dtype != other.dtype:
+        first, second = stored.get(alias), stored.get(name)
+        if first is None or second is None or first.dtype != second.dtype:
             continue
-        length = one.numel * one.itemsize
+        length = first.numel * first.itemsize
         at, stop = (length * number // ranks.world_size for number in (ranks.rank, ranks.rank + 1))
-        with one.file.open("rb") as ours, other.file.open("rb") as theirs:
-            ours.seek(one.offset + at)
-            theirs.seek(other.offset + at)
-            same = one.shape == other.shape
-            while same and at < stop:
+        with first.file.open("rb") as file, second.file.open("rb") as second_file:
+            file.seek(first.offset + at)
+            second_file.seek(second.offset + at)
+            is_same = first.shape == second.shape
+            while is_same and at < stop:
                 count = min(_COMPARED_BYTES, stop - at)
-                same = ours.read(count) == theirs.read(count)
+                is_same = file.read(count) == second_file.read(count)
                 at += count
-        if not same:
+        if not is_same:
             raise WeightsFileError(
                 f"{alias} and {name} differ, and are one by config.json: set tie_word_embeddings to false there",
                 directory,
             )
 
 
-def _grows(stored: Shape, wanted: Shape) -> bool:
-    return len(stored) == len(wanted) > 0 and 0 < stored[0] < wanted[0] and stored[1:] == wanted[1:]
+def _grows(stored: Shape, shape: Shape) -> bool:
+    return len(stored) == len(shape) > 0 and 0 < stored[0] < shape[0] and stored[1:] == shape[1:]
 
 
 def _is_published(stored: Mapping[str, TensorEntry], published: Sequence[Published], names: StoredNames) -> bool:
-    others = [each.name for each in published if names.as_held(each.name) != names.as_held(each.source)]
-    return bool(names.matched(stored, others))
+    other_names = [tensor.name for tensor in published if names.as_held(tensor.name) != names.as_held(tensor.source)]
+    return bool(names.matched(stored, other_names))

@@ -1,4 +1,4 @@
-"""Memory for a model that was built on the meta device: buffers computed, parameters placed, tied names kept."""
+"""Give memory to a model on the meta device: compute its buffers, place its parameters, keep tied names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Further name of a weight -> the first one."""
+    """Return further names of tied weights -> the first name."""
     first: dict[Tensor, str] = {}
     names = [(name, first.setdefault(weight, name)) for name, weight in model.named_parameters(remove_duplicate=False)]
-    return {name: kept for name, kept in names if name != kept}
+    return {name: first_name for name, first_name in names if name != first_name}
 
 
 def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put each parameter or buffer of `tensors` in the place of the one that the model has under this name."""
+    """Replace the parameters and buffers of the model by those of `tensors`, by name."""
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, tensor)
@@ -31,7 +31,7 @@ def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def materialise(
     model: nn.Module, device: torch.device, buffers_on: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """Allocate every parameter on `device`, not filled, as `dtype` if given; buffers keep values and dtype."""
+    """Allocate every parameter on `device` without values, as `dtype` if it is set; buffers keep values and dtype."""
     tied = tied_weights(model)
     buffers = {name: buffer.to(buffers_on, copy=True) for name, buffer in model.named_buffers()}
     model.to(dtype).to_empty(device=device)
@@ -40,9 +40,9 @@ def materialise(
 
 
 def freeze_buffers(model: nn.Module) -> None:
-    """Make weights that learn nothing of the buffers that a checkpoint holds: sharded, saved and exported as weights.
+    """Turn the buffers that a checkpoint holds into frozen weights, so that they are sharded, saved and exported.
 
-    Routers have such biases. Raises UserError for one that is not floating point.
+    Biases of routers are such buffers. Raises UserError for a buffer that is not floating point.
     """
     saved = model.state_dict().keys()
     for path, module in model.named_modules():
@@ -59,22 +59,26 @@ def freeze_buffers(model: nn.Module) -> None:
 
 
 def initialize_module(model: nn.Module, module: nn.Module) -> None:
-    """As transformers does: by the innermost of its models that holds `module`."""
-    holders = [each for each in model.modules() if hasattr(each, "_init_weights") and module in set(each.modules())]
+    """Initialise `module` as transformers does, by the innermost model that contains it."""
+    holders = [
+        candidate
+        for candidate in model.modules()
+        if hasattr(candidate, "_init_weights") and module in set(candidate.modules())
+    ]
     cast("PreTrainedModel", holders[-1])._init_weights(module)
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a checkpoint holds beside the weights, by their names: a router's bias."""
+    """Return the buffers that a checkpoint holds in addition to the weights (biases of routers), by name."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
 
 
 def compute_buffers(model: nn.Module) -> None:
-    """Give buffers on the meta device their values, by the initialisation that transformers' models bring.
+    """Compute the values of buffers on the meta device, by the initialisation code of transformers' models.
 
-    Those of `saved_buffers` get memory for what will be read. Raises UserError for another that a checkpoint would
-    hold, and for one that the model does not compute.
+    `saved_buffers` get memory only, because loading fills them. Raises UserError for another buffer that a checkpoint
+    would hold, and for a buffer that the model does not compute.
     """
     replace_tensors(
         model,
@@ -89,20 +93,20 @@ def compute_buffers(model: nn.Module) -> None:
                 raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
             if buffer.is_meta:
                 owners[full_name] = module
-    # A buffer may be filled by what holds its owner; what is inside goes first.
-    inside = [(module, set(module.modules())) for module in model.modules()]
-    above = [module for module, within in reversed(inside) if not within.isdisjoint(owners.values())]
-    found = []
-    for filling in (0, 1):  # what the model computes does not depend on what was there
+    # An outer module may fill the buffers of an inner module; inner modules go first.
+    submodules = [(module, set(module.modules())) for module in model.modules()]
+    owning = [module for module, within in reversed(submodules) if not within.isdisjoint(owners.values())]
+    results = []
+    for filling in (0, 1):  # values that the model computes do not depend on former values
         for full_name, module in owners.items():
             name = full_name.rpartition(".")[2]
             setattr(module, name, torch.full_like(getattr(module, name), filling, device="cpu"))
         if hasattr(model, "_init_weights"):
             with torch.no_grad():
-                for module in above:
+                for module in owning:
                     initialize_module(model, module)
-        found.append({name: model.get_buffer(name).clone() for name in owners})
-    unset = [name for name in owners if not torch.equal(*(values[name] for values in found))]
+        results.append({name: model.get_buffer(name).clone() for name in owners})
+    unset = [name for name in owners if not torch.equal(*(values[name] for values in results))]
     if unset:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not compute its buffers {', '.join(unset)}: give them values first"

@@ -1,4 +1,4 @@
-"""A model as an adapter changes it: each adapted weight and the product of the two matrices beside it, in fp32."""
+"""Merge an adapter into its base model: to each adapted weight the product of two matrices is added, in fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aliquot.models.model_files import with_ends
 from aliquot.models.model_identity import fingerprint
 from aliquot.models.source import HUB_FILES, local_directory, model_on_meta
 from aliquot.models.stored_weights import StoredNames, StoredWeights, in_order
-from aliquot.models.structure import kept_in_fp32
+from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap
 from aliquot.tensor_io.jsonfile import parse_json, read_small
 from aliquot.tensor_io.parts import Part
@@ -29,20 +29,26 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 class MergedWeights:
-    """As the model's own files name and cut them."""
+    """Weights of the base model with the adapter merged in, by the names and shapes of the model's files."""
 
     def __init__(
-        self, adapter: StoredWeights, settings: bytes, reader: RangeReader, base: str | None, beside: object
+        self, adapter: StoredWeights, settings: bytes, reader: RangeReader, base: str | None, base_fingerprint: object
     ) -> None:
-        """`settings`: peft's, as JSON. `reader`: of the model's files. `base`: where they are, if not where they were.
-        `beside`: their fingerprint. Raises UserError where those do not belong."""
+        """Open the base model.
+
+        Args:
+            settings: peft's configuration, as JSON.
+            reader: reads the files of the base model.
+            base: the directory of the base model, if it has moved.
+            base_fingerprint: fingerprint of the base model in training. Raises UserError for another model.
+        """
         fields = parse_json(settings, ADAPTER_CONFIG)
         named = base or str(fields["base_model_name_or_path"])
         try:
             self._directory = local_directory(named, HUB_FILES)
         except ModelFilesError as error:
             raise ModelFilesError(f"the model that the adapter is for: {error}; --base names another place") from None
-        if fingerprint(self._directory) != beside:
+        if fingerprint(self._directory) != base_fingerprint:
             raise WeightsFileError("not the weights beside which the adapter was learned", self._directory)
         source = ByteMap.of_directory(self._directory)
         self._base = StoredWeights(source, reader)
@@ -55,13 +61,15 @@ class MergedWeights:
             if name.endswith(_A):
                 module = name.removesuffix(_A)
                 a, b = (_whole(adapter, parts[module + end]) for end in (_A, _B))
-                self._factors[self._name_of(module)] = (a.t(), b.t()) if fields.get("fan_in_fan_out") else (b, a)
+                self._factors[self._stored_name(module)] = (a.t(), b.t()) if fields.get("fan_in_fan_out") else (b, a)
 
-    def files(self, of_adapter: Mapping[str, bytes]) -> dict[str, bytes]:
-        """What lies beside them: the model's configurations, and what the adapter was learned with about text."""
-        own = [name for name in ("config.json", "generation_config.json") if (self._directory / name).is_file()]
-        about_text = {name: data for name, data in of_adapter.items() if name != ADAPTER_CONFIG}
-        return with_ends(about_text | {name: read_small(self._directory / name) for name in own})
+    def files(self, adapter_files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the configurations of the base model and the tokenizer files of the adapter."""
+        config_names = [
+            name for name in ("config.json", "generation_config.json") if (self._directory / name).is_file()
+        ]
+        text_files = {name: data for name, data in adapter_files.items() if name != ADAPTER_CONFIG}
+        return with_ends(text_files | {name: read_small(self._directory / name) for name in config_names})
 
     def parts(self) -> Sequence[Part]:
         return self._base.parts()
@@ -78,9 +86,9 @@ class MergedWeights:
 
     @cached_property
     def exact(self) -> frozenset[str]:
-        """Names of what transformers keeps in fp32, as the files have them."""
-        kept = sorted(kept_in_fp32(self._model))
-        return frozenset(entry.name for entry in self._names.matched(self._base.entries, kept).values())
+        """Names of weights that transformers keeps in fp32, as in the files."""
+        names = sorted(fp32_weights(self._model))
+        return frozenset(entry.name for entry in self._names.matched(self._base.entries, names).values())
 
     @cached_property
     def _names(self) -> StoredNames:
@@ -90,12 +98,12 @@ class MergedWeights:
     def _model(self) -> PreTrainedModel:
         return model_on_meta(self._directory)
 
-    def _name_of(self, module: str) -> str:
-        """Of an adapted weight, in the model's files."""
+    def _stored_name(self, module: str) -> str:
+        """Return the name of an adapted weight in the files of the base model."""
         name = f"{module}.weight"
-        if (found := self._names.matched(self._base.entries, [name]).get(name)) is None:
+        if (entry := self._names.matched(self._base.entries, [name]).get(name)) is None:
             raise WeightsFileError(f"no {name} here, which the adapter is for", self._directory)
-        return found.name
+        return entry.name
 
 
 def _whole(store: StoredWeights, part: Part) -> Tensor:

@@ -19,7 +19,7 @@ from aliquot.models.adapter import Adapter, adapt
 from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import for_training, has_dropout
 from aliquot.models.remote_code import without_code
-from aliquot.models.structure import decoder_layers, kept_in_fp32, matmul_flops, matmul_parameters
+from aliquot.models.structure import decoder_layers, fp32_weights, matmul_flops, matmul_parameters
 from aliquot.models.traits import Traits, traits
 from aliquot.nn.attention.document_attention import register
 from aliquot.nn.experts.expert_modules import weights_of
@@ -34,19 +34,21 @@ if TYPE_CHECKING:
 class MetaModel:
     """A model whose parameters are on the meta device and whose non-persistent buffers are real, on CPU."""
 
-    # All but `model` is noted before an engine shards it: FSDP2 changes its class, ZeRO-3 the shapes of its weights.
+    # All other fields are set before an engine shards `model`: FSDP2 changes its class, ZeRO-3 the shapes of weights.
     name: str  # of its class
     model: PreTrainedModel
     tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
     tied: dict[str, str]  # further name -> the name under which it is in `tensors`
-    learned: frozenset[str]  # of `tensors`
-    exact: frozenset[str]  # of `tensors`, those that transformers keeps in fp32 whatever the others have
-    fills: initialize.Fills  # how what is drawn is: by the model's own _init_weights, or by peft's
-    matmul_parameters: int  # multiply every token: all matrices but the input embedding; a tied head counts once
-    matmul_flops: int  # of a token in them, forward and backward
-    vocabulary: tuple[str, ...]  # the weights that have a row a token: of the embedding, and of a head of its own
+    learned: frozenset[str]  # names of tensors that are trained
+    exact: frozenset[str]  # names of tensors that transformers keeps in fp32 in a model of any dtype
+    fills: initialize.Fills  # how weights are drawn: by the model's _init_weights, or by peft
+    matmul_parameters: (
+        int  # parameters that multiply each token: all matrices but the input embedding; a tied head counts once
+    )
+    matmul_flops: int  # FLOPs of a token in these matrices, forward and backward
+    vocabulary: tuple[str, ...]  # weights with a row for each token: the embedding, and a head that is not tied
     traits: Traits
-    dropout: bool  # its configuration has some, or its adapter
+    dropout: bool  # whether the configuration or the adapter has dropout
     adapter: Adapter | None
 
     @property
@@ -59,8 +61,12 @@ class MetaModel:
 
     @property
     def saved(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Of `tensors`, those that a checkpoint holds: with an adapter the others are in the model's own files."""
-        return self.tensors if self.adapter is None else tuple(each for each in self.tensors if each[0] in self.learned)
+        """Tensors of a checkpoint; with an adapter its weights alone: other weights are in the model's files."""
+        return (
+            self.tensors
+            if self.adapter is None
+            else tuple(tensor for tensor in self.tensors if tensor[0] in self.learned)
+        )
 
 
 def build(
@@ -69,20 +75,20 @@ def build(
     adapter: AdapterSection | None = None,
     frozen: Sequence[str] = (),
 ) -> MetaModel:
-    """The model of `config` on the meta device, with attention per document where it packs. `frozen`: patterns.
+    """Build the model of `config` on the meta device, with attention per document if the model packs.
 
-    Raises UserError for one that transformers cannot run, that is not causal, or whose parts cannot be told apart, and
-    for an adapter or patterns that do not suit it.
+    `frozen` are patterns of weights to freeze. Raises UserError for a model that transformers cannot run, that is not
+    causal or that lacks layers or an embedding, and for an adapter or patterns that do not fit the model.
     """
     from transformers import AutoModelForCausalLM
 
-    found = known or traits(config)
+    model_traits = known or traits(config)
     register()
     register_experts()
     with torch.device("meta"):
         try:
             model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
-                for_training(config), dtype=torch.float32, attn_implementation=found.attention
+                for_training(config), dtype=torch.float32, attn_implementation=model_traits.attention
             )
         except Exception as error:  # each model's code fails in its own way on a config it does not like
             raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {error}") from error
@@ -92,10 +98,10 @@ def build(
     _check_layout(model)
     fills = initialize.record(model)
     name, dropout = type(model).__name__, has_dropout(config)
-    of_vocabulary = _of_vocabulary(model)
-    added = None
+    vocabulary = _vocabulary_weights(model)
+    adapter_weights = None
     if adapter is not None:
-        added, fills = adapt(model, adapter)
+        adapter_weights, fills = adapt(model, adapter)
     freeze(model, frozen)
     return MetaModel(
         name=name,
@@ -103,26 +109,26 @@ def build(
         tensors=tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters()),
         tied=tied_weights(model),
         learned=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
-        exact=kept_in_fp32(model),
+        exact=fp32_weights(model),
         fills=fills,
         matmul_parameters=matmul_parameters(model),
         matmul_flops=matmul_flops(model),
-        vocabulary=of_vocabulary,
-        traits=found,
+        vocabulary=vocabulary,
+        traits=model_traits,
         dropout=dropout or (adapter is not None and adapter.dropout > 0),
-        adapter=added,
+        adapter=adapter_weights,
     )
 
 
 def _take_experts(model: PreTrainedModel) -> None:
-    """Our experts where transformers lets a model have them and they compute what its own do, else its plain ones."""
+    """Set aliquot's experts if transformers allows it and they compute the same; else transformers' plain ones."""
     experts = [module for module in model.modules() if weights_of(module) is not None]
     if experts:
-        with suppress(ValueError):  # transformers says so of a model whose experts nobody can replace
+        with suppress(ValueError):  # transformers refuses models whose experts cannot be replaced
             model.set_experts_implementation(IMPLEMENTATION if all(map(suits, experts)) else "eager")
 
 
-def _of_vocabulary(model: PreTrainedModel) -> tuple[str, ...]:
+def _vocabulary_weights(model: PreTrainedModel) -> tuple[str, ...]:
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     weights = [id(weight) for module in modules if module is not None for weight in module.parameters()]
     return tuple(name for name, weight in model.named_parameters() if id(weight) in weights)
@@ -140,11 +146,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the weights whose names match any of `patterns`, of which each must match some. Raises ConfigError."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        found = [weight for name, weight in weights.items() if fnmatchcase(name, pattern)]
-        if not found:
+        matching = [weight for name, weight in weights.items() if fnmatchcase(name, pattern)]
+        if not matching:
             near = get_close_matches(pattern, weights, n=1, cutoff=0.0)
             raise ConfigError(f"train.freeze: no weight is named {pattern}; one is {near[0]}, and `*.bias` means many")
-        for weight in found:
+        for weight in matching:
             weight.requires_grad_(False)
     if not any(weight.requires_grad for weight in weights.values()):
         raise ConfigError("train.freeze: nothing is left to learn")

@@ -1,4 +1,4 @@
-"""What a model is fed: one micro-batch as a single row of tokens with its document edges."""
+"""A micro-batch: one row of tokens with the edges of its documents."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class MicroBatch:
     labels: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], restart at 0 at every edge
     edges: tuple[int, ...]
-    seed: int = 0  # of what is dropped at random
-    calls: int = 0  # documents that the longest of the ranks has, where each is a call of the model
-    source: int = 0  # of the data, which of several
-    chosen: Chosen | None = None  # what the loss works on, on the labels' device; None: that is asked there
+    seed: int = 0  # seed of dropout
+    calls: int = 0  # the most documents of any rank, if each document is a call of the model
+    source: int = 0  # index of the data source
+    chosen: Chosen | None = None  # tokens that the loss works on, on the device of the labels; None: computed there
 
     @property
     def predicted(self) -> int:
-        """Tokens that have a label: what the loss is summed over."""
+        """Tokens with a label, over which the loss is summed."""
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On a GPU by copies that the caller does not wait for, and with what would have to be asked there later."""
+        """Copy to a GPU without waiting, together with counts that would have to be read from the GPU later."""
         if self.input_ids.device.type == device.type:
             return self
         chosen = choose(self.labels)
@@ -48,22 +48,22 @@ class MicroBatch:
         return replace(self, input_ids=ids, labels=labels, position_ids=positions, chosen=chosen)
 
     def tensors(self) -> list[Tensor]:
-        found = [self.input_ids, self.labels, self.position_ids]
-        return found if self.chosen is None or self.chosen.rows is None else [*found, self.chosen.rows]
+        tensors = [self.input_ids, self.labels, self.position_ids]
+        return tensors if self.chosen is None or self.chosen.rows is None else [*tensors, self.chosen.rows]
 
     def with_equal_calls(self) -> MicroBatch:
-        """With documents of one token that predicts nothing, for engines whose ranks gather weights at every call."""
-        more = self.calls - (len(self.edges) - 1)
-        if more <= 0:
+        """Add documents of one token without a label, for engines whose ranks gather weights in every call."""
+        missing_calls = self.calls - (len(self.edges) - 1)
+        if missing_calls <= 0:
             return self
-        zeros = torch.zeros(more, dtype=torch.int64, device=self.input_ids.device)
-        ids, positions = (torch.cat([own, zeros]) for own in (self.input_ids, self.position_ids))
+        zeros = torch.zeros(missing_calls, dtype=torch.int64, device=self.input_ids.device)
+        ids, positions = (torch.cat([row, zeros]) for row in (self.input_ids, self.position_ids))
         labels = torch.cat([self.labels, torch.full_like(zeros, IGNORE)])
-        edges = (*self.edges, *range(self.edges[-1] + 1, self.edges[-1] + 1 + more))
+        edges = (*self.edges, *range(self.edges[-1] + 1, self.edges[-1] + 1 + missing_calls))
         return replace(self, input_ids=ids, labels=labels, position_ids=positions, edges=edges)
 
     @classmethod
     def empty(cls, calls: int = 0) -> Self:
-        """One token that predicts nothing: it joins every collective and adds a gradient of exactly zero."""
+        """Return a micro-batch of one token without a label: it joins every collective and has a gradient of zero."""
         zero = torch.zeros(1, dtype=torch.int64)
         return cls(zero, torch.full_like(zero, IGNORE), zero, (0, 1), calls=calls)

@@ -1,4 +1,4 @@
-"""How a model is called on a row of documents: once, where it packs, else once a document."""
+"""Call a model on a row of documents: once if the model packs, else once for each document."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
-    """Logits [1, T, V] of one row of documents; ids and positions are int64 [T]."""
+    """Return logits [1, T, V] of one row of documents; ids and positions are int64 [T]."""
     results = _calls(model, model, "input_ids", ids, positions, documents)
     return torch.cat([result.logits[:, :length] for result, length in results], 1)
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
-    """What the output head is applied to, [T, E]. `tokens`: int64 ids [T], or their embeddings [T, E]."""
+    """Return the inputs of the output head, [T, E]. `tokens`: int64 ids [T], or their embeddings [T, E]."""
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     decoder = model.get_decoder()  # type: ignore[operator]
     results = _calls(model, decoder, name, tokens, positions, documents)
@@ -33,15 +33,15 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents
 
 
 def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents) -> Tensor:
-    """The summed loss from the model's own logits, all of them at once: for heads that do more than multiply."""
+    """Return the summed loss from all logits of the model at once, for heads that do more than multiply."""
     return summed_cross_entropy(logits(model, ids, positions, documents), labels)
 
 
 def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:
-    """`summed`, and `scale` times what a mixture of experts adds for its routers' balance, where it is asked for.
+    """Add `scale` times the auxiliary loss of a mixture of experts to `summed`, if the configuration asks for it.
 
-    That is `router_aux_loss_coef` x the balance of the micro-batch x its predicted tokens: so that, divided by all of
-    the global batch, it is the mean over micro-batches.
+    The auxiliary loss is `router_aux_loss_coef` x balance of the micro-batch x its predicted tokens: divided by the
+    tokens of the global batch, it is the mean over micro-batches.
     """
     if not documents.router_logits:
         return summed
@@ -53,12 +53,12 @@ def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tenso
         raise UnsupportedModelError(f"{type(model).__name__} has no loss for output_router_logits: set it to false")
     learned = labels != IGNORE
     real = torch.cat([learned[a:b].any().expand(b - a) for a, b in pairwise(documents.edges)])  # no padded tail
-    of_layers = tuple(torch.cat(layer)[real] for layer in zip(*documents.router_logits, strict=True))
-    own: Any = model
-    found: Tensor = coefficient * balance(of_layers, own.num_experts, own.num_experts_per_tok)
+    layer_logits = tuple(torch.cat(layer)[real] for layer in zip(*documents.router_logits, strict=True))
+    mixture: Any = model
+    auxiliary: Tensor = coefficient * balance(layer_logits, mixture.num_experts, mixture.num_experts_per_tok)
     if learned.any():
-        note_balance(model, found, learned.sum())
-    return summed + scale * found * learned.sum()
+        note_balance(model, auxiliary, learned.sum())
+    return summed + scale * auxiliary * learned.sum()
 
 
 def accepts(module: nn.Module, name: str) -> bool:
@@ -68,19 +68,19 @@ def accepts(module: nn.Module, name: str) -> bool:
 def _calls(
     model: nn.Module, called: nn.Module, name: str, tokens: Tensor, positions: Tensor, documents: Documents
 ) -> list[tuple[Any, int]]:
-    """What each call returns, and the tokens of it that count: one that is alone is given a second time.
+    """Return (result, number of its real tokens) of each call. A document of one token is doubled.
 
-    The first token of a document uses only some of RWKV's weights, and FSDP2 sums over ranks what has a gradient.
+    The first token of a document uses only some weights of RWKV, and FSDP2 needs gradients of all weights.
     """
     balanced = torch.is_grad_enabled() and getattr(cast(Any, model).config, "output_router_logits", False)
-    more = {"output_router_logits": True} if balanced else {}
+    extra = {"output_router_logits": True} if balanced else {}
     if documents.backend is not None:
-        inputs = {name: tokens[None], "position_ids": positions[None], **more}
+        inputs = {name: tokens[None], "position_ids": positions[None], **extra}
         result = called(**inputs, use_cache=False, documents=documents)
         if balanced:
             documents.router_logits.append(result.router_logits)
         return [(result, len(tokens))]
-    options: dict[str, Any] = {"use_cache": False, **more} if accepts(called, "use_cache") else more
+    options: dict[str, Any] = {"use_cache": False, **extra} if accepts(called, "use_cache") else extra
     results = []
     for start, stop in pairwise(documents.edges):
         _forget_lengths(model)
@@ -95,7 +95,7 @@ def _calls(
 
 
 def _forget_lengths(model: nn.Module) -> None:
-    """Rotary frequencies that grow with the longest document so far (dynamic NTK) begin anew with each document."""
+    """Reset rotary frequencies that grow with the longest document so far (dynamic NTK)."""
     for module in model.modules():
         if not hasattr(module, "max_seq_len_cached") or "dynamic" not in str(getattr(module, "rope_type", "")):
             continue

@@ -1,4 +1,4 @@
-"""The small files beside the weights: config, generation config and tokenizer, for transformers 4.57 and 5 alike."""
+"""Write the small files of a model: config, generation config and tokenizer, for transformers 4.57 and 5."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# What training puts in front of a document, for `aliquot generate` and later training; beside a run's export its step.
+# Token ids before each document, for `aliquot generate` and later training; in the export of a run also the step.
 CONVENTION_FILE = "aliquot.json"
-_OF_LOADING = {"is_local", "local_files_only"}  # transformers writes how a tokenizer was found among what it is
+_OF_LOADING = {"is_local", "local_files_only"}  # transformers saves where a tokenizer was loaded from
 
 
 def model_files(
@@ -32,9 +32,13 @@ def model_files(
     chat_prefix: Sequence[int],
     ends: Sequence[int] = (),
 ) -> dict[str, bytes]:
-    """File name -> content, for fp32 weights. The generation config is the one of `source`, if it has one; from
-    scratch, special tokens are the tokenizer's. `prefix`: the ids before each document; `chat_prefix`: each chat;
-    `ends`: the tokens that end learned answers.
+    """Return file name -> content, for fp32 weights.
+
+    Args:
+        source: the directory whose generation config is kept; None from scratch: special tokens of the tokenizer.
+        prefix: token ids before each document.
+        chat_prefix: token ids before each chat.
+        ends: tokens that end learned answers.
     """
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32
@@ -44,7 +48,7 @@ def model_files(
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
     special = {key: getattr(tokenizer, key) for key in SPECIAL if getattr(tokenizer, key) is not None}
     fields = parse_json(files["config.json"], "config.json")
-    fields.pop("auto_map", None)  # names code, which is not beside it and was not what was trained
+    fields.pop("auto_map", None)  # names Python code that is not exported and was not trained
     if source is None:
         fields |= special
         files["generation_config.json"] = _json(special)
@@ -59,9 +63,9 @@ def model_files(
 
 
 def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """`files` with the tokens that end learned answers, which aliquot.json lists, in every `eos_token_id`.
+    """Return `files` with the ends of learned answers, which aliquot.json lists, in every `eos_token_id`.
 
-    Programs that generate stop at those tokens; without them a base model that learned chats never stops.
+    Programs that generate stop at these tokens; otherwise a base model trained on chats would never stop.
     """
     from transformers import AutoConfig
 
@@ -70,28 +74,30 @@ def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
     generation: dict[str, Any] | None = {key: config[key] for key in SPECIAL if config.get(key) is not None}
     if "generation_config.json" in files:
         generation = None
-        with suppress(UserError):  # of somebody else: nothing here depends on it
+        with suppress(UserError):  # a broken file of the source model stays as it is
             generation = parse_json(files["generation_config.json"], "generation_config.json")
     changed = dict(files)
     if generation is not None and (ids := joined_ends(generation.get("eos_token_id"), ends)) is not None:
         changed["generation_config.json"] = _json(generation | {"eos_token_id": ids})
     if (ids := joined_ends(config.get("eos_token_id"), ends)) is not None:
-        with suppress(Exception):  # a few configuration classes take one number alone
+        with suppress(Exception):  # some configuration classes accept a single number only
             AutoConfig.for_model(config["model_type"], eos_token_id=ids)
             changed["config.json"] = _json(config | {"eos_token_id": ids})
     return changed
 
 
 def joined_ends(eos: Any, ends: Sequence[int]) -> int | list[int] | None:
-    """`eos`, a token, a list of tokens or None, with `ends`; None: `eos` has them all."""
+    """Join `eos` (a token, a list of tokens or None) and `ends`; None if `eos` has all of them."""
     before = eos if isinstance(eos, list) else [] if eos is None else [eos]
     ids = list(dict.fromkeys([*before, *ends]))
     return None if ids == before else ids[0] if len(ids) == 1 else ids
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Its files, none of them in folders: of several chat templates transformers would make one. They do not depend on
-    where it came from, nor on whether a hub might have been asked."""
+    """Save a tokenizer without subdirectories, in which transformers would put several chat templates.
+
+    The files do not depend on the place that the tokenizer was loaded from.
+    """
     tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
     file = directory / "tokenizer_config.json"
     fields = read_json(file)
@@ -100,12 +106,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "prefix") -> list[int] | None:
-    """What the training of an exported model put before each document, or each chat; None: nothing says so."""
+    """Return the token ids before each document, or each chat, in the training of a model; None if unknown."""
     return _trained_tokens(directory, key)
 
 
 def trained_ends(directory: Path) -> list[int]:
-    """The tokens that end learned answers of an exported model or adapter."""
+    """Return the tokens that end learned answers of an exported model or adapter."""
     return _trained_tokens(directory, "ends") or []
 
 
@@ -117,14 +123,14 @@ def _trained_tokens(directory: Path, key: str) -> list[int] | None:
     return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else None
 
 
-def of_step(files: Mapping[str, bytes], step: int) -> dict[str, bytes]:
-    """`files`, to lie beside the weights that a run had after `step`, and to say so."""
-    told = parse_json(files[CONVENTION_FILE], CONVENTION_FILE)
-    return {**files, CONVENTION_FILE: _json({**told, "step": step})}
+def with_step(files: Mapping[str, bytes], step: int) -> dict[str, bytes]:
+    """Return `files` with the `step` after which a run had the weights next to them."""
+    fields = parse_json(files[CONVENTION_FILE], CONVENTION_FILE)
+    return {**files, CONVENTION_FILE: _json({**fields, "step": step})}
 
 
 def exported_step(directory: Path) -> int | None:
-    """After which step a run had the weights that it has exported; None: there is no export, or it does not say so."""
+    """Return the step of the exported weights; None without an export or without its step."""
     try:
         step = read_json(directory / CONVENTION_FILE).get("step")
     except UserError:
@@ -132,12 +138,10 @@ def exported_step(directory: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> torch.dtype:
-    """What `model.dtype` means. auto: as the source stores its weights, or, where that is none that models are used in,
-    the one trained in.
-    """
-    if wanted != "auto":
-        named: torch.dtype = getattr(torch, wanted)
+def export_dtype(setting: str, stored: torch.dtype | None, precision: str) -> torch.dtype:
+    """Return the dtype that `model.dtype` sets. `auto`: the dtype of the source, or, if it is unusual, of training."""
+    if setting != "auto":
+        named: torch.dtype = getattr(torch, setting)
         return named
     if stored in (torch.float32, torch.bfloat16, torch.float16):
         return stored
@@ -145,7 +149,7 @@ def export_dtype(wanted: str, stored: torch.dtype | None, precision: str) -> tor
 
 
 def _known_class(fields: dict[str, Any]) -> dict[str, Any]:
-    """transformers 4 does not know what version 5 calls a tokenizer that is nothing but its tokenizer.json."""
+    """Rename the tokenizer class of version 5 that transformers 4 does not know."""
     if fields.get("tokenizer_class") == "TokenizersBackend":
         fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     return fields

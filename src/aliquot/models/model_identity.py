@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 
 _SAMPLE_BYTES = 4096
-_EVERY_BYTES = 4 << 20  # of a file: what a copy that was broken off has left out is larger
-_OTHER_FORMS = "consolidated*.safetensors"  # the same weights again, for other programs
+_EVERY_BYTES = 4 << 20  # distance of samples: an interrupted copy lacks more
+_OTHER_FORMS = "consolidated*.safetensors"  # the same weights in a format for other programs
 
 
 def fingerprint(directory: Path) -> str:
-    """Of its weights: a hash of sizes, of the files' headers, of the beginning of each tensor and of a sample of each
-    4 MiB, a thousandth of them. Raises OSError."""
+    """Hash samples of the weights: sizes, headers, the beginning of each tensor, and 4 KiB of each 4 MiB.
+
+    Raises OSError.
+    """
     total = hashlib.sha256()
-    others = set(directory.glob(_OTHER_FORMS))
-    for path in sorted(set(directory.glob("*.safetensors")) - others):
+    duplicates = set(directory.glob(_OTHER_FORMS))
+    for path in sorted(set(directory.glob("*.safetensors")) - duplicates):
         total.update(f"{path.name} {path.stat().st_size} ".encode())
         with path.open("rb") as file:
             for at in sorted({*range(0, path.stat().st_size, _EVERY_BYTES), *_tensors(path)}):
@@ -37,32 +39,34 @@ def fingerprint(directory: Path) -> str:
 
 
 def _tensors(path: Path) -> Iterator[int]:
-    """Where each begins, and pieces of what says so; nothing of a file that cannot be loaded, as whoever does says."""
+    """Yield the offsets of tensors and of pieces of the header; nothing for a file whose loading will fail."""
     with suppress(UserError):
         header = read_header(path)
         yield from range(0, header.header_bytes, _SAMPLE_BYTES)
         yield from (entry.offset for entry in header.entries.values())
 
 
-# What may change between two stages of a run: special tokens, auxiliary losses, how attention is computed; and what no
-# step depends on: how weights were drawn, what is kept and returned.
+# Keys that may change between two stages of a run: special tokens, auxiliary losses, the attention implementation, and
+# settings without an effect on steps: initialisation, and what is cached and returned.
 _ELSEWHERE = ("_token_id", "_loss", "implementation", "initializer", "init_std")
 _OTHERS = {"use_cache", "torch_dtype", "pretraining_tp", "output_router_logits", "output_attentions"}
 
 
 def computed(config: PretrainedConfig) -> dict[str, Any]:
-    """As JSON, with the version of transformers that has read it."""
+    """Return the settings that decide what weights compute, as JSON, with the version of transformers."""
     import transformers
 
-    of_all = transformers.PretrainedConfig().to_dict().keys() - {"model_type"}  # names, labels, dtypes
+    common_keys = transformers.PretrainedConfig().to_dict().keys() - {
+        "model_type"
+    }  # names, labels, dtypes: no effect on computation
     values = json.loads(json.dumps(config.to_dict(), default=str))
-    return {"transformers": transformers.__version__, "config": _without(values, of_all | _OTHERS)}
+    return {"transformers": transformers.__version__, "config": _without(values, common_keys | _OTHERS)}
 
 
-def _without(values: dict[str, Any], others: set[str]) -> dict[str, Any]:
+def _without(values: dict[str, Any], excluded: set[str]) -> dict[str, Any]:
     return {
-        key: _without(value, others) if isinstance(value, dict) else value
+        key: _without(value, excluded) if isinstance(value, dict) else value
         for key, value in values.items()
-        if key not in others and not key.startswith("_") and not is_dropout(key)
-        if not any(each in key for each in _ELSEWHERE)
+        if key not in excluded and not key.startswith("_") and not is_dropout(key)
+        if not any(part in key for part in _ELSEWHERE)
     }

@@ -1,4 +1,4 @@
-"""What a model is, for the planner: its weights by group, and its kinds of decoder layers. Numbers alone, no torch."""
+"""The shape of a model for the planner: weights by group, and kinds of decoder layers. Numbers only, without torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Decoder layers, at `positions`, that have weights of the same shapes and attend as far back."""
+    """Decoder layers, at `positions`, with weights of the same shapes and the same attention window."""
 
     weights: tuple[Shape, ...]
-    learned: tuple[Shape, ...]  # of them
+    learned: tuple[Shape, ...]  # weights that are trained
     window: int | None
     positions: tuple[int, ...]
 
@@ -27,11 +27,11 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`layers`, `embedding` and `head` together with `rest` are all `weights`, each once; a tied head has none."""
+    """Shapes of all weights. Layers, `embedding`, `head` and `rest` make up `weights`; a tied head counts once."""
 
     name: str  # of the model's class
     weights: tuple[Shape, ...]  # in the model's order
-    learned: tuple[Shape, ...]  # of them, without what is frozen
+    learned: tuple[Shape, ...]  # weights that are trained
     kinds: tuple[LayerKind, ...]
     embedding: Shape
     head: Shape | None  # None: tied to the embedding
@@ -39,9 +39,9 @@ class ModelShape:
     embedding_learns: bool
     head_learns: bool
     rest_learns: bool
-    embedding_is_added_to: bool  # by rows of tokens, or by a look-up beside the head: in engine host
-    dtype_bytes: int  # an element of the weights as they are stored
-    packs: bool = True  # several documents in a call
+    embedding_is_added_to: bool  # engine host adds rows of tokens to its gradient, or a look-up next to a head
+    dtype_bytes: int  # bytes of an element in the source files
+    packs: bool = True  # whether a call takes several documents
 
     @cached_property
     def numel(self) -> int:
@@ -53,7 +53,7 @@ class ModelShape:
 
     @cached_property
     def alike(self) -> Counter[Shape]:
-        """How many weights of each shape learn."""
+        """Number of trained weights of each shape."""
         return Counter(self.learned)
 
     @property
@@ -69,23 +69,25 @@ class ModelShape:
         return sum(len(kind.positions) for kind in self.kinds)
 
     def padded_groups(self, ranks: int) -> list[int]:
-        """Elements of what engine fsdp gathers together, weights padded to equal parts: of the root, and of each layer
-        and the head in the order of the forward pass."""
+        """Return the elements of each group that engine fsdp gathers, with weights padded to equal parts.
+
+        The groups are the root, and then the layers and the head in the order of the forward pass.
+        """
         head = [] if self.head is None else [_padded([self.head], ranks)]
         layers = self._by_layer([_padded(kind.weights, ranks) for kind in self.kinds])
         return [_padded([self.embedding, *self.rest], ranks), *layers, *head]
 
     def learned_padded_groups(self, ranks: int) -> list[int]:
-        """Of each of them what learns."""
+        """Return the trained elements of each group of `padded_groups`."""
         head = [] if self.head is None else [_padded([self.head] if self.head_learns else [], ranks)]
         layers = self._by_layer([_padded(kind.learned, ranks) for kind in self.kinds])
         embedding = [self.embedding] if self.embedding_learns else []
         return [_padded([*embedding, *(self.rest if self.rest_learns else ())], ranks), *layers, *head]
 
-    def _by_layer(self, of_kinds: Sequence[int]) -> list[int]:
-        """The layers' values in their order, of those of their kinds."""
-        found = {at: value for kind, value in zip(self.kinds, of_kinds, strict=True) for at in kind.positions}
-        return [found[at] for at in sorted(found)]
+    def _by_layer(self, kind_values: Sequence[int]) -> list[int]:
+        """Return values of layers in order, from values of their kinds."""
+        layer_values = {at: value for kind, value in zip(self.kinds, kind_values, strict=True) for at in kind.positions}
+        return [layer_values[at] for at in sorted(layer_values)]
 
 
 def numel(shape: Shape) -> int:
@@ -93,7 +95,7 @@ def numel(shape: Shape) -> int:
 
 
 def padded_share(shape: Shape, ranks: int) -> int:
-    """Elements of the largest part of a weight by the dim-0 rule: ceil(rows / ranks) rows."""
+    """Return the elements of the largest part of a weight, ceil(rows / ranks) rows."""
     return -(-(shape[0] if shape else 1) // ranks) * math.prod(shape[1:])
 
 

@@ -28,7 +28,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
 
 
-def kept_in_fp32(model: nn.Module) -> frozenset[str]:
+def fp32_weights(model: nn.Module) -> frozenset[str]:
     """Names of what transformers keeps in fp32 in a model of bf16: routers' biases, by which experts are chosen."""
     parts: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
     return frozenset(name for name in model.state_dict() if any(part in name for part in parts))

@@ -18,7 +18,7 @@ from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.adapter import STEM
 from aliquot.models.export import ExportOptions, export, export_checkpoint
 from aliquot.models.generate import Sampling, continuation
-from aliquot.models.model_files import export_dtype, exported_step, of_step
+from aliquot.models.model_files import export_dtype, exported_step, with_step
 from aliquot.models.older_transformers import older_transformers
 from aliquot.observe import run_summary
 from aliquot.observe.console import Display
@@ -121,11 +121,11 @@ def _export(training: TrainingContext, options: ExportOptions) -> Path:
         run.display.warning(warning)
     options = replace(options, spare=partial(_keep_foreign_files, target.resolve(), training.files, run.display))
     if checkpoint is not None and best is not None and best != progress.step:
-        files = of_step(training.files, best)
+        files = with_step(training.files, best)
         if _export_checkpoint(run, checkpoint, dtype, replace(options, config_files=files)):
             run.display.line(f"the export holds the weights that evaluated best: {progress.evaluations.summary()}")
             return target
-    files = of_step(training.files, progress.step)
+    files = with_step(training.files, progress.step)
     if adapter is None:
         options = replace(options, published=model.published, exact=model.built.exact)
         export(model.engine, model.built.tensors, target, dtype, files, run.ranks, options)
