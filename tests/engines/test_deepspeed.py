@@ -77,7 +77,7 @@ def test_parts_cover_every_tensor_once(runs: Runs[str], world: str) -> None:
 def test_what_learns_nothing_needs_another_engine() -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad = False
-    with pytest.raises(EngineError, match=r"bias learns nothing: shard\.engine must be host or fsdp, not deepspeed"):
+    with pytest.raises(EngineError, match=r"bias is frozen: shard\.engine must be host or fsdp, not deepspeed"):
         DeepspeedEngine.build(model, EngineSpec("fp32", 64, True), Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ()))
 
 

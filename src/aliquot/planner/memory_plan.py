@@ -9,7 +9,7 @@ from typing import Literal
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.deepspeed.deepspeed_memory import building, deepspeed_memory
+from aliquot.engines.deepspeed.deepspeed_memory import build_phases, deepspeed_memory
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.engines.rank_memory import RankMemory
@@ -88,7 +88,7 @@ class MemoryPlanner:
 
     @property
     def _building(self) -> list[tuple[str, dict[str, int]]]:
-        return building(self.config, self.shape, self.layout) if self.engine == "deepspeed" else []
+        return build_phases(self.config, self.shape, self.layout) if self.engine == "deepspeed" else []
 
 
 def least_on_disk(shape: ModelShape, layout: RankLayout, streams: bool, excess: Callable[[OnDisk], float]) -> OnDisk:

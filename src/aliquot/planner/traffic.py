@@ -11,7 +11,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.batch_size import micro_batch_tokens
 from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK, PATCH_CODE_BYTES
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.deepspeed.deepspeed_memory import KEPT_NUMEL, persistent_numel
+from aliquot.engines.deepspeed.deepspeed_memory import REUSED_NUMEL, persistent_numel
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape, numel
@@ -71,7 +71,7 @@ def traffic(
         # Weights with a use soon after stay gathered (deepspeed_memory.py), small weights until their update. DeepSpeed
         # reduces gradients in the compute dtype.
         small = persistent_numel(config, shape, layout)
-        twice = shape.numel - min(shape.numel, KEPT_NUMEL)
+        twice = shape.numel - min(shape.numel, REUSED_NUMEL)
         gathers = itemsize * (micro_batches * max(0, shape.numel + twice - small) + small)
         reduced = micro_batches * itemsize * shape.numel
         wire, local = _ring(layout, gathers + reduced * (2 if layout.device == "cpu" else 1))

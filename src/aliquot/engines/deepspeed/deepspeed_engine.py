@@ -1,7 +1,7 @@
-"""The deepspeed engine: DeepSpeed ZeRO-3 with the user's own JSON, for people who have one and to compare with.
+"""The deepspeed engine: DeepSpeed ZeRO-3 with the user's JSON, for people who have one, and for comparison.
 
-DeepSpeed holds bf16 partitions, fp32 masters, moments and gradients, gathers and reduces as its settings say; data,
-batches, schedule, checkpoints and export are aliquot's. Its partition of a tensor is a flat range: a part.
+DeepSpeed holds bf16 partitions, fp32 masters, moments and gradients, and gathers and reduces by its settings. Data,
+batches, schedule, checkpoints and export are aliquot's. DeepSpeed's partition of a tensor is a flat range: a part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.deepspeed.deepspeed_setup import adamw, building_phases, prepare_ops, prepare_states, set_steps
+from aliquot.engines.deepspeed.deepspeed_setup import adamw, prepare_ops, prepare_states, report_phases, set_steps
 from aliquot.engines.model_kernels import compile_layers, warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.matmul import copies_transposed
@@ -34,7 +34,7 @@ from aliquot.tensor_io.parts import KINDS, Part
 
 @dataclass(frozen=True)
 class _Partition:
-    """This rank's range of one weight: `start` .. `stop` without the padding."""
+    """This rank's range [start, stop) of one weight, without padding."""
 
     name: str
     parameter: Any
@@ -42,7 +42,7 @@ class _Partition:
     stop: int
 
     def values(self, kind: str) -> Tensor:
-        """fp32, flat, where they lie: on the GPU, or in host memory where DeepSpeed offloads them."""
+        """Return the memory of a weight or moment, flat fp32, on the GPU or, if DeepSpeed offloads it, on the host."""
         optimizer = self.parameter._z3_optimizer  # set on every parameter by DeepSpeed
         group, offset, _ = optimizer.grad_position[optimizer.get_param_id(self.parameter)]
         flat = optimizer.fp32_partitioned_groups_flat[group]
@@ -71,8 +71,8 @@ class DeepspeedEngine:
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         if frozen := [name for name, weight in meta.named_parameters() if not weight.requires_grad]:
-            raise EngineError(f"{frozen[0]} learns nothing: shard.engine must be host or fsdp, not deepspeed")
-        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init wants it, even of a single rank
+            raise EngineError(f"{frozen[0]} is frozen: shard.engine must be host or fsdp, not deepspeed")
+        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init reads it, even for a single rank
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
         if topology.device == "cpu":
@@ -85,7 +85,7 @@ class DeepspeedEngine:
         cast_parameters(meta, spec.compute_dtype)
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
-            weight.ds_tensor.zero_()  # touches the memory, so that the ledger counts it as weights
+            weight.ds_tensor.zero_()  # allocates the pages, so that the ledger counts them as weights
         training = _Training(
             meta,
             spec.fused_loss,
@@ -94,7 +94,7 @@ class DeepspeedEngine:
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings)
-        with building_phases(spec.hooks.build):
+        with report_phases(spec.hooks.build):
             engine, *_ = deepspeed.initialize(model=training, optimizer=optimizer, config=settings)
         spec.hooks.build("after ZeRO init")
         prepare_states(engine.optimizer)
@@ -108,27 +108,27 @@ class DeepspeedEngine:
 
     def parts(self) -> Sequence[Part]:
         return [
-            Part(own.name, tuple(own.parameter.ds_shape), kind, own.start, own.stop)
+            Part(partition.name, tuple(partition.parameter.ds_shape), kind, partition.start, partition.stop)
             for kind in KINDS
-            for own in self._partitions.values()
-            if own.stop > own.start
+            for partition in self._partitions.values()
+            if partition.stop > partition.start
         ]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
         out.copy_(self._partitions[part.name].values(part.kind)[start - part.start :][: out.numel()])
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
-        own = self._partitions[part.name].values(part.kind)
-        own[start - part.start :][: values.numel()].copy_(values)
+        target = self._partitions[part.name].values(part.kind)
+        target[start - part.start :][: values.numel()].copy_(values)
 
     def view(self, part: Part) -> Tensor | None:
         values = self._partitions[part.name].values(part.kind)
         return values if values.device.type == "cpu" else None
 
     def ready(self) -> None:
-        """Make the compute copy from the masters, and check that all ranks gather the same."""
-        for own in self._partitions.values():
-            own.parameter.ds_tensor[: own.stop - own.start].copy_(own.values("weight"))
+        """Copy the masters into the compute weights, and check that all ranks gather the same values."""
+        for local in self._partitions.values():
+            local.parameter.ds_tensor[: local.stop - local.start].copy_(local.values("weight"))
         first = next(iter(self._partitions.values()))
         first.parameter.all_gather()
         sums = gather(float(first.parameter.data.double().sum()))
@@ -145,7 +145,7 @@ class DeepspeedEngine:
         if batch is not None and self._spec.dropout:
             torch.manual_seed(batch.seed)
         with self._activations.measure():
-            # DeepSpeed averages over the ranks; `scale` already divides by what the whole batch holds.
+            # DeepSpeed averages over the ranks, but `scale` already divides by the tokens of the whole batch.
             summed, scaled = self._loss(batch, scale * self._world_size)
         self._spec.hooks.step("forward")
         self._engine.backward(scaled, scale_wrt_gas=False)
@@ -162,7 +162,7 @@ class DeepspeedEngine:
             return self._loss(batch, 1.0)[0]
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """The summed loss, detached, and what backward() starts from."""
+        """Return the summed loss, detached, and the loss that backward() starts from."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         result: tuple[Tensor, Tensor] = self._engine(
             fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention), scale, fed.chosen
@@ -179,7 +179,7 @@ class DeepspeedEngine:
 
     def counters(self) -> Counters:
         optimizer = self._engine.optimizer
-        compute = sum(own.parameter.ds_tensor.nbytes for own in self._partitions.values())
+        compute = sum(local.parameter.ds_tensor.nbytes for local in self._partitions.values())
         masters = sum(flat.nbytes for flat in optimizer.fp32_partitioned_groups_flat)
         aliased = self._spec.precision == "fp32" and not optimizer.offload_optimizer
         gradients = optimizer.grad_partitions_flat_buffer.nbytes + sum(
@@ -189,15 +189,15 @@ class DeepspeedEngine:
             weights_bytes=masters if aliased else compute + masters,
             gradients_bytes=gradients,
             moments_bytes=2 * masters,
-            gathered_bytes=max((own.parameter.ds_numel for own in self._partitions.values()), default=0)
+            gathered_bytes=max((local.parameter.ds_numel for local in self._partitions.values()), default=0)
             * self._spec.compute_dtype.itemsize,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=self._wire_bytes,
         )
 
     def _count_wire(self, gathers: int, reduces: int) -> None:
-        """Bytes that this rank sends for whole-model collectives: (N - 1) / N of the model each."""
-        numel = sum(own.parameter.ds_numel for own in self._partitions.values())
+        """Count the bytes that this rank sends: (N - 1) / N of the model per collective."""
+        numel = sum(local.parameter.ds_numel for local in self._partitions.values())
         share = (self._world_size - 1) / self._world_size
         reduced_bytes = self._engine.communication_data_type.itemsize
         self._wire_bytes += int(share * numel * (gathers * self._spec.compute_dtype.itemsize + reduces * reduced_bytes))
@@ -205,7 +205,7 @@ class DeepspeedEngine:
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._engine.eval()
         with torch.no_grad():
-            # All ranks must run the same number of forward passes: each gathers the layers with the others.
+            # All ranks must run equally many forward passes, because every pass gathers layers from all of them.
             result: Tensor = self._model.model.generate(  # type: ignore[operator]
                 ids.to(self._device), synced_gpus=self._world_size > 1, **options
             )
@@ -217,7 +217,7 @@ class DeepspeedEngine:
 
 
 class _Training(nn.Module):
-    """The model and its loss as one module, whose forward DeepSpeed's hooks surround."""
+    """The model and its loss as one module, because DeepSpeed's hooks surround one forward method."""
 
     def __init__(self, model: nn.Module, fused: bool, head_loss: HeadLoss) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Start DeepSpeed: the C++ ops that it compiles, and the optimizer that it is given."""
+"""Start DeepSpeed: the C++ ops that it compiles, the optimizer that it wraps, and the phases in which it builds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -22,21 +22,22 @@ from aliquot.engines.base import EngineSpec
 from aliquot.optim.adamw import decays
 
 _TOOLS = {"g++": "a C++ compiler (Debian: apt install g++)", "ninja": "pip install ninja"}
-# What DeepSpeed says of its memory while it builds -> the phase of the ledger that ends there.
+# The messages with which DeepSpeed reports its memory -> the phase of the memory ledger that ends there.
 _PHASES = {
     "Before creating fp16 partitions": "after load",
     "After creating fp16 partitions": "after bf16 partitions",
     "After creating fp32 partitions": "after fp32 master",
     "After initializing optimizer states": "after optimizer state",
 }
-_YOUNG_S = 120.0  # a build on another host of a shared home directory may hold a lock that looks abandoned here
+_YOUNG_S = 120.0  # a younger lock may belong to a build on another host with the same home directory
 _log = logging.getLogger(__name__)
 
 
 def prepare_ops() -> None:
-    """Make sure that DeepSpeed can start on CPUs, where it compiles its shared-memory op whether it is used or not.
+    """Make sure that DeepSpeed can start on CPUs, where it compiles its shared-memory op even if nothing uses it.
 
-    Raises UserError where a tool is missing.
+    Raises:
+        MissingToolError: a tool for the build is not installed.
     """
     if missing := missing_tools():
         raise MissingToolError(
@@ -46,27 +47,27 @@ def prepare_ops() -> None:
     for lock in locks():
         if _is_abandoned(lock):
             lock.unlink(missing_ok=True)
-            _log.warning("removed %s, which a killed build had left: all later ones would wait for it forever", lock)
+            _log.warning("removed %s, the lock of a killed build: later builds would wait for it forever", lock)
 
 
 def missing_tools() -> list[str]:
-    """How to get each tool that is not there."""
-    # pip puts ninja beside Python, which need not be on the PATH of whoever starts that Python.
-    beside = sysconfig.get_path("scripts")
-    if beside not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), beside))
+    """Return how to install each tool that is missing."""
+    # pip installs ninja in the directory of Python, which need not be on the PATH.
+    scripts = sysconfig.get_path("scripts")
+    if scripts not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), scripts))
     return [advice for tool, advice in _TOOLS.items() if shutil.which(tool) is None]
 
 
 def locks() -> list[Path]:
-    """The locks of torch's builds of DeepSpeed's ops."""
+    """Return the lock files of torch's builds of DeepSpeed's ops."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     root = Path(os.environ["TORCH_EXTENSIONS_DIR"]) if "TORCH_EXTENSIONS_DIR" in os.environ else cache
     return sorted(lock for depth in ("*/lock", "*/*/lock") for lock in root.glob(depth))
 
 
 def _is_abandoned(lock: Path) -> bool:
-    """Old, and open in no process of this host: whoever builds keeps it open."""
+    """Whether a lock is old, and open in no process of this host: a build keeps its lock open."""
     with suppress(FileNotFoundError):
         return time.time() - lock.stat().st_mtime > _YOUNG_S and lock not in _open_files()
     return False
@@ -74,14 +75,14 @@ def _is_abandoned(lock: Path) -> bool:
 
 def _open_files() -> Iterator[Path]:
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it ended meanwhile, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             yield descriptor.readlink()
 
 
 def adamw(
     weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """AdamW over two groups, matrices with weight decay and the rest without, as all engines have it."""
+    """Return AdamW over two groups, with and without weight decay: DeepSpeed's for offloaded states, else torch's."""
     decaying = [w for name, w in weights if decays(name, _shape(w))]
     rest = [w for name, w in weights if not decays(name, _shape(w))]
     groups = [{"params": decaying, "weight_decay": spec.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -101,7 +102,7 @@ def adamw(
 
 
 def prepare_states(optimizer: Any) -> None:
-    """Make the zero moments that Adam would make in its first step: the engine's parts exist from the start."""
+    """Create the zero moments that Adam would create in its first step, because parts exist from the start."""
     for flat in optimizer.fp32_partitioned_groups_flat:
         optimizer.optimizer.state[flat] = {
             "step": _step(optimizer.optimizer, 0),
@@ -125,8 +126,8 @@ def _shape(weight: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-def building_phases(building: Any) -> Iterator[None]:
-    """Call `building` where DeepSpeed would print its memory; only a profiler of calls gets to know of that."""
+def report_phases(end_phase: Callable[[str], object]) -> Iterator[None]:
+    """Call `end_phase` where DeepSpeed reports its memory. It has no hook for that, so a profiler watches the calls."""
     from deepspeed.runtime.utils import see_memory_usage
 
     code = see_memory_usage.__code__
@@ -136,7 +137,7 @@ def building_phases(building: Any) -> Iterator[None]:
             message = str(frame.f_locals.get("message", ""))
             phase = next((name for words, name in _PHASES.items() if message.startswith(words)), None)
             if phase is not None:
-                building(phase)
+                end_phase(phase)
 
     before = sys.getprofile()
     sys.setprofile(listen)
