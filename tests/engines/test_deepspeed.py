@@ -74,7 +74,7 @@ def test_parts_cover_every_tensor_once(runs: Runs[str], world: str) -> None:
         assert torch.equal(values, expected[name].flatten()), name
 
 
-def test_what_learns_nothing_needs_another_engine() -> None:
+def test_frozen_weights_need_another_engine() -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad = False
     with pytest.raises(EngineError, match=r"bias is frozen: shard\.engine must be host or fsdp, not deepspeed"):

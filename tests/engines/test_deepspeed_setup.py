@@ -11,14 +11,14 @@ from aliquot.core.errors import UserError
 from aliquot.engines.deepspeed.deepspeed_setup import prepare_ops
 
 
-def test_missing_tools_are_named_with_where_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_named_with_their_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
     with pytest.raises(UserError, match=r"apt install g\+\+.* and pip install ninja; the engines host and fsdp"):
         prepare_ops()
 
 
-def test_only_a_lock_that_nobody_holds_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_abandoned_lock_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for tool in ("g++", "ninja"):
         (tmp_path / tool).touch(0o755)

@@ -159,7 +159,7 @@ def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
     ("world_size", "name"),
     [*((2, name) for name in FROZEN[:2]), *(pytest.param(3, name, marks=pytest.mark.long) for name in FROZEN)],
 )
-def test_what_is_frozen_stays_and_the_rest_learns_as_in_the_plain_loop(
+def test_frozen_models_learn_as_in_the_plain_loop(
     runs: Runs[int], world_size: int, name: str
 ) -> None:
     losses, norms, weights = plain_loop(name, bf16=False)
@@ -208,7 +208,7 @@ def test_other_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], wo
         pytest.param(4, "llama-bf16-far", marks=pytest.mark.long),
     ],
 )
-def test_bf16_is_as_near_to_fp32_as_the_plain_bf16_loop(runs: Runs[int], world_size: int, name: str) -> None:
+def test_bf16_is_as_close_to_fp32_as_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:
     exact, _, _ = plain_loop(name, bf16=False)
     plain, _, _ = plain_loop(name, bf16=True)
     ours = result(runs[world_size], name)["losses"]
@@ -216,7 +216,7 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_bf16_loop(runs: Runs[int], world_s
     assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= 2 * gap
 
 
-def test_what_transformers_keeps_in_fp32_is_computed_with_and_kept_as_it_is(runs: Runs[int]) -> None:
+def test_fp32_weights_of_bf16_models_stay_fp32(runs: Runs[int]) -> None:
     """That each rank computes with all of it in fp32 is checked there."""
     before, after = (assembled(runs[2], "deepseek-deep-bf16", when, 2) for when in ("initial", "final"))
     biases = [name for name in before if name.endswith("e_score_correction_bias")]
@@ -226,7 +226,7 @@ def test_what_transformers_keeps_in_fp32_is_computed_with_and_kept_as_it_is(runs
 
 
 @pytest.mark.parametrize("world_size", [2, THREE])
-def test_bf16_gradients_are_summed_in_fp32_over_micro_batches_and_ranks(runs: Runs[int], world_size: int) -> None:
+def test_bf16_gradients_are_summed_in_fp32(runs: Runs[int], world_size: int) -> None:
     case = CASES["llama-bf16"]
     config = AutoConfig.for_model(**{**SMALL, **case.model})
     weights = initial_weights(case)
@@ -278,7 +278,7 @@ def test_all_ranks_agree(runs: Runs[int], world_size: int) -> None:
 
 
 @pytest.mark.long
-def test_offloaded_shards_give_the_same_bits(tmp_path: Path) -> None:
+def test_cpu_offload_of_fsdp_changes_no_bit(tmp_path: Path) -> None:
     (tmp_path / "resident").mkdir()
     resident = World(2, tmp_path / "resident", ("fsdp", "llama-full"))
     run_worlds(WORKER, [World(2, tmp_path, ("fsdp-offload", "llama-full")), resident])

@@ -79,13 +79,13 @@ def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True)
             assert torch.equal(left[tensor], right[tensor]), tensor
 
 
-def test_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
+def test_host_engine_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     """Clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
     same(runs["host"], runs["fsdp"], "llama")
 
 
 @pytest.mark.long
-def test_what_is_frozen_is_that_of_fsdp_and_goes_to_other_hosts_once_and_to_no_disk(runs: Runs[str]) -> None:
+def test_frozen_weights_equal_fsdp_on_hosts_and_on_disk(runs: Runs[str]) -> None:
     same(runs["host-frozen"], runs["fsdp-lora"], "llama-lora")
     same(runs["fsdp-shared-lora"], runs["fsdp-lora"], "llama-lora")
     for name, bound in (("llama-frozen", 1e-5), ("deepseek-deep-bf16", 1e-3)):
@@ -95,7 +95,7 @@ def test_what_is_frozen_is_that_of_fsdp_and_goes_to_other_hosts_once_and_to_no_d
 
 
 @pytest.mark.long
-def test_adapters_on_hosts_and_on_disk(runs: Runs[str]) -> None:
+def test_adapters_on_hosts_and_on_disk_change_no_bit(runs: Runs[str]) -> None:
     same(runs["host-lora"], runs["hosts-lora-late"], "llama-lora-once")
     same(runs["host-lora"], runs["disk-lora"], "llama-lora-bf16")
     one, two = (result(runs[world], "llama-lora-bf16") for world in ("host-lora", "hosts-lora"))
@@ -107,26 +107,26 @@ def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: Runs[str]) -> Non
     same(runs["fsdp-shared"], runs["fsdp"], "gemma2")
 
 
-def test_equals_itself_bit_for_bit(runs: Runs[str]) -> None:
+def test_host_engine_is_reproducible(runs: Runs[str]) -> None:
     same(runs["host"], runs["again"], "llama-bf16")
     same(runs["host"], runs["again"], "llama-int8")
 
 
-def test_a_mixture_of_experts_is_the_same_again_and_on_disk(runs: Runs[str]) -> None:
+def test_experts_are_reproducible_and_the_same_on_disk(runs: Runs[str]) -> None:
     """Pieces of several experts, some without a token; recomputed, in bf16, with biases."""
     same(runs["host"], runs["again"], "moe-bf16-full")
     same(runs["host"], runs["disk"], "moe-bf16-full")
 
 
 @pytest.mark.long
-def test_a_mixture_of_experts_on_three_ranks_and_two_hosts(runs: Runs[str]) -> None:
+def test_experts_on_three_ranks_and_two_hosts(runs: Runs[str]) -> None:
     for name in ("moe", "moe-bf16-full"):
         same(runs["three"], runs["disk-3"], name, 3)
         one, two = result(runs["three"], name), result(runs["hosts-moe"], name)
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-5 if name == "moe" else 1e-3)
 
 
-def test_a_model_whose_head_does_more_than_multiply(runs: Runs[str]) -> None:
+def test_model_with_capped_logits_equals_fsdp(runs: Runs[str]) -> None:
     """Gemma 2 caps its logits: its own loss is taken, whole."""
     host, fsdp = result(runs["host"], "gemma2"), result(runs["fsdp"], "gemma2")
     assert host == fsdp
@@ -144,14 +144,14 @@ LONG = pytest.mark.long
         pytest.param("hosts-disk", "hosts-memory", 2, marks=LONG),
     ],
 )
-def test_what_lies_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
+def test_state_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
     """Accumulation over uneven micro-batches, clipping, a tied embedding, frugal states, windows with a rest."""
     for name in ("llama-int8", "qwen2-tied") if disk == "disk" else ("llama", "llama-bf16", "llama-int8", "qwen2-tied"):
         same(runs[disk], runs[memory], name, world_size)
 
 
 @pytest.mark.long
-def test_sums_on_disk_are_kept_for_other_hosts_in_a_step_of_one_micro_batch(runs: Runs[str]) -> None:
+def test_sums_on_disk_are_exchanged_after_one_micro_batch(runs: Runs[str]) -> None:
     for name in ("llama-once", "llama-bf16-once", "qwen2-tied-once"):
         same(runs["hosts-once-disk"], runs["hosts"], name)
 
@@ -160,7 +160,7 @@ def test_sums_on_disk_are_kept_for_other_hosts_in_a_step_of_one_micro_batch(runs
     ("disk", "memory", "world_size"),
     [("disk", "host", 2), pytest.param("disk-3", "three", 3, marks=LONG)],
 )
-def test_layers_that_are_read_for_each_use_change_no_bit(
+def test_streamed_layers_change_no_bit(
     runs: Runs[str], disk: str, memory: str, world_size: int
 ) -> None:
     """Of five layers four lie on disk and two of those are in memory at once, with recomputation and without."""
@@ -168,12 +168,12 @@ def test_layers_that_are_read_for_each_use_change_no_bit(
         same(runs[disk], runs[memory], name, world_size)
 
 
-def test_frozen_layers_with_adapters_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
+def test_streamed_layers_with_adapters_change_no_bit(runs: Runs[str]) -> None:
     same(runs["disk"], runs["host"], "llama-deep-lora")
 
 
 @pytest.mark.long
-def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
+def test_streamed_frozen_layers_change_no_bit(runs: Runs[str]) -> None:
     """Layers of which all, some or none learns."""
     for name in ("llama-deep-frozen", "moe-deep-frozen-int8"):
         same(runs["disk-frozen"], runs["host-frozen"], name)
@@ -182,18 +182,18 @@ def test_frozen_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str])
 
 
 @pytest.mark.long
-def test_compiled_layers_that_are_read_for_each_use_change_no_bit(runs: Runs[str]) -> None:
+def test_compiled_streamed_layers_change_no_bit(runs: Runs[str]) -> None:
     same(runs["disk-compiled"], runs["host-compiled"], "llama-deep-compiled")
 
 
 @pytest.mark.long
-def test_two_numa_nodes_compute_what_one_does(runs: Runs[str]) -> None:
+def test_two_numa_nodes_equal_one(runs: Runs[str]) -> None:
     same(runs["numa"], runs["four"], "llama", world_size=4)
     same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
     same(runs["numa"], runs["four"], "llama-lora-bf16", world_size=4)
 
 
-def test_two_hosts_compute_what_one_does(runs: Runs[str]) -> None:
+def test_two_hosts_equal_one_host_up_to_rounding(runs: Runs[str]) -> None:
     """Tied: of one weight two sums."""
     one, two = (result(runs[world], "qwen2-tied") for world in ("host", "hosts"))
     # Sums over micro-batches and hosts in another order: as between world sizes in test_engines.
@@ -205,7 +205,7 @@ def test_two_hosts_compute_what_one_does(runs: Runs[str]) -> None:
 @pytest.mark.parametrize(
     ("one", "several", "world_size"), [("host", "hosts", 2), pytest.param("host-3", "hosts-3", 3, marks=LONG)]
 )
-def test_hosts_compute_the_bits_of_one(runs: Runs[str], one: str, several: str, world_size: int) -> None:
+def test_hosts_equal_one_host_bit_for_bit(runs: Runs[str], one: str, several: str, world_size: int) -> None:
     """Where a step is a micro-batch a rank: losses, norms, weights and moments, in fp32 and bf16."""
     for name in ("llama-once", "llama-bf16-once", "qwen2-tied-once"):
         same(runs[one], runs[several], name, world_size)
@@ -220,7 +220,7 @@ def test_hosts_compute_the_bits_of_one(runs: Runs[str], one: str, several: str, 
         pytest.param("hosts-3", "hosts-3-late", 3, ["llama", "llama-once", "llama-bf16-once"], marks=LONG),
     ],
 )
-def test_hosts_that_come_late_change_no_bit(
+def test_late_hosts_change_no_bit(
     runs: Runs[str], several: str, late: str, world_size: int, names: list[str]
 ) -> None:
     """Random delays wherever hosts meet, little room for what is on its way."""
@@ -237,7 +237,7 @@ def test_hosts_that_come_late_change_no_bit(
         ("disk", "of rank 0"),  # gradients that are exchanged after the step's last micro-batch
     ],
 )
-def test_a_bit_that_flips_between_hosts_ends_the_run(runs: Runs[str], what: str, which: str) -> None:
+def test_flipped_bit_between_hosts_ends_the_run(runs: Runs[str], what: str, which: str) -> None:
     """TCP's checksum lets one of 65,536 through."""
     folder = runs[f"hosts-flipped-{what}"]
     found, lost = (json.loads((folder / f"llama-bf16-{rank}.json").read_text())["error"] for rank in (1, 0))
@@ -247,13 +247,13 @@ def test_a_bit_that_flips_between_hosts_ends_the_run(runs: Runs[str], what: str,
 
 
 @pytest.mark.long
-def test_two_hosts_of_two_ranks_compute_the_bits_of_one(runs: Runs[str]) -> None:
+def test_two_hosts_of_two_ranks_equal_one_host(runs: Runs[str]) -> None:
     """But for the order of sums: (a + b) + (c + d) between hosts, ((a + b) + c) + d on one."""
     one, two = result(runs["four"], "llama-bf16-once"), result(runs["hosts-2x2"], "llama-bf16-once")
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
-def test_gradients_in_bf16_between_hosts(runs: Runs[str]) -> None:
+def test_bf16_gradients_between_hosts_are_close_to_fp32(runs: Runs[str]) -> None:
     exact, reduced = (result(runs["hosts"], name) for name in ("llama-bf16-once", "llama-reduced-once"))
     assert reduced["losses"][0] == exact["losses"][0]
     assert reduced["norms"] != exact["norms"]
@@ -265,7 +265,7 @@ def test_gradients_in_bf16_between_hosts(runs: Runs[str]) -> None:
 
 
 @pytest.mark.long
-def test_gradients_in_bf16_between_hosts_learn_as_exact_ones(runs: Runs[str]) -> None:
+def test_bf16_gradients_between_hosts_learn_as_fp32_ones(runs: Runs[str]) -> None:
     exact, reduced = (
         result(runs["far"], "llama-bf16-far")["losses"],
         result(runs["hosts-far"], "llama-reduced")["losses"],
@@ -275,13 +275,13 @@ def test_gradients_in_bf16_between_hosts_learn_as_exact_ones(runs: Runs[str]) ->
 
 
 @pytest.mark.long
-def test_compiled_layers_on_two_hosts(runs: Runs[str]) -> None:
+def test_compiled_layers_on_two_hosts_equal_eager_ones(runs: Runs[str]) -> None:
     compiled, eager = result(runs["hosts-compiled"], "llama-compiled"), result(runs["far"], "llama-bf16-far")
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=5e-3)
 
 
 @pytest.mark.long
-def test_frugal_states_learn_as_exact_ones_do(runs: Runs[str]) -> None:
+def test_frugal_states_learn_as_exact_states(runs: Runs[str]) -> None:
     exact = result(runs["far"], "llama-bf16-far")["losses"]
     for name in ("llama-frugal", "llama-bf16-states"):
         frugal = result(runs["far"], name)["losses"]
@@ -291,7 +291,7 @@ def test_frugal_states_learn_as_exact_ones_do(runs: Runs[str]) -> None:
     assert result(runs["one"], "llama-int8")["losses"][0] == pytest.approx(exact[0], rel=1e-4)
 
 
-def test_moments_of_eight_bits_take_a_quarter(runs: Runs[str]) -> None:
+def test_int8_moments_are_codes_of_eight_bits(runs: Runs[str]) -> None:
     assert CASES["llama-int8"].states == "int8"
     found = assembled(runs["host"], "llama-int8", "final", 2, "exp_avg_sq")
     blocks = found["model.layers.0.mlp.down_proj.weight"].view(-1, 50)  # rows of 50: one block each
@@ -302,7 +302,7 @@ def test_moments_of_eight_bits_take_a_quarter(runs: Runs[str]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("states", "bytes_per_parameter"), [("fp32", 2 + 4 + 8), ("int8", 2 + 2 + 2)])
-def test_a_rank_holds_its_share_and_nothing_else(tmp_path: Path, states: str, bytes_per_parameter: int) -> None:
+def test_rank_holds_only_its_share(tmp_path: Path, states: str, bytes_per_parameter: int) -> None:
     """What is accounted for is what /proc says is private: no gradient, master or moment of another's part."""
     run_ranks(Path(__file__).parent / "memory_worker.py", 2, tmp_path, states)
     for rank in range(2):
@@ -325,7 +325,7 @@ def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "checkpointing"), [("host", "none"), ("host", "selective"), ("fsdp", "full")])
-def test_kernels_are_met_with_the_first_row(kind: str, checkpointing: str, tmp_path: Path) -> None:
+def test_kernels_are_made_with_the_first_row(kind: str, checkpointing: str, tmp_path: Path) -> None:
     """oneDNN keeps one for every shape: met one by one they were what a long run's memory grew by."""
     run_ranks(Path(__file__).parent / "kernels_worker.py", 1, tmp_path, kind, checkpointing)
     found = json.loads((tmp_path / "0.json").read_text())

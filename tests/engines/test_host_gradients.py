@@ -62,7 +62,7 @@ def test_gradients_may_arrive_in_any_order(gradients: HostGradients) -> None:
     assert sums(gradients) == [111, 222, 333]
 
 
-def test_a_weight_that_a_micro_batch_does_not_touch_adds_nothing(gradients: HostGradients) -> None:
+def test_weight_without_gradient_adds_nothing(gradients: HostGradients) -> None:
     gradients.stage(1, full(5))
     gradients.end_micro_batch()
     gradients.stage(0, full(7))
@@ -74,7 +74,7 @@ def test_a_weight_that_a_micro_batch_does_not_touch_adds_nothing(gradients: Host
     assert sums(gradients) == [0, 0, 3]
 
 
-def test_all_contributions_of_a_weight_add_up(gradients: HostGradients) -> None:
+def test_contributions_to_a_tied_weight_add_up(gradients: HostGradients) -> None:
     """Of a tied embedding: the head's in pieces, the look-up's by rows, autograd's as a whole, twice."""
     for _ in range(2):
         gradients.buffer(0, 0, 6).fill_(1)
@@ -87,20 +87,20 @@ def test_all_contributions_of_a_weight_add_up(gradients: HostGradients) -> None:
     assert sums(gradients) == [422, 0, 0]
 
 
-def test_a_piece_of_another_weight_is_never_summed(gradients: HostGradients) -> None:
+def test_piece_of_another_weight_is_refused(gradients: HostGradients) -> None:
     gradients.buffer(0, 0, 6).fill_(1)
     gradients._tag(gradients._piece, 0).copy_(torch.tensor([1, 0, 1]))
     with pytest.raises(SelfTestError, match="a gradient of second where this rank expects one of first"):
         gradients._sum(gradients._piece, 0, 0, 6, True, (0, 0))
 
 
-def test_a_second_micro_batch_where_there_was_to_be_one_is_refused(gradients: HostGradients) -> None:
+def test_second_micro_batch_with_transient_sums_is_refused(gradients: HostGradients) -> None:
     gradients._sums.transient = frozenset({1})
     with pytest.raises(ValueError, match="expected one micro-batch per optimizer step, got a second one"):
         gradients.begin_micro_batch(0, last=False)
 
 
-def test_what_is_rounded_does_not_depend_on_when_ranks_come() -> None:
+def test_rounding_does_not_depend_on_arrival_times() -> None:
     """Sums for another host in bf16: a rank that is ahead reads pieces of a micro-batch when it is in the next one."""
     at_once = rounded_sums([0.0, 0.0])
     for pauses in ([0.003, 0.0], [0.0, 0.003]):
@@ -137,7 +137,7 @@ def rounded_sums(pauses: list[float], micro_batches: int = 6) -> list[torch.Tens
     return found
 
 
-def test_sums_in_bf16_do_not_stand_still() -> None:
+def test_bf16_sums_keep_growing() -> None:
     """Frugal states: 256 + 1 is 256 in bf16, to nearest."""
     hosts = Hosts.join(0, 0, lambda value: [value])
     weights = [Weight(name, (64, 64), ((0, 64 * 64),), True, torch.bfloat16) for name in ("dense", "looked up")]

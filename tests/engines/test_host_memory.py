@@ -19,7 +19,7 @@ from tests.planner.shapes import GEMMA2, LLAMA, QWEN3, planned_config
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_a_host_keeps_sums_for_its_counterparts(nodes: int) -> None:
+def test_planned_memory_has_sums_for_counterparts(nodes: int) -> None:
     config = planned_config(LLAMA, train={"precision": "fp32", "global_batch_size": 64})  # several micro-batches a step
     shape = shaped_model(config).shape
     held = host_memory(config, shape, RankLayout(nodes, 2, 1, "cpu"), OnDisk())
@@ -31,7 +31,7 @@ def test_a_host_keeps_sums_for_its_counterparts(nodes: int) -> None:
 
 
 @pytest.mark.parametrize(("changes", "bytes_for_others"), [({}, 4), ({"reduce_dtype": "bf16"}, 2)])
-def test_what_a_host_keeps_for_others_with_and_without_accumulation(
+def test_planned_sums_for_other_hosts_follow_accumulation(
     changes: dict[str, str], bytes_for_others: int
 ) -> None:
     layout = RankLayout(4, 1, 1, "cpu")
@@ -47,7 +47,7 @@ def test_what_a_host_keeps_for_others_with_and_without_accumulation(
 
 @pytest.mark.parametrize("model", [LLAMA, QWEN3, GEMMA2, {**GEMMA2, "final_logit_softcapping": None}])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_what_is_planned_for_other_hosts_is_what_an_engine_keeps(model: dict[str, Any], micro_batches: int) -> None:
+def test_planned_sums_for_other_hosts_equal_the_engine_s(model: dict[str, Any], micro_batches: int) -> None:
     """Tied or not, with a head that its loss multiplies by and with one that transformers does."""
     config = planned_config(model, train={"global_batch_size": 4 * micro_batches})
     shaped, layout = shaped_model(config), RankLayout(2, 1, 1, "cpu")

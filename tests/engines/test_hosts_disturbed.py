@@ -48,7 +48,7 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> Runs[int]:
     published=st.integers(100, 3000),
     delays_ms=st.lists(st.sampled_from([0, 0, 0, 1, 3, 10, 30]), min_size=1, max_size=40),
 )
-def test_messages_that_are_late_and_seen_in_another_order_change_no_bit(
+def test_late_and_reordered_messages_change_no_bit(
     one_host: Runs[int], folder: Folder, name: str, hosts: int, under_way: int, published: int, delays_ms: list[int]
 ) -> None:
     """With as little as one byte of room for what is under way, and weights in pieces of any length."""
@@ -78,7 +78,7 @@ MOMENTS = {"needs": 2, "receives": 10, "sends": 10, "compares": 1, "norm": 1}  #
 @pytest.mark.parametrize(
     ("name", "hosts"), [("llama-bf16-once", 2), ("qwen2-tied", 2), ("llama-reduced-once", 2), ("llama-once", 3)]
 )
-def test_a_host_that_ends_in_any_phase_of_the_exchange_is_named_at_once(folder: Folder, name: str, hosts: int) -> None:
+def test_host_that_ends_in_an_exchange_is_named_at_once(folder: Folder, name: str, hosts: int) -> None:
     """Before each kind of thing that it does to meet the others, and at moments between."""
     whole = folder()
     run_ranks(WORKER, hosts, whole, name, json.dumps({"ends_at": -1}))

@@ -54,7 +54,7 @@ def gradients(dtype: torch.dtype, compiled: bool) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize(
     ("dtype", "copies"), [pytest.param(torch.bfloat16, 2, marks=pytest.mark.long), (torch.float32, 0)]
 )
-def test_gradients_are_those_of_plain_products(dtype: torch.dtype, copies: int) -> None:
+def test_transposed_copies_give_the_gradients_of_plain_products(dtype: torch.dtype, copies: int) -> None:
     found, made = gradients(dtype, compiled=True)
     expected, none = gradients(torch.float32, compiled=False)
     assert (made, none) == (copies, 0)
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_plain_products(dtype: torch.dtype, copies: int) 
         assert (ours.float() - exact).norm() <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm()
 
 
-def test_rows_of_several_lengths_are_copied_alike() -> None:
+def test_rows_of_several_lengths_use_transposed_copies() -> None:
     """After the second length torch.compile takes one graph for all, in which the length has no number."""
     torch._dynamo.reset()
     layer = Layer(torch.bfloat16)
@@ -78,7 +78,7 @@ def test_rows_of_several_lengths_are_copied_alike() -> None:
 
 
 @pytest.mark.parametrize(("amx", "known", "passes"), [(True, True, True), (False, True, False), (True, False, False)])
-def test_only_where_it_gains_and_torch_takes_passes(
+def test_pass_is_used_only_with_amx_and_support_of_torch(
     monkeypatch: pytest.MonkeyPatch, amx: bool, known: bool, passes: bool
 ) -> None:
     monkeypatch.setattr(model_kernels, "copies_transposed", lambda device, dtype: amx)

@@ -23,7 +23,7 @@ def on(device: str = "cpu", ranks: int = 2, nodes: int = 1) -> Topology:
     return Topology(0, ranks * nodes, 0, ranks, 0, nodes, device, 1, ())  # type: ignore[arg-type]
 
 
-def test_auto_takes_host_where_one_copy_of_the_weights_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_host_if_one_copy_of_weights_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "memory_limit", lambda: 100)
     assert engine_class(config(), on(), 25)[0] == "host"
     assert engine_class(config(), on(), 26)[0] == "fsdp"
@@ -36,7 +36,7 @@ def test_auto_takes_host_where_one_copy_of_the_weights_fits(monkeypatch: pytest.
     assert engine_class(config(), on(), 25, "fsdp")[0] == "fsdp"
 
 
-def test_what_an_engine_cannot_do_is_refused() -> None:
+def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
     with pytest.raises(UserError, match="host is for CPUs"):
         engine_class(config(shard={"engine": "host"}), on("cuda"), 1)
     with pytest.raises(UserError, match="gloo is for engine fsdp"):
@@ -47,7 +47,7 @@ def test_what_an_engine_cannot_do_is_refused() -> None:
         engine_class(config(shard={"engine": "fsdp"}, train=frugal), on(), 1)
 
 
-def test_compiling_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_without_a_compiler_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
         compile_layers(nn.Module(), 1)

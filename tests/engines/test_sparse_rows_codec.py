@@ -19,7 +19,7 @@ from aliquot.engines.host.sparse_rows_codec import (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("looked_up", [0, 1, 7, 44, 45, 50])
-def test_rows_arrive_as_they_were_sent(looked_up: int, dtype: torch.dtype) -> None:
+def test_decoded_rows_equal_encoded_rows(looked_up: int, dtype: torch.dtype) -> None:
     rows, width = 50, 6
     generator = torch.Generator().manual_seed(looked_up)
     marked = torch.zeros(rows, dtype=torch.bool)
@@ -36,7 +36,7 @@ def test_rows_arrive_as_they_were_sent(looked_up: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_follow_a_dense_sum_add_up(dtype: torch.dtype) -> None:
+def test_rows_after_a_dense_sum_add_up(dtype: torch.dtype) -> None:
     """Of two hosts, of which one has a row twice and the other none of some, or nothing at all."""
     rows, width = 50, 6
     first = torch.tensor([3, 7, 3]), torch.randn(3, width).to(dtype)
@@ -55,7 +55,7 @@ def test_rows_that_follow_a_dense_sum_add_up(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("number", [-7, 51, 1 << 30])
-def test_rows_that_cannot_be_are_told(where: int, number: int) -> None:
+def test_impossible_rows_are_refused(where: int, number: int) -> None:
     """Their count, or the number of one."""
     rows, width = 50, 6
     marked = torch.arange(rows) < 20

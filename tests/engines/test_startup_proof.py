@@ -30,11 +30,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_is_right_passes(told: list[dict[str, str]], case: str) -> None:
+def test_proof_passes_correct_engines(told: list[dict[str, str]], case: str) -> None:
     assert [of_rank[case] for of_rank in told] == ["", ""]
 
 
-def test_one_rank_alone_computes_all_rows_of_the_proof(tmp_path: Path) -> None:
+def test_single_rank_computes_all_rows_of_the_proof(tmp_path: Path) -> None:
     cases = ("llama:host:none", "llama:host:leak")
     run_worlds(Path(__file__).parent / "proof_worker.py", [World(1, tmp_path, cases)])
     right, wrong = json.loads((tmp_path / "0.json").read_text()).values()
@@ -42,7 +42,7 @@ def test_one_rank_alone_computes_all_rows_of_the_proof(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_named(told: list[dict[str, str]], case: str) -> None:
+def test_proof_names_planted_errors(told: list[dict[str, str]], case: str) -> None:
     first, second = (of_rank[case] for of_rank in told)
     assert first == second and "would be trained wrongly" in first
     assert "\n" not in first and ("the gradient of " in first or "loss is " in first)
@@ -51,7 +51,7 @@ def test_what_is_wrong_is_named(told: list[dict[str, str]], case: str) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ("xglm", "llama") else pytest.mark.long) for kind in TYPES]
 )
-def test_code_that_does_not_run_in_bf16_is_refused_in_one_line(kind: str) -> None:
+def test_model_that_fails_in_bf16_is_refused_in_one_line(kind: str) -> None:
     config = small_config(kind, False)
     found = traits(config)
     if kind not in NEED_FP32:

@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Unsharded, str]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kept", ALL[1:], ids=lambda kept: kept.words)
-def test_the_same_training(runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded, precision: str) -> None:
+def test_unsharded_state_trains_the_same(runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded, precision: str) -> None:
     expected, found = runs[SHARDED, precision], runs[kept, precision]
     # Gradients are summed over micro-batches before ranks, not after: another order of the same fp32 sums.
     for name in ("losses", "norms", "evaluated"):
@@ -44,7 +44,7 @@ def test_the_same_training(runs: dict[tuple[Unsharded, str], dict[str, Any]], ke
 
 
 @pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.words or "nothing")
-def test_a_step_gathers_and_reduces_what_is_not_kept(
+def test_step_gathers_and_reduces_only_sharded_state(
     runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded
 ) -> None:
     """Four groups: the root, two layers and the head. The root is gathered once a micro-batch in any case."""
@@ -62,7 +62,7 @@ def test_a_step_gathers_and_reduces_what_is_not_kept(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kept", ALL, ids=lambda kept: kept.words or "nothing")
-def test_memory_is_as_the_plan_says(
+def test_unsharded_memory_equals_the_plan(
     runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded, precision: str
 ) -> None:
     found = runs[kept, precision]
@@ -81,7 +81,7 @@ def test_memory_is_as_the_plan_says(
         assert held.forward - weights < weights / 2  # the flat result of one all-gather
 
 
-def test_the_most_that_fits() -> None:
+def test_plan_unshards_the_most_that_fits() -> None:
     sizes = {Unsharded(True, True): 6, Unsharded(True, False): 2, Unsharded(False, True): 4}
     for room, expected in ((6, Unsharded(True, True)), (5, Unsharded(True)), (2, Unsharded(True)), (1, SHARDED)):
         assert most_unsharded(4, lambda kept, room=room: sizes[kept] <= room) == expected

@@ -22,7 +22,7 @@ def late() -> Iterator[OverlappedUpdate]:
     hosts.peers.close()
 
 
-def test_a_layer_waits_for_its_own_weights_alone(late: OverlappedUpdate) -> None:
+def test_layer_waits_only_for_its_own_weights(late: OverlappedUpdate) -> None:
     late.wait_usable(ORDER)  # before the first update there is nothing to wait for
     late.wait_updated_here(ORDER)
     late.join()
@@ -53,13 +53,13 @@ def test_a_layer_waits_for_its_own_weights_alone(late: OverlappedUpdate) -> None
         late.wait_usable(ORDER)
 
 
-def test_weights_of_which_a_rank_has_no_row_are_waited_for_with_all(late: OverlappedUpdate) -> None:
+def test_update_publishes_weights_without_local_rows_at_its_end(late: OverlappedUpdate) -> None:
     late.begin(lambda: late.mark_updated(4))
     late.wait_usable([7])
 
 
 @pytest.mark.parametrize("wait", ["wait_usable", "wait_updated_here"])
-def test_what_an_update_raises_reaches_who_waits(late: OverlappedUpdate, wait: str) -> None:
+def test_failure_of_an_update_reaches_waiting_callers(late: OverlappedUpdate, wait: str) -> None:
     def update() -> None:
         late.mark_updated(4)
         raise OSError("the disk is gone")
@@ -72,7 +72,7 @@ def test_what_an_update_raises_reaches_who_waits(late: OverlappedUpdate, wait: s
         late.join()
 
 
-def test_an_update_that_ends_late_does_not_speak_for_the_next(late: OverlappedUpdate) -> None:
+def test_late_end_of_an_update_does_not_count_for_the_next(late: OverlappedUpdate) -> None:
     ends, goes_on = threading.Event(), threading.Event()
 
     def first() -> None:

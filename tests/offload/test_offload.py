@@ -38,7 +38,7 @@ def pieces(scratch: ScratchFile, count: int, written_from: int | None = 0) -> St
     return Stream(scratch, [Move(at * PAGE_BYTES, PAGE_BYTES, written_from) for at in range(count)])
 
 
-def test_what_was_written_is_read_and_the_rest_is_zeros(scratch: ScratchFile) -> None:
+def test_written_bytes_are_read_and_the_rest_is_zeros(scratch: ScratchFile) -> None:
     for number, piece in enumerate(pieces(scratch, 12)):
         assert not piece.any()
         piece.fill_(number + 1)
@@ -53,7 +53,7 @@ def test_what_was_written_is_read_and_the_rest_is_zeros(scratch: ScratchFile) ->
     assert scratch.read_bytes == 4 * 12 * PAGE_BYTES and scratch.written_bytes == 12 * PAGE_BYTES * 3 // 2
 
 
-def test_a_read_has_what_is_being_written_there(scratch: ScratchFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_waits_for_a_write_to_the_same_bytes(scratch: ScratchFile, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, write = threading.Event(), os.pwritev
 
     def slow(*arguments: object) -> int:
@@ -73,14 +73,14 @@ def test_a_read_has_what_is_being_written_there(scratch: ScratchFile, monkeypatc
     assert same.unique().tolist() == [5] and other.unique().tolist() == [0]
 
 
-def test_it_has_no_name_and_takes_its_room_at_once(tmp_path: Path) -> None:
+def test_scratch_file_has_no_name_and_reserves_its_space(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path, 64 * MIB)
     assert os.fstat(file._descriptor).st_blocks * 512 >= 64 * MIB
     assert list(tmp_path.iterdir()) == []
     file.close()
 
 
-def test_more_than_there_is_room_for_is_one_line(tmp_path: Path) -> None:
+def test_scratch_file_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"a rank needs 1073741824\.00 GiB here, and [0-9.]+ GiB are free .*: give"):
         ScratchFile(tmp_path, 1 << 60)
     (tmp_path / "taken").touch()
@@ -88,7 +88,7 @@ def test_more_than_there_is_room_for_is_one_line(tmp_path: Path) -> None:
         ScratchFile(tmp_path / "taken", 1)
 
 
-def test_where_a_file_system_knows_neither_way_the_name_is_taken_away(
+def test_scratch_file_without_tmpfile_support_is_unlinked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.open
@@ -109,7 +109,7 @@ def test_where_a_file_system_knows_neither_way_the_name_is_taken_away(
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 @pytest.mark.parametrize("at", [0, 1, 5, 11])
-def test_a_failing_disk_is_one_line_whenever_it_fails(
+def test_failing_disk_is_one_line_at_any_time(
     scratch: ScratchFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
 ) -> None:
     real: Callable[[int, Sequence[memoryview], int], int] = getattr(os, name)
@@ -129,13 +129,13 @@ def test_a_failing_disk_is_one_line_whenever_it_fails(
     )
 
 
-def test_a_file_that_is_cut_short_is_one_line(scratch: ScratchFile) -> None:
+def test_truncated_scratch_file_is_one_line(scratch: ScratchFile) -> None:
     os.ftruncate(scratch._descriptor, 3 * PAGE_BYTES)
     with pytest.raises(StorageError, match="was truncated during use"):
         list(pieces(scratch, 12))
 
 
-def test_short_transfers_go_on(scratch: ScratchFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_transfers_are_continued(scratch: ScratchFile, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("preadv", "pwritev"):
         real: Callable[[int, Sequence[memoryview], int], int] = getattr(os, name)
         short = lambda descriptor, buffers, offset, real=real: real(descriptor, [buffers[0][:512]], offset)  # noqa: E731
@@ -145,7 +145,7 @@ def test_short_transfers_go_on(scratch: ScratchFile, monkeypatch: pytest.MonkeyP
     assert all(piece.equal((torch.arange(PAGE_BYTES) % 251).byte()) for piece in pieces(scratch, 6, None))
 
 
-def test_the_rate_of_a_disk(tmp_path: Path) -> None:
+def test_disk_rate_leaves_no_file(tmp_path: Path) -> None:
     assert disk_rate(tmp_path) > 1e6
     assert list(tmp_path.iterdir()) == []
 
@@ -157,7 +157,7 @@ def test_the_rate_of_a_disk(tmp_path: Path) -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(20), deadline=None)
-def test_sums_on_disk_are_those_in_memory(numels: list[int], rounds: int, steps: int, seed: int) -> None:
+def test_sums_on_disk_equal_sums_in_memory(numels: list[int], rounds: int, steps: int, seed: int) -> None:
     """Windows of any sizes and numbers, of which each round changes two ranges or, now and then, none."""
     generator = torch.Generator().manual_seed(seed)
     places, end = {}, 0

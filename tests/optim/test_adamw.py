@@ -15,7 +15,7 @@ from aliquot.optim.squared_norm import squared_norms, squared_norms_on_device
 
 
 @pytest.mark.parametrize("kind", ["whole", "split", "paired", pytest.param("compiled", marks=pytest.mark.long)])
-def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_blocked_adamw_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(adamw, "BLOCK", 1 << 7)  # several blocks and a remainder
     start = torch.randn(1000).bfloat16().float()
     theirs = torch.nn.Parameter(start.clone())
@@ -43,7 +43,7 @@ def test_equals_torch_adamw_with_clipping(monkeypatch: pytest.MonkeyPatch, kind:
 
 
 @pytest.mark.parametrize("states", ["bf16", "int8"])
-def test_frugal_states_do_not_depend_on_how_a_tensor_is_sharded(states: str) -> None:
+def test_frugal_states_do_not_depend_on_sharding(states: str) -> None:
     start, gradient = torch.randn(4, 512), torch.randn(4, 512)
 
     def run(edges: list[int]) -> torch.Tensor:

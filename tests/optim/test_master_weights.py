@@ -22,7 +22,7 @@ KINDS = pytest.mark.parametrize("kind", [SplitWeights, PairedWeights])
 
 
 @KINDS
-def test_a_split_master_holds_every_tie_and_its_neighbours(kind: type[SplitWeights]) -> None:
+def test_split_master_holds_ties_and_neighbours(kind: type[SplitWeights]) -> None:
     """All 65,536 bf16 values but those that are not finite, each with the ties above it and what lies beside them."""
     high = torch.arange(-0x8000, 0x8000, dtype=torch.int64) * 0x10000
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
@@ -35,7 +35,7 @@ def test_a_split_master_holds_every_tie_and_its_neighbours(kind: type[SplitWeigh
 
 
 @KINDS
-def test_the_shared_copy_is_the_master_rounded_ties_away_from_zero(kind: type[SplitWeights]) -> None:
+def test_shared_copy_rounds_ties_away_from_zero(kind: type[SplitWeights]) -> None:
     values = torch.randn(110_000)
     values = values[values.view(torch.int32) & 0xFFFF != 0x8000][:100_000]
     ties = floats_of((torch.arange(0x3F80, 0x4080) << 16) + 0x8000)
@@ -50,7 +50,7 @@ def test_the_shared_copy_is_the_master_rounded_ties_away_from_zero(kind: type[Sp
 @KINDS
 @given(numel=st.integers(1, 9), edges=st.lists(st.integers(0, 9), max_size=4), seed=st.integers(0, 99))
 @settings(max_examples=examples(60))
-def test_a_split_master_in_any_pieces(kind: type[SplitWeights], numel: int, edges: list[int], seed: int) -> None:
+def test_split_master_is_exact_in_any_pieces(kind: type[SplitWeights], numel: int, edges: list[int], seed: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     memory = torch.zeros(low_bytes(numel), dtype=torch.uint8)
     weights = kind(torch.zeros(numel, dtype=torch.bfloat16), low=memory if seed % 2 else None)

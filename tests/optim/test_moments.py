@@ -15,7 +15,7 @@ from tests.examples import examples
 
 @given(row=st.sampled_from([50, 64, 67, 768, 1000]), rows=st.integers(1, 5), seed=st.integers(0, 1000))
 @settings(max_examples=examples(40))
-def test_int8_moments_survive_a_checkpoint_bit_for_bit_in_any_pieces(row: int, rows: int, seed: int) -> None:
+def test_int8_moments_survive_a_checkpoint_in_any_pieces(row: int, rows: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for squared in (False, True):
         values = torch.randn(row * rows, generator=generator) ** (4 if squared else 1)
@@ -39,7 +39,7 @@ def test_int8_moments_survive_a_checkpoint_bit_for_bit_in_any_pieces(row: int, r
         assert not ((loaded == 0) & (values > 0)).any() or not squared
 
 
-def test_blocks_divide_rows() -> None:
+def test_int8_blocks_divide_rows() -> None:
     assert [block_numel(n) for n in (1, 50, 256, 768, 11008, 14336, 67, 5003)] == [1, 50, 256, 256, 256, 256, 67, 5003]
 
 
@@ -60,7 +60,7 @@ def test_frugal_moments_round_without_bias(kind: str) -> None:
     assert float(after.double().mean() / before.double().mean()) == pytest.approx(0.999**20, rel=1e-3)
 
 
-def test_noise_belongs_to_the_place_in_the_whole_tensor() -> None:
+def test_noise_depends_on_the_place_in_the_whole_tensor() -> None:
     noise = Noise(1000)
     noise.draw(3)
     assert torch.equal(noise.at(65_000, 1000)[600:900], noise.at(65_600, 300))
