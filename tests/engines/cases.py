@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +39,26 @@ SMALL = {
     # The default of 0.02 leaves models of this size with hardly any attention to get wrong.
     "initializer_range": 0.2,
 }
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """An engine, its ranks, and what is done to them: the axes of the tests that compare engines."""
+
+    engine: Literal["host", "fsdp", "deepspeed"]
+    ranks: int
+    hosts: int = 1
+    numa_nodes: int = 1
+    on_disk: Literal["nothing", "some states", "everything"] = "nothing"  # streamed layers of deep models, too
+    late: bool = False  # messages between hosts are delayed at random
+    flipped: Literal["nothing", "weights", "gradients"] = "nothing"  # a bit of what the second rank receives
+    shared_memory: bool = False  # of engine fsdp
+    offload: bool = False  # to the memory of the host
+    uncompiled: bool = False  # DeepSpeed without its shared-memory op
+
+    def as_argument(self) -> str:
+        """The setup as an argument of worker.py."""
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)

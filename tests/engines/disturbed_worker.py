@@ -117,14 +117,15 @@ class Moments:
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     name, asked = arguments
     disturbance = json.loads(asked)
+    setup = cases.EngineSetup("host", world_size, hosts=world_size)
     if "delays_ms" in disturbance:
         disturb(rank, **disturbance)
-        worker.train("hosts", cases.CASES[name], rank, world_size, folder)
+        worker.train(setup, cases.CASES[name], rank, folder)
         return
     if rank == world_size - 1:
         Moments(disturbance["ends_at"], folder / "moments")
     try:
-        worker.train("hosts", cases.CASES[name], rank, world_size, folder)
+        worker.train(setup, cases.CASES[name], rank, folder)
     except Exception as error:
         lost = isinstance(error, PeerLost)
         found = {"error": type(error).__name__, "message": str(error), "named": lost, "at": time.time()}

@@ -12,7 +12,7 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
-from tests.engines.cases import CASES
+from tests.engines.cases import CASES, EngineSetup
 from tests.engines.test_engines import Runs, assembled, initial_weights, plain_loop, result
 
 if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds, of every worker
@@ -24,9 +24,9 @@ LLAMAS = {"short": "llama", "offload": "llama-far"}
 # DeepSpeed is imported for each world anew, and compiles its ops on a machine that it has not seen, which takes a
 # minute: `make test` has the first.
 WORLDS = {
-    "short": ("deepspeed-uncompiled", 2, ["llama"]),
-    "more": ("deepspeed", 2, ["llama-bf16-far", "qwen2-tied"]),
-    "offload": ("deepspeed-offload", 3, ["llama-far"]),
+    "short": (EngineSetup("deepspeed", 2, uncompiled=True), ["llama"]),
+    "more": (EngineSetup("deepspeed", 2), ["llama-bf16-far", "qwen2-tied"]),
+    "offload": (EngineSetup("deepspeed", 3, offload=True), ["llama-far"]),
 }
 EACH = ["short", pytest.param("offload", marks=pytest.mark.long)]
 
@@ -50,7 +50,7 @@ def test_fp32_equals_the_plain_loop(runs: Runs[str], world: str, name: str) -> N
     # fp32 in another order of summation: 1e-6 a step, which the steps of AdamW amplify.
     assert found["losses"] == pytest.approx(losses, rel=1e-4)
     assert found["norms"] == pytest.approx(norms, rel=1e-3)
-    for tensor, values in assembled(runs[world], name, "final", WORLDS[world][1]).items():
+    for tensor, values in assembled(runs[world], name, "final", WORLDS[world][0].ranks).items():
         torch.testing.assert_close(values, weights[tensor].flatten(), rtol=2e-3, atol=2e-3, msg=tensor)
 
 
@@ -66,11 +66,11 @@ def test_bf16_follows_the_plain_bf16_loop(runs: Runs[str]) -> None:
 def test_parts_cover_every_tensor_once(runs: Runs[str], world: str) -> None:
     expected = initial_weights(CASES["llama"])
     for part_kind in ("weight", "exp_avg", "exp_avg_sq"):
-        found = assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][1], part_kind)
+        found = assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][0].ranks, part_kind)
         assert {name: values.numel() for name, values in found.items()} == {
             name: values.numel() for name, values in expected.items()
         }
-    for name, values in assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][1]).items():
+    for name, values in assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][0].ranks).items():
         assert torch.equal(values, expected[name].flatten()), name
 
 
@@ -83,6 +83,6 @@ def test_frozen_weights_need_another_engine() -> None:
 
 @pytest.mark.parametrize("world", EACH)
 def test_all_ranks_agree(runs: Runs[str], world: str) -> None:
-    first, *others = [result(runs[world], LLAMAS[world], rank) for rank in range(WORLDS[world][1])]
+    first, *others = [result(runs[world], LLAMAS[world], rank) for rank in range(WORLDS[world][0].ranks)]
     assert all(rank["losses"] == first["losses"] and rank["norms"] == first["norms"] for rank in others)
     assert first["evaluated"] > 0 and others[0]["evaluated"] == 0

@@ -29,6 +29,7 @@ from tests.engines.cases import (
     SMALL,
     WEIGHT_DECAY,
     Case,
+    EngineSetup,
     documents,
     micro_batch,
     predicted,
@@ -54,9 +55,9 @@ FOUR = pytest.param(4, marks=pytest.mark.long)
 
 
 class Runs(Generic[Key]):
-    """Folders of what worlds have computed: (engine, ranks, cases) runs when a test first asks for it."""
+    """Folders of what worlds have computed: (setup, cases) runs when a test first asks for it."""
 
-    def __init__(self, folder: Path, worlds: dict[Key, tuple[str, int, list[str]]]) -> None:
+    def __init__(self, folder: Path, worlds: dict[Key, tuple[EngineSetup, list[str]]]) -> None:
         self._folder = folder
         self._worlds = worlds
 
@@ -64,14 +65,14 @@ class Runs(Generic[Key]):
         folder = self._folder / str(key)
         if not folder.exists():
             folder.mkdir()
-            engine, size, cases = self._worlds[key]
-            run_worlds(WORKER, [World(size, folder, (engine, *cases))])
+            setup, cases = self._worlds[key]
+            run_worlds(WORKER, [World(setup.ranks, folder, (setup.as_argument(), *cases))])
         return folder
 
 
 @pytest.fixture(scope="module", params=["fsdp", "host"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs[int]:
-    worlds = {size: (request.param, size, cases) for size, cases in BY_WORLD.items()}
+    worlds = {size: (EngineSetup(request.param, size), cases) for size, cases in BY_WORLD.items()}
     return Runs(tmp_path_factory.mktemp(request.param), worlds)
 
 
@@ -159,9 +160,7 @@ def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
     ("world_size", "name"),
     [*((2, name) for name in FROZEN[:2]), *(pytest.param(3, name, marks=pytest.mark.long) for name in FROZEN)],
 )
-def test_frozen_models_learn_as_in_the_plain_loop(
-    runs: Runs[int], world_size: int, name: str
-) -> None:
+def test_frozen_models_learn_as_in_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:
     losses, norms, weights = plain_loop(name, bf16=False)
     ours = result(runs[world_size], name)
     assert ours["losses"] == pytest.approx(losses, rel=1e-5)
@@ -280,6 +279,12 @@ def test_all_ranks_agree(runs: Runs[int], world_size: int) -> None:
 @pytest.mark.long
 def test_cpu_offload_of_fsdp_changes_no_bit(tmp_path: Path) -> None:
     (tmp_path / "resident").mkdir()
-    resident = World(2, tmp_path / "resident", ("fsdp", "llama-full"))
-    run_worlds(WORKER, [World(2, tmp_path, ("fsdp-offload", "llama-full")), resident])
+    offloaded, resident = EngineSetup("fsdp", 2, offload=True), EngineSetup("fsdp", 2)
+    run_worlds(
+        WORKER,
+        [
+            World(2, tmp_path, (offloaded.as_argument(), "llama-full")),
+            World(2, tmp_path / "resident", (resident.as_argument(), "llama-full")),
+        ],
+    )
     assert result(tmp_path, "llama-full") == result(tmp_path / "resident", "llama-full")

@@ -3,71 +3,79 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engines.cases import CASES
+from tests.engines.cases import CASES, EngineSetup
 from tests.engines.test_engines import WORKER, Runs, assembled, result
 from tests.processes import run_ranks
+
+ON_DISK = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
+EXPERTS = ["moe-bf16-full"]
+DEEP = ["llama-deep", "llama-deep-full"]
+ONCE = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]  # one micro-batch a step
+DEEP_FROZEN = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
+
+HOST, HOSTS, FSDP = EngineSetup("host", 2), EngineSetup("host", 2, hosts=2), EngineSetup("fsdp", 2)
+DISK, LATE = replace(HOST, on_disk="everything"), replace(HOSTS, late=True)
+
+# By name a setup and the cases that it trains, together, when a test first asks for one of them. `make test` thus
+# trains only what it compares: "frozen", "lora", "far", "compiled" and numbers of ranks are groups of long tests.
+WORLDS: dict[str, tuple[EngineSetup, list[str]]] = {
+    "fsdp": (FSDP, ["llama", "gemma2"]),
+    "fsdp-lora": (FSDP, ["llama-lora"]),
+    "fsdp-shared": (replace(FSDP, shared_memory=True), ["llama", "gemma2"]),
+    "fsdp-shared-lora": (replace(FSDP, shared_memory=True), ["llama-lora"]),
+    # One host, state in memory.
+    "host": (HOST, [*ON_DISK, "llama-deep", "llama-deep-lora", *EXPERTS, *ONCE, "gemma2"]),
+    "again": (HOST, ["llama-bf16", "llama-int8", *EXPERTS]),
+    "far": (HOST, ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]),
+    "host-frozen": (HOST, ["llama-frozen", *DEEP_FROZEN[:2], "llama-lora", "deepseek-deep-bf16"]),
+    "host-lora": (HOST, ["llama-lora-bf16", "llama-lora-once"]),
+    "host-compiled": (HOST, ["llama-deep-compiled"]),
+    "host-1": (replace(HOST, ranks=1), [*DEEP_FROZEN, "llama-deep-lora-full"]),
+    "one": (replace(HOST, ranks=1), ["llama-int8"]),
+    "host-3": (replace(HOST, ranks=3), ONCE),
+    "three": (replace(HOST, ranks=3), [*ON_DISK, *DEEP, "moe", *EXPERTS]),
+    "four": (replace(HOST, ranks=4), ["llama", "llama-bf16", "llama-bf16-once", "llama-lora-bf16"]),
+    "numa": (replace(HOST, ranks=4, numa_nodes=2), ["llama", "llama-bf16", "llama-lora-bf16"]),
+    # One host, state on disk.
+    "disk": (DISK, ["llama-int8", "qwen2-tied", "llama-deep", "llama-deep-lora", *EXPERTS]),
+    "disk-frozen": (DISK, ["llama-frozen", *DEEP_FROZEN[:2], "deepseek-deep-bf16"]),
+    "disk-lora": (DISK, ["llama-lora-bf16"]),
+    "disk-compiled": (DISK, ["llama-deep-compiled"]),
+    "disk-1": (replace(DISK, ranks=1), [*DEEP_FROZEN, "llama-deep-lora-full"]),
+    "disk-3": (replace(DISK, ranks=3), [*ON_DISK, *DEEP, "moe", *EXPERTS]),
+    "states on disk": (replace(HOST, on_disk="some states"), ON_DISK),
+    # Several hosts.
+    "hosts": (HOSTS, ["qwen2-tied", *ONCE, "llama-reduced-once"]),
+    "hosts-memory": (HOSTS, ON_DISK),
+    "hosts-far": (HOSTS, ["llama-reduced"]),
+    "hosts-frozen": (HOSTS, ["llama-frozen", "deepseek-deep-bf16"]),
+    "hosts-lora": (HOSTS, ["llama-lora-bf16"]),
+    "hosts-moe": (HOSTS, ["moe", *EXPERTS]),
+    "hosts-compiled": (HOSTS, ["llama-compiled"]),
+    "hosts-3": (EngineSetup("host", 3, hosts=3), ["llama", *ONCE]),
+    "hosts-2x2": (replace(HOSTS, ranks=4), ["llama-bf16-once"]),
+    "hosts-late": (LATE, ONCE),
+    "hosts-lora-late": (LATE, ["llama-lora-once"]),
+    "hosts-compiled-late": (LATE, ["llama-compiled"]),
+    "hosts-3-late": (EngineSetup("host", 3, hosts=3, late=True), ["llama", *ONCE]),
+    "hosts-2x2-late": (replace(LATE, ranks=4), ["llama-bf16-once"]),
+    "hosts-disk": (replace(HOSTS, on_disk="everything"), ON_DISK),
+    "hosts-once-disk": (replace(HOSTS, on_disk="everything"), ONCE),
+    "hosts-flipped-weights": (replace(HOSTS, flipped="weights"), ["llama-bf16"]),
+    "hosts-flipped-gradients": (replace(HOSTS, flipped="gradients"), ["llama-bf16"]),
+    "hosts-flipped-disk": (replace(HOSTS, on_disk="everything", flipped="gradients"), ["llama-bf16"]),
+}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
-    on_disk = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
-    some_on_disk = ["llama-int8", "qwen2-tied"]
-    moe = ["moe-bf16-full"]
-    deep = ["llama-deep", "llama-deep-full"]
-    once = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]
-    far = ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]
-    frozen = ["llama-frozen"]
-    deep_frozen = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
-    worlds = {
-        # Of the worlds of `make test` no more than it compares.
-        "fsdp": ("fsdp", 2, ["llama", "gemma2"]),
-        "fsdp-shared": ("fsdp-shared", 2, ["llama", "gemma2"]),
-        "host": ("host", 2, [*on_disk, "llama-deep", "llama-deep-lora", *moe, *once, "gemma2"]),
-        "hosts": ("hosts", 2, ["qwen2-tied", *once, "llama-reduced-once"]),
-        "disk": ("host-disk", 2, [*some_on_disk, "llama-deep", "llama-deep-lora", *moe]),
-        "fsdp-lora": ("fsdp", 2, ["llama-lora"]),
-        "fsdp-shared-lora": ("fsdp-shared", 2, ["llama-lora"]),
-        "host-frozen": ("host", 2, [*frozen, *deep_frozen[:2], "llama-lora", "deepseek-deep-bf16"]),
-        "hosts-frozen": ("hosts", 2, [*frozen, "deepseek-deep-bf16"]),
-        "disk-frozen": ("host-disk", 2, [*frozen, *deep_frozen[:2], "deepseek-deep-bf16"]),
-        "host-lora": ("host", 2, ["llama-lora-bf16", "llama-lora-once"]),
-        "hosts-lora": ("hosts", 2, ["llama-lora-bf16"]),
-        "hosts-lora-late": ("hosts-late", 2, ["llama-lora-once"]),
-        "host-1": ("host", 1, [*deep_frozen, "llama-deep-lora-full"]),
-        "disk-1": ("host-disk", 1, [*deep_frozen, "llama-deep-lora-full"]),
-        "disk-lora": ("host-disk", 2, ["llama-lora-bf16"]),
-        "far": ("host", 2, far),
-        "again": ("host", 2, ["llama-bf16", "llama-int8", *moe]),
-        "hosts-late": ("hosts-late", 2, once),
-        "hosts-3-late": ("hosts-late", 3, ["llama", *once]),
-        "hosts-far": ("hosts", 2, ["llama-reduced"]),
-        **{f"hosts-flipped-{what}": (f"hosts-flipped-{what}", 2, ["llama-bf16"]) for what in ("weights", "gradients")},
-        "hosts-flipped-disk": ("hosts-flipped-disk", 2, ["llama-bf16"]),
-        "host-3": ("host", 3, once),
-        "hosts-3": ("hosts", 3, ["llama", *once]),
-        "hosts-2x2": ("hosts-of-two", 4, ["llama-bf16-once"]),
-        "hosts-2x2-late": ("hosts-of-two-late", 4, ["llama-bf16-once"]),
-        "hosts-compiled": ("hosts", 2, ["llama-compiled"]),
-        "hosts-compiled-late": ("hosts-late", 2, ["llama-compiled"]),
-        "host-compiled": ("host", 2, ["llama-deep-compiled"]),
-        "disk-compiled": ("host-disk", 2, ["llama-deep-compiled"]),
-        "hosts-memory": ("hosts", 2, on_disk),
-        "hosts-moe": ("hosts", 2, ["moe", *moe]),
-        "numa": ("numa", 4, ["llama", "llama-bf16", "llama-lora-bf16"]),
-        "four": ("host", 4, ["llama", "llama-bf16", "llama-bf16-once", "llama-lora-bf16"]),
-        "one": ("host", 1, ["llama-int8"]),
-        "states on disk": ("host-states-disk", 2, on_disk),
-        "three": ("host", 3, [*on_disk, *deep, "moe", *moe]),
-        "disk-3": ("host-disk", 3, [*on_disk, *deep, "moe", *moe]),
-        "hosts-disk": ("hosts-disk", 2, on_disk),
-        "hosts-once-disk": ("hosts-disk", 2, once),
-    }
-    return Runs(tmp_path_factory.mktemp("worlds"), worlds)
+    return Runs(tmp_path_factory.mktemp("worlds"), WORLDS)
 
 
 def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True) -> None:
@@ -160,9 +168,7 @@ def test_sums_on_disk_are_exchanged_after_one_micro_batch(runs: Runs[str]) -> No
     ("disk", "memory", "world_size"),
     [("disk", "host", 2), pytest.param("disk-3", "three", 3, marks=LONG)],
 )
-def test_streamed_layers_change_no_bit(
-    runs: Runs[str], disk: str, memory: str, world_size: int
-) -> None:
+def test_streamed_layers_change_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
     """Of five layers four lie on disk and two of those are in memory at once, with recomputation and without."""
     for name in ("llama-deep",) if disk == "disk" else ("llama-deep", "llama-deep-full"):
         same(runs[disk], runs[memory], name, world_size)
@@ -220,9 +226,7 @@ def test_hosts_equal_one_host_bit_for_bit(runs: Runs[str], one: str, several: st
         pytest.param("hosts-3", "hosts-3-late", 3, ["llama", "llama-once", "llama-bf16-once"], marks=LONG),
     ],
 )
-def test_late_hosts_change_no_bit(
-    runs: Runs[str], several: str, late: str, world_size: int, names: list[str]
-) -> None:
+def test_late_hosts_change_no_bit(runs: Runs[str], several: str, late: str, world_size: int, names: list[str]) -> None:
     """Random delays wherever hosts meet, little room for what is on its way."""
     for name in names:
         same(runs[several], runs[late], name, world_size)
@@ -317,7 +321,7 @@ def test_rank_holds_only_its_share(tmp_path: Path, states: str, bytes_per_parame
 
 @pytest.mark.long
 def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, tmp_path, "host", "llama-compiled", "llama-bf16-far")
+    run_ranks(WORKER, 2, tmp_path, HOST.as_argument(), "llama-compiled", "llama-bf16-far")
     compiled, eager = (result(tmp_path, name)["losses"] for name in ("llama-compiled", "llama-bf16-far"))
     # Fused kernels round to bf16 in fewer places.
     assert compiled == pytest.approx(eager, rel=5e-3)

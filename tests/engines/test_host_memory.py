@@ -31,9 +31,7 @@ def test_planned_memory_has_sums_for_counterparts(nodes: int) -> None:
 
 
 @pytest.mark.parametrize(("changes", "bytes_for_others"), [({}, 4), ({"reduce_dtype": "bf16"}, 2)])
-def test_planned_sums_for_other_hosts_follow_accumulation(
-    changes: dict[str, str], bytes_for_others: int
-) -> None:
+def test_planned_sums_for_other_hosts_follow_accumulation(changes: dict[str, str], bytes_for_others: int) -> None:
     layout = RankLayout(4, 1, 1, "cpu")
     several, one = (planned_config(LLAMA, train={"global_batch_size": 8 * count}, shard=changes) for count in (4, 1))
     shape = shaped_model(several).shape

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.engines.cases import EngineSetup
 from tests.engines.test_engines import Runs
 from tests.engines.test_host import same
 from tests.examples import examples
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="module")
 def one_host(tmp_path_factory: pytest.TempPathFactory) -> Runs[int]:
-    return Runs(tmp_path_factory.mktemp("one"), {size: ("host", size, ONCE) for size in (2, 3)})
+    return Runs(tmp_path_factory.mktemp("one"), {size: (EngineSetup("host", size), ONCE) for size in (2, 3)})
 
 
 @pytest.mark.long

@@ -34,7 +34,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Unsharded, str]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kept", ALL[1:], ids=lambda kept: kept.words)
-def test_unsharded_state_trains_the_same(runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded, precision: str) -> None:
+def test_unsharded_state_trains_the_same(
+    runs: dict[tuple[Unsharded, str], dict[str, Any]], kept: Unsharded, precision: str
+) -> None:
     expected, found = runs[SHARDED, precision], runs[kept, precision]
     # Gradients are summed over micro-batches before ranks, not after: another order of the same fp32 sums.
     for name in ("losses", "norms", "evaluated"):

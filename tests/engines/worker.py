@@ -40,23 +40,15 @@ from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import adamw, sizes, squared_norm
 from aliquot.tensor_io.parts import ViewableStore
 from tests.engines import cases
+from tests.engines.cases import EngineSetup
 from tests.processes import as_ranks
 
 PIECE_BYTES = host_memory._PIECE_BYTES
-ENGINES: dict[str, type[Engine]] = {
-    "fsdp": FsdpEngine,
-    "fsdp-shared": FsdpEngine,
-    "host": HostEngine,
-    "host-disk": HostEngine,
-    "host-states-disk": HostEngine,
-    "fsdp-offload": FsdpEngine,
-    "deepspeed": DeepspeedEngine,
-    "deepspeed-uncompiled": DeepspeedEngine,
-    "deepspeed-offload": DeepspeedEngine,
-}
+ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "host": HostEngine, "deepspeed": DeepspeedEngine}
 
 
-def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path) -> None:
+def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None:
+    world_size = setup.ranks
     torch.manual_seed(rank)  # initial weights must not depend on it
     config = AutoConfig.for_model(**{**cases.SMALL, **case.model})
     built = meta.build(config, None, case.adapter, case.freeze)
@@ -76,10 +68,10 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
         reduce_dtype=case.reduce_dtype,
         micro_batches=1 if case.once else None,
         compile=case.compile,
-        collectives="shared_memory" if kind == "fsdp-shared" else "gloo",
-        deepspeed=deepspeed_settings(kind, case),
-        offload=kind == "fsdp-offload",
-        on_disk=on_disk(kind, case, built.model),
+        collectives="shared_memory" if setup.shared_memory else "gloo",
+        deepspeed=deepspeed_settings(setup, case),
+        offload=setup.offload and setup.engine == "fsdp",
+        on_disk=on_disk(setup, case, built.model),
         offload_directory=folder,
         exact=built.exact - built.learned,
     )
@@ -87,22 +79,21 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     sizes.BLOCK = adamw.BLOCK = squared_norm.BLOCK = 192
     # Of a mixture several experts in a piece, and several pieces of a weight.
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
-    if kind == "deepspeed-uncompiled":  # as where DeepSpeed finds no way to build its shared-memory op
+    if setup.uncompiled:  # as where DeepSpeed finds no way to build its shared-memory op
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    if kind.endswith("late"):
+    if setup.late:
         come_late(rank)
-    if kind.endswith("-disk"):
+    if setup.on_disk != "nothing":
         ScratchFile._move = late(ScratchFile._move, rank, 0.02)  # type: ignore[method-assign]
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
-    if kind.startswith("hosts-of-two"):
-        engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank // 2}"), topology)
-    elif kind.startswith("hosts"):  # one rank each
+    if setup.hosts > 1:
         recompute.enable(built.model, case.checkpointing)
-        engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, f"host {rank}"), topology)
-    elif kind == "numa":  # two nodes on one host
-        engine = HostEngine(built.model, spec, Hosts.join(rank, rank % 2, gather), topology)
+        host = f"host {rank * setup.hosts // setup.ranks}"
+        engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, host), topology)
+    elif setup.numa_nodes > 1:
+        engine = HostEngine(built.model, spec, Hosts.join(rank, rank % setup.numa_nodes, gather), topology)
     else:
-        engine = ENGINES[kind].build(built.model, spec, topology)
+        engine = ENGINES[setup.engine].build(built.model, spec, topology)
     if built.adapter is not None:  # beside a model, here one as it would be without
         frozen = [(name, shape) for name, shape in built.tensors if name not in built.learned]
         model = [Published(name.replace(".base_layer", ""), shape, name, 0) for name, shape in frozen]
@@ -111,7 +102,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
     for part in engine.parts():
         if part.name in spec.exact:
             engine.write(part, part.start, not_bf16(part.shape)[part.start : part.stop])
-    if kind == "numa":
+    if setup.numa_nodes > 1:
         fill_again(engine)
     engine.ready()
     for name in spec.exact:
@@ -138,7 +129,7 @@ def train(kind: str, case: cases.Case, rank: int, world_size: int, folder: Path)
             kept = (shard.parameter.grad for shard in engine._trainable)
             places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in kept))
     assert len(places) == isinstance(engine, FsdpEngine), "gradients of engine fsdp stay where they are"
-    assert kind.endswith("-disk") == (engine.counters().disk_written_bytes > 0)
+    assert (setup.on_disk != "nothing") == (engine.counters().disk_written_bytes > 0)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
     evaluated = engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
     (folder / f"{case.name}-{rank}.json").write_text(
@@ -160,19 +151,19 @@ def fill_again(engine: Engine) -> None:
             place.copy_(values)
 
 
-def on_disk(kind: str, case: cases.Case, model: torch.nn.Module) -> OnDisk | None:
+def on_disk(setup: EngineSetup, case: cases.Case, model: torch.nn.Module) -> OnDisk | None:
     """All but vectors, of deep models most layers, too; every second weight of two alike for states alone."""
     of_matrices = [each for each in model.parameters() if each.ndim > 1]
     matrices = Counter(tuple(each.shape) for each in of_matrices if each.requires_grad)
     frozen = tuple({tuple(each.shape): None for each in of_matrices if not each.requires_grad})
-    if kind == "host-disk" and "deep" in case.name:
+    if setup.on_disk == "everything" and setup.hosts == 1 and "deep" in case.name:
         streamed_layers.RESIDENT_LAYERS = 2
         WeightShard.release_pages = spoil  # type: ignore[method-assign]  # weights of this size fill no page
         return OnDisk(tuple(matrices.items()), tuple(matrices.items()), layers=4, frozen=frozen)
-    if kind.endswith("states-disk"):
+    if setup.on_disk == "some states":
         return OnDisk(tuple((shape, (count + 1) // 2) for shape, count in matrices.items()))
     whole = tuple(matrices.items())
-    return OnDisk(whole, whole) if kind.endswith("-disk") else None
+    return OnDisk(whole, whole) if setup.on_disk == "everything" else None
 
 
 def not_bf16(shape: tuple[int, ...]) -> Tensor:
@@ -225,9 +216,9 @@ def spoil(shard: WeightShard) -> None:
         copy.fill_(float("nan"))
 
 
-def deepspeed_settings(kind: str, case: cases.Case) -> dict[str, object]:
+def deepspeed_settings(setup: EngineSetup, case: cases.Case) -> dict[str, object]:
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "overlap_comm": True}
-    zero = {"stage": 3, "sub_group_size": 4000, **(offload if kind == "deepspeed-offload" else {})}
+    zero = {"stage": 3, "sub_group_size": 4000, **(offload if setup.offload else {})}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": case.precision == "bf16"},
@@ -246,22 +237,19 @@ def write_parts(engine: Engine, file: Path) -> None:
     save_file(values, file)
 
 
-FLIPPED = {
-    "hosts-flipped-weights": torch.uint8,
-    "hosts-flipped-gradients": torch.float32,
-    "hosts-flipped-disk": torch.float32,
-}
+FLIPPED = {"weights": torch.uint8, "gradients": torch.float32}  # the dtype of such messages
 
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
-    kind, *names = arguments
+    argument, *names = arguments
+    setup = EngineSetup(**json.loads(argument))
     for name in names:
-        if kind not in FLIPPED:
-            train(kind, cases.CASES[name], rank, world_size, folder)
+        if setup.flipped == "nothing":
+            train(setup, cases.CASES[name], rank, folder)
             continue
-        flip_a_bit(rank, FLIPPED[kind])
+        flip_a_bit(rank, FLIPPED[setup.flipped])
         try:
-            train(kind, cases.CASES[name], rank, world_size, folder)
+            train(setup, cases.CASES[name], rank, folder)
         except (SelfTestError, PeerLost) as error:
             (folder / f"{name}-{rank}.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 

@@ -88,9 +88,7 @@ def test_scratch_file_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
         ScratchFile(tmp_path / "taken", 1)
 
 
-def test_scratch_file_without_tmpfile_support_is_unlinked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scratch_file_without_tmpfile_support_is_unlinked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def refusing(path: object, flags: int, *more: int, **named: object) -> int:
