@@ -84,7 +84,7 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
             wrong.append(name)
     findings = [finding for rank_findings in gather(wrong) for finding in rank_findings]
     if findings:
-        first = findings[0] if findings[0].startswith("loss") else f"the gradient of {findings[0]} is not what it is"
+        first = findings[0] if findings[0].startswith("loss") else f"the gradient of {findings[0]} differs from the one"
         raise SelfTestError(
             f"{type(model).__name__}: {first} with transformers' own eager attention ({len(set(findings))} findings on"
             " a narrow copy): this model would be trained wrongly, so nothing was begun"

@@ -114,7 +114,7 @@ class Int8Moment:
         return out.copy_(values[skipped : skipped + out.numel()])
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Set elements; a part of a block waits for the block's other elements, each of which must follow once."""
+        """Set elements. A part of a block waits until every other element of the block was stored once."""
         stop = start + values.numel()
         inner, end = -(-start // self.block) * self.block, stop // self.block * self.block
         if inner < end:

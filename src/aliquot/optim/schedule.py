@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as transformers defines them for the same names: functions of the step alone."""
+"""Learning-rate schedules with the names and formulas of transformers: functions of the step."""
 
 from __future__ import annotations
 

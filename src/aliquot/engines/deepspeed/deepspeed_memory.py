@@ -1,6 +1,6 @@
-"""The memory of engine deepspeed: what ZeRO-3 of DeepSpeed 0.19.8 allocates, by its source code.
+"""The memory of engine deepspeed: the allocations of DeepSpeed 0.19.8 ZeRO-3, read from its source code.
 
-DeepSpeed reports its memory in five phases while it builds (see_memory_usage), which are those of the memory ledger. A
+DeepSpeed reports its memory in five phases while it builds (see_memory_usage); the memory ledger has the same phases. A
 rank owns ceil(numel / ranks) elements of each weight, its partitions:
 
 after load               the partitions that zero.Init made, 2 bytes per owned element (partition_parameters.py).

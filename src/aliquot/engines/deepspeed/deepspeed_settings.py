@@ -40,7 +40,7 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
         zero.setdefault("offload_optimizer", {"device": "cpu"})
         zero.setdefault("offload_param", {"device": "cpu"})
     result["zero_optimization"] = {k: v for k, v in zero.items() if _fate(f"zero_optimization.{k}") != "overridden"}
-    # One micro-batch of DeepSpeed is one of aliquot, whatever its size; the engine says which is the last of a step.
+    # DeepSpeed counts one micro-batch of aliquot as one of its own; the engine tells DeepSpeed which one ends a step.
     result |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size}
     result["gradient_clipping"] = config.train.max_grad_norm
     bf16 = {key: value for key, value in explicit.get("bf16", {}).items() if key != "immediate_grad_update"}

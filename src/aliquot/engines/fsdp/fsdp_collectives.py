@@ -1,4 +1,4 @@
-"""Collectives of the fsdp engine: FSDP2's all-gather and reduce-scatter through shared memory, and a check of them.
+"""Collectives of the fsdp engine: FSDP2's all-gather and reduce-scatter through shared memory, and a self-test.
 
 gloo would send the same bytes through loopback, and its reduce-scatter is an all-reduce. Large collectives are cut. The
 staging buffer has two halves, used in turn. Before a rank writes to a half again, it has passed the barrier of the

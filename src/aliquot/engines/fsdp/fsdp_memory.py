@@ -71,7 +71,7 @@ def fsdp_memory(
         shared_weights=0,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * owned,
-        # Gradients stay in place from step to step; those of the root are made anew beside them in each micro-batch.
+        # Gradients stay in place from step to step, but each micro-batch allocates new gradients of the root.
         holes=4 * learned[0] // ranks if layout.device == "cpu" else 0,
     )
 

@@ -1,10 +1,10 @@
 """Sum gradients over hosts, piece by piece, while the last backward pass of a step still computes.
 
 Every rank completes the same pieces in the same order (host_gradients.py). The part of a piece that a rank of another
-host owns leaves at once. Received parts are added to this rank's own sums in the order of the hosts: the rank looks for
-them whenever it completes a piece, and waits for them only after the last. Then each host tells the others the checksum
-of everything that it has sent them. A tied embedding travels twice: first of all weights, when its gradient as the head
-is complete, and last with the rows that tokens have looked up in the last micro-batch.
+host owns leaves at once. A rank adds received parts to its own sums in the order of the hosts. It looks for arrivals
+whenever it completes a piece, and waits for arrivals only after the last piece. Finally, the hosts compare checksums of
+all messages. A tied embedding travels twice: first of all weights, when its gradient as the head is complete, and last
+with the rows that tokens have looked up in the last micro-batch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GradientExchange:
         """Prepare the exchange.
 
         Args:
-            pieces: in the order in which every rank completes them; none of sums on disk.
+            pieces: in the order in which every rank completes its sums; sums on disk are not among the pieces.
             looked_up: by weight and host a bool for each row of that host's owner; sums of other rows are zero.
             most_rows: the most rows that a host sends in a piece that adds rows.
         """
@@ -84,7 +84,7 @@ class GradientExchange:
         self._pieces = pieces
         self._looked_up = looked_up
         self._most_rows = most_rows
-        self._local_rows: dict[int, Rows] = {}  # this host's looked-up rows, until those of the other hosts are there
+        self._local_rows: dict[int, Rows] = {}  # this host's looked-up rows, until the other hosts' rows arrive
         sums.allocate_transient = self.send_buffer
         self._local_pieces = [part for piece in pieces if (part := self._part(piece, wire.host)) is not None]
         self._completed = 0
@@ -154,7 +154,7 @@ class GradientExchange:
         while self._departing_bytes > EXCHANGE_BYTES:
             if oldest is not self._departures[0][0]:
                 oldest, since = self._departures[0][0], time.monotonic()
-            # Another host may first have to receive from this rank what it needs in order to go on.
+            # Poll, because another host may wait for a message of this rank before it receives more.
             wait([oldest], _POLL_S)
             self.poll()
             self._wire.probe(since)
@@ -174,7 +174,7 @@ class GradientExchange:
         """Wait until all of this rank's own sums are sums over all hosts.
 
         Raises:
-            SelfTestError: a message is not what its sender has sent.
+            SelfTestError: a message differs from the sent one.
         """
         while self._added < len(self._local_pieces):
             self._add(self._arrivals.popleft())
@@ -190,7 +190,7 @@ class GradientExchange:
         return replace(piece, start=first - low, stop=last - low) if first < last else None
 
     def _post_receives(self) -> None:
-        """Post receives of the next pieces, as long as they fit into EXCHANGE_BYTES."""
+        """Post receives of the next pieces while their buffers fit into EXCHANGE_BYTES."""
         while self._arriving_bytes < EXCHANGE_BYTES and (piece := next(self._to_receive, None)) is not None:
             buffers = {host: self._receive_buffer(piece) for host in self._wire.peer_hosts}
             transfers = [self._wire.receive(buffer, host) for host, buffer in buffers.items()]

@@ -40,7 +40,7 @@ from aliquot.tensor_io.parts import row_ranges
 
 @dataclass(frozen=True)
 class HostParts:
-    """The parts of a host engine. At most one of `publication` and `overlapped` is there."""
+    """The parts of a host engine. At most one of `publication` and `overlapped` is not None."""
 
     weights: Sequence[Weight]
     shared: SharedWeights
@@ -52,8 +52,8 @@ class HostParts:
     optimizer: BlockedAdamW
     forward_order: ForwardOrder
     update_order: Sequence[int]  # of the trainable weights
-    publication: WeightPublication | None  # several hosts: weights are used when they have come from the others
-    overlapped: OverlappedUpdate | None  # states on disk: weights are used when the thread has updated them
+    publication: WeightPublication | None  # several hosts: weights come from other hosts
+    overlapped: OverlappedUpdate | None  # states on disk: a thread updates the weights
     streamed: StreamedLayers | None
 
 

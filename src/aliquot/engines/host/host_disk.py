@@ -17,7 +17,7 @@ SumKey = tuple[int, int, int]  # the host whose rank owns the sums, the weight, 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a rank stores what an update reads and writes."""
+    """The storage format of the state that an update reads and writes."""
 
     states: States  # of the moments
     splits: bool  # master weights are stored as the bf16 copy and the low halves
@@ -43,7 +43,7 @@ class HostDisk:
 
     Attributes:
         states: by weight, the windows of optimizer state on disk.
-        windows: the same, with those of frozen weights on disk.
+        windows: by weight, the windows of optimizer state and of frozen weights on disk.
         sums: offset in bytes and number of elements of each window of gradient sums on disk, for this rank and for its
             counterparts on other hosts.
     """

@@ -69,6 +69,7 @@ class HostEngine:
         self._states, self._optimizer = parts.states, parts.optimizer
         self._forward_order, self._update_order = parts.forward_order, parts.update_order
         self._publication, self._overlapped, self._streamed = parts.publication, parts.overlapped, parts.streamed
+        self._trainable_numel = sum(weight.trainable_numel(self._rank) for weight in self._weights)
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
         self._used_first = self._forward_order.first if spec.packs else self._update_order
 
@@ -229,7 +230,7 @@ class HostEngine:
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         if self._hosts.wire is None:
-            # Not after each micro-batch, so that ranks need not wait for each other in between.
+            # Once a step, not after each micro-batch, because ranks wait for each other here.
             self._gradients.finish()
         # All ranks wait for each other here: no rank computes from the weights any more.
         with self._hosts.name_lost_host():
@@ -291,16 +292,15 @@ class HostEngine:
                 pending.wait_usable(indices)
 
     def _join_update(self) -> None:
-        """Wait, in any thread, until this rank's ranges are as the last update leaves them."""
+        """Wait, in any thread, until the last update of this rank's ranges is complete."""
         if self._overlapped is not None:
             self._overlapped.join()
 
     def counters(self) -> Counters:
         wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
         moments_bytes = self._states.moments_bytes
-        trainable_numel = sum(weight.trainable_numel(self._rank) for weight in self._weights)
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
-        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * trainable_numel
+        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._trainable_numel
         return Counters(
             weights_bytes=self._states.low_bytes,
             gradients_bytes=self._sums.size_bytes,

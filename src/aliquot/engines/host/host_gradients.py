@@ -1,6 +1,7 @@
-"""Stage gradients in shared memory as they arise, and sum them where they are owned; no rank stores a whole gradient.
+"""Stage gradients in shared memory as they arise, and sum each range on the rank that owns it.
 
-Every rank stages the same pieces in the same order, whatever its autograd does first. A tag names a piece's weight, and
+No rank stores a whole gradient. Every rank stages the same pieces in the same order, although autograd may compute
+gradients in another order. A tag names a piece's weight, and
 tells whether the rank's micro-batch has touched the weight at all. Each owner adds to its sums the pieces of the
 ranks of its host, rank by rank, so that the result depends on neither speed nor chance. A rank sums its own ranges and,
 if there are several hosts, the ranges of its counterparts on the others: the latter travel once a step, as soon as they
@@ -65,7 +66,7 @@ class HostGradients:
         self._turn = 0  # the place in the order that this micro-batch has reached
         self._early: dict[int, Tensor] = {}  # gradients that came before their turn
         self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
-        # How many gradients a weight gets in a micro-batch: its sum is complete after the last of them.
+        # The number of gradients of each weight in a micro-batch: the last gradient completes the sum.
         self._expected = Counter([*order.head, *order.dense, *order.looked_up])
         self._look_ups = Counter(order.looked_up)
         self._staged: Counter[int] = Counter()  # in this micro-batch
@@ -133,7 +134,7 @@ class HostGradients:
         return True
 
     def end_micro_batch(self) -> None:
-        """Publish for the remaining weights that this rank has no gradient of them."""
+        """Publish an absent gradient for every remaining weight."""
         while self._turn < len(self._order):
             self._stage_next()
         self._turn = 0

@@ -1,6 +1,6 @@
 """The memory of the host engine: one copy of the weights per NUMA node, everything else sharded over all ranks.
 
-The sizes of its buffers are here, too, because the planner computes with them. Imports no torch.
+Buffer sizes are here, too, because the planner computes with them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: 
         size=all_states + learned + frozen + layout.nodes * sums,
         update=update,
         update_first=update if layout.nodes > 1 else first + (update - first) // shape.layers,
-        # Layers are read in the forward and in the backward pass, except for those still resident when it turns.
+        # Both passes read the layers, except for layers that are still resident when the backward pass begins.
         beside_read=(micro_batches - 1) * layout.nodes * sums + micro_batches * 2 * (learned + frozen),
         beside_written=micro_batches * layout.nodes * sums,
         written=all_states + learned + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),

@@ -2,7 +2,7 @@
 
 Forward and backward passes use bf16 copies, the high halves of the masters, which are shared and stay in memory. The
 low halves and the moments may lie on disk; of a streamed layer the bf16 copies, too; of a frozen weight only that copy.
-An update reads windows ahead of the arithmetic and writes them after it.
+An update reads windows ahead of the arithmetic and writes windows behind it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HostStates:
         streamed: Collection[int],
         compiled: bool,
     ) -> None:
-        """Allocate what is in memory.
+        """Allocate the state in memory.
 
         Args:
             shards: by weight.
@@ -130,7 +130,7 @@ class HostStates:
             store.store(at, source)
 
     def put_away(self) -> None:
-        """Write to disk what `store` has changed. Raises StorageError."""
+        """Write the changes of `store` to disk. Raises StorageError."""
         with self._loading:
             while self._loaded:
                 self._loaded.popitem()[1].put_away()

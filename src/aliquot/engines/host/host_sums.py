@@ -126,7 +126,7 @@ class HostSums:
             sums.zero_()
 
     def flush(self) -> None:
-        """Write to disk what belongs there, after the last change of a step."""
+        """Write the sums on disk, after the last change of a step."""
         if self._window_sums is not None:
             self._window_sums.flush()
 

@@ -29,10 +29,10 @@ from aliquot.models.structure import decoder_layers
 from aliquot.offload.stream import Move, Stream
 from aliquot.offload.windows import paged
 
-_READ, _USED = 0, 1  # counters of a rank: its readings, and its uses of layers, one ahead of those that are over
+_READ, _USED = 0, 1  # counters of a rank: finished readings, and started uses of layers
 
 
-Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # the module of a layer, and those of its weights that lie on disk
+Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # the module of a layer, and its weights on disk
 
 
 def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> Layers:
@@ -45,7 +45,7 @@ def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> 
         return []
     for applies, why in (
         (several_hosts, "several hosts"),
-        (not spec.packs, "a model of which each document is a call"),
+        (not spec.packs, "a model that takes one document per call"),
     ):
         if applies:
             raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
@@ -200,7 +200,7 @@ class StreamedLayers:
             self._shards[index].release_pages()
 
     def _finish_reading(self) -> None:
-        """Wait until this rank reads nothing. Raises what the reading has raised."""
+        """Wait until this rank reads nothing. Raises the error of the reading."""
         if self._reading is not None:
             while not self._reading.done():
                 self._serve()

@@ -1,4 +1,4 @@
-"""The orders in which passes over the model come to its weights, which every rank follows, whatever its autograd does.
+"""The orders in which forward and backward passes use the weights. Every rank follows the same orders.
 
 All orders are lists of indices into the model's parameters.
 """

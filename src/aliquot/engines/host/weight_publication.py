@@ -1,9 +1,9 @@
 """Updated weights on their way to the layers that compute with them, while the next forward pass begins.
 
-Weights are updated in the order in which a forward pass uses them, and a layer waits only for its own.
+Owners update weights in the order in which a forward pass uses the weights. A layer waits only for its own weights.
 
 On one host with optimizer state on disk (`OverlappedUpdate`) the update runs in a thread: while a layer computes, the
-states of the next layers come from the disk and those of the previous ones return there.
+the thread reads states of the next layers from disk and writes states of the previous layers.
 
 On several hosts (`WeightPublication`) each rank sends its updated weights to the other hosts. A message holds the
 changed bits of a piece of a weight (distributed/collectives/weight_patch.py). Every rank receives the ranges of its
@@ -32,7 +32,7 @@ from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Wei
 
 
 class OverlappedUpdate:
-    """An update in a thread of its own, in the order of weights that is given at the start.
+    """An update in a thread of its own, always in the same order of weights.
 
     The progress counter of a rank counts the weights that the rank has updated, over all updates.
     """
@@ -219,7 +219,7 @@ class WeightPublication:
         """Wait until these weights are complete on all ranks of the host. Every rank of the host calls this.
 
         Raises:
-            SelfTestError: weights are not what their owner has sent.
+            SelfTestError: received weights differ from the sent ones.
             PeerLost: another host has ended.
         """
         count = 1 + max((self._places.get(index, -1) for index in indices), default=-1)
