@@ -39,7 +39,7 @@ RATES = {  # no machine's
 # Files that take longest: begun first, so that of several workers none has much to do when the others are done.
 LONGEST = (
     "test_train.py", "test_engines.py", "test_architectures.py", "test_observed.py", "test_host.py",
-    "test_rendezvous.py", "test_launch.py", "test_terminal.py", "test_collectives.py", "test_other_checks.py",
+    "test_rendezvous.py", "test_launcher.py", "test_terminal.py", "test_collectives.py", "test_other_checks.py",
     "test_deepspeed.py", "test_exports_load.py",
 )  # fmt: skip
 

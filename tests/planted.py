@@ -78,7 +78,7 @@ FAULTS = (
         "ranks outlive a launcher that is killed",
         "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "ctypes.CDLL(None, use_errno=True)",
-        ("tests/distributed/test_launch.py",),
+        ("tests/distributed/test_launcher.py",),
     ),
     Fault(
         "missing-barrier", "distributed/collectives/peers.py",

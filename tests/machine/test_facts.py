@@ -1,149 +1,66 @@
-"""CPU and memory facts: from machines laid out as files, and from this one."""
+"""A package, Python or system outside what pyproject.toml declares is one line, before anything is imported."""
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
+import platform
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from aliquot.machine import memory
-from aliquot.machine.cpu import format_cpu_list, parse_cpu_list, read_cpu
-from aliquot.machine.facts import machine_facts
-from aliquot.machine.memory import MemoryUse, PssSampler, memory_limit, memory_use, peak_rss, reset_peak_rss
-
-MIB = 1 << 20
+from aliquot.core.errors import MissingToolError
+from aliquot.machine.facts import check_requirements, machine_facts
+from tests.docs_pages import ROOT
+from tests.runs import command
 
 
-def lay_out(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
-    return root
+def install(folder: Path, name: str, version: str) -> None:
+    """As far as importlib.metadata can see."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def two_nodes(root: Path) -> Path:
-    """2 NUMA nodes x 2 cores x 2 threads; the numbers of node 1 lie between those of node 0."""
-    files = {
-        "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t\t: avx2 avx512f amx_bf16\n\n"
-        "processor\t: 1\nmodel name\t: other",
-        "sys/devices/system/node/node0/cpulist": "0,2,4,6",
-        "sys/devices/system/node/node1/cpulist": "1,3,5,7",
-    }
-    for cpu in range(8):
-        files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = f"{cpu % 4},{cpu % 4 + 4}"
-    return lay_out(root, files)
-
-
-def test_cores_are_physical_and_in_numa_order(tmp_path: Path) -> None:
-    facts = read_cpu(two_nodes(tmp_path), allowed=range(8))
-    assert facts.cores == ((0, 4), (2, 6), (1, 5), (3, 7))
-    assert (facts.model, facts.numa_nodes, facts.quota) == ("Some CPU @ 2 GHz", 2, None)
-    assert facts.isa == ("amx_bf16", "avx512f", "avx2")
-    assert facts.usable_cores == 4 and not facts.is_throttled
-
-
-def test_only_allowed_cpus_count(tmp_path: Path) -> None:
-    facts = read_cpu(two_nodes(tmp_path), allowed={2, 6, 4})
-    assert facts.cores == ((4,), (2, 6)) or facts.cores == ((2, 6), (4,))
-    assert facts.numa_nodes == 1
-
-
-def test_bare_root_counts_every_cpu_as_a_core(tmp_path: Path) -> None:
-    facts = read_cpu(tmp_path, allowed={0, 1})
-    assert facts.cores == ((0,), (1,)) and facts.isa == () and facts.model
-
-
-V1, V2 = "4:memory:/a/b\n3:cpu,cpuacct:/a/b", "0::/a/b"
-
-
-@pytest.mark.parametrize(
-    ("files", "quota", "limit"),
-    [
-        ({"proc/self/cgroup": V2, "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, None, 8000),
-        ({"proc/self/cgroup": V2, "sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 1.5, 8000),
-        (
-            {
-                "proc/self/cgroup": V2,
-                "sys/fs/cgroup/a/b/memory.max": "max",
-                "sys/fs/cgroup/a/memory.max": "4096000",
-                "sys/fs/cgroup/a/cpu.max": "200000 100000",
-                "sys/fs/cgroup/a/b/cpu.max": "900000 100000",
-            },
-            2.0,
-            4000,
-        ),
-        # A container sees its own group at the top, under a path that it cannot see.
-        ({"proc/self/cgroup": V2, "sys/fs/cgroup/memory.max": "4096000"}, None, 4000),
-        (
-            {
-                "proc/self/cgroup": V1,
-                "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "4096000",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-                "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_quota_us": "50000",
-                "sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
-            0.5,
-            4000,
-        ),
-        ({}, None, 8000),
-    ],
-)
-def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str], quota: float | None, limit: int) -> None:
-    lay_out(tmp_path, {"proc/meminfo": "MemTotal:        8000 kB\nMemFree: 1 kB", **files})
-    assert read_cpu(tmp_path, allowed={0}).quota == quota
-    assert memory_limit(tmp_path) == limit * 1024
-
-
-def test_this_machine() -> None:
+def test_facts_of_this_machine() -> None:
     facts = json.loads(json.dumps(machine_facts()))
     assert 1 <= facts["physical_cores"] <= len(os.sched_getaffinity(0))
     assert 0 < facts["memory_limit_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert facts["torch"] and facts["transformers"]
 
 
-@given(st.sets(st.integers(0, 300)))
-def test_cpu_lists(cpus: set[int]) -> None:
-    assert parse_cpu_list(format_cpu_list(cpus)) == sorted(cpus)
+def test_this_machine_is_supported() -> None:
+    check_requirements()
 
 
-def test_private_and_shared_memory_are_told_apart() -> None:
-    before = memory_use()
-    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as private:
-        private.write(b"x" * len(private))
-        after = memory_use()
-    assert 60 * MIB < after.private_bytes - before.private_bytes < 140 * MIB
-    assert after.rss_bytes == pytest.approx(after.private_bytes + after.shared_bytes, abs=MIB)
-    assert after.private_bytes <= after.pss_bytes <= after.rss_bytes
+@pytest.mark.parametrize("version", ["2.12.1", "9.0.0+cpu"])
+def test_unsupported_version_is_one_line(tmp_path: Path, version: str) -> None:
+    install(tmp_path, "torch", version)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    refused = command("train", "run.yaml", environment=environment, cold=True)
+    line = f"aliquot: torch {version} is installed, but aliquot supports torch "
+    assert refused.returncode == 2 and refused.stderr.startswith(line) and refused.stderr.count("\n") == 1
+    assert command("instances", "c7i.large", environment=environment, cold=True).returncode == 0, "needs no torch"
 
 
-def test_reading_pss_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, readings = 1000.0, 0
-
-    def slow() -> MemoryUse:
-        nonlocal now, readings
-        now, readings = now + 0.25, readings + 1
-        return MemoryUse(0, 0, 0, readings)
-
-    monkeypatch.setattr(memory, "memory_use", slow)
-    monkeypatch.setattr(memory.time, "monotonic", lambda: now)
-    pss, told = PssSampler(), []
-    for _ in range(50):
-        told.append(pss.bytes())
-        now += 1
-    assert told == [1] * 25 + [2] * 25
+def test_unsupported_python_or_system_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: "3.10.4")
+    with pytest.raises(MissingToolError, match=r"^this is Python 3\.10\.4, but aliquot supports "):
+        check_requirements()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(MissingToolError, match="but aliquot runs on Linux"):
+        check_requirements()
 
 
-def test_peak_is_since_the_reset() -> None:
-    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as private:
-        private.write(b"x" * len(private))
-    high = peak_rss()
-    if not reset_peak_rss():
-        pytest.skip("this kernel does not permit resetting the peak")
-    assert peak_rss() < high - 32 * MIB
+def test_documented_versions_match_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(each for each in map(Requirement, project["dependencies"]) if each.name == "torch")
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for minor in range(8, 20):
+        python, release = f"3.{minor}", f"2.{minor}"
+        assert (f"| {python} |" in page) == SpecifierSet(project["requires-python"]).contains(f"{python}.1"), python
+        assert (f"| {release} |" in page) == torch.specifier.contains(f"{release}.0"), release

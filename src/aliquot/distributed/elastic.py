@@ -72,7 +72,7 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
                 return int(order["code"])
             start_server(program.log_directory, program.modules)  # again, if it has ended since
             ended = _run_round(node, order, launch, program, secret)
-            if ended.told:
+            if ended.was_stopped:
                 _print(ended.lines)
                 return ended.code
             node.report(order["round"], ended)
@@ -90,7 +90,7 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
 
 def _run_round(node: _Node, order: Message, launch: LaunchSection, program: RankProgram, secret: str) -> Ended:
     assert node.link is not None
-    own = launch.model_copy(
+    round_launch = launch.model_copy(
         update={
             "node_rank": order["node"],
             "master_address": order["address"] or node.link.peer.address,
@@ -105,7 +105,7 @@ def _run_round(node: _Node, order: Message, launch: LaunchSection, program: Rank
         wait_for_server()
         node.link.in_round.set()
         run_id = f"{node.link.claim.nonce}-{order['round']}"
-        group = meet_round(own, order["nodes"], run_id, secret, _MEET_S)
+        group = meet_round(round_launch, order["nodes"], run_id, secret, _MEET_S)
         return run_local_ranks(order["ranks"], group, program, order["round"])
     except (RendezvousError, TrainingError) as error:
         return Ended(1, (f"aliquot: {error.line}",), "crash")
@@ -116,8 +116,8 @@ def _run_round(node: _Node, order: Message, launch: LaunchSection, program: Rank
 class _Link(threading.Thread):
     """The connection of this node to the leader; forwards the leader's signals to the ranks."""
 
-    def __init__(self, claim: Claim, peer: Peer, said: list[Message]) -> None:
-        """`said`: messages that have come with the greeting."""
+    def __init__(self, claim: Claim, peer: Peer, greeting: list[Message]) -> None:
+        """`greeting`: messages that have come with the greeting."""
         super().__init__(name="aliquot-member", daemon=True)
         self.claim, self.peer = claim, peer
         self.orders: queue.Queue[Message] = queue.Queue()
@@ -125,18 +125,18 @@ class _Link(threading.Thread):
         self.lost = threading.Event()
         self.dismissed = False  # whether the leader has left
         self._pending: signal.Signals | None = None  # not yet sent to the ranks
-        for message in said:
+        for message in greeting:
             self._obey(message)
         self.start()
 
     def run(self) -> None:
-        heard = said = time.monotonic()
+        heard = sent = time.monotonic()
         while not self.lost.is_set():
             for message in self.peer.receive(_POLL_S):
                 heard = time.monotonic()
                 self._obey(message)
-            if time.monotonic() - said > BEAT_S:
-                said = time.monotonic()
+            if time.monotonic() - sent > BEAT_S:
+                sent = time.monotonic()
                 self.peer.send("beat")
             if self.peer.closed or time.monotonic() - heard > SILENT_S:
                 self.lost.set()

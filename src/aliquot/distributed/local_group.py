@@ -52,7 +52,7 @@ class Ended:
     code: int  # 0, 1, 2 for bad input, or 128 + signal if all ranks saved because a node was told to stop
     lines: tuple[str, ...] = ()  # for the person
     kind: str = "done"  # or the kind of the first rank error; "killed" if that rank reported nothing
-    told: bool = False  # whether this launcher itself received the signal
+    was_stopped: bool = False  # whether this launcher itself received the signal
 
 
 def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: int | None = None) -> Ended:
@@ -115,7 +115,7 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
         return Ended(code, tuple(lines), kind)
     except SignalException as stopped:
         lines, code = explain_stop(signal.Signals(stopped.sigval), errors.read())
-        return Ended(code, tuple(lines), "stopped", told=True)
+        return Ended(code, tuple(lines), "stopped", was_stopped=True)
     except (DistError, ElasticRendezvousError) as error:
         raise RendezvousError(
             f"the {group.nodes} nodes could not be brought together at {group.address}:{group.port}, as node"

@@ -102,7 +102,7 @@ class Leader:
         self._members: list[Member] = []
         self._round = _Round([], False, len(previous.survivors or ()), previous.survivors, previous.reasons)
         self._claim_used = False  # whether a round has used it
-        self._changed = self._said = self._waiting_since = time.monotonic()
+        self._changed = self._last_beat = self._waiting_since = time.monotonic()
         self._failed_at: int | None = None  # steps saved at the last failure
         self._proven = set(previous.survivors or ())  # ids of nodes that have trained
         self._over = threading.Event()
@@ -154,8 +154,8 @@ class Leader:
                 self._run.tell(f"round {self._claim.number} is over: another node has begun a newer one")
                 self._kill()
                 break
-            if time.monotonic() - self._said > BEAT_S:
-                self._said = time.monotonic()
+            if time.monotonic() - self._last_beat > BEAT_S:
+                self._last_beat = time.monotonic()
                 for member in self._members:
                     member.peer.send("beat")
             if self._round.running:
