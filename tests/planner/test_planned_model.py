@@ -92,7 +92,7 @@ def test_unwritable_cache_only_costs_time(own_cache: Path) -> None:
 
 
 def test_old_plans_go(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_model, "_KEPT_FILES", 2)
+    monkeypatch.setattr(planned_model, "_CACHED_FILES", 2)
     for layers in (2, 3, 4):
         PlannedModel(planned_config(LLAMA | {"num_hidden_layers": layers}))
     assert len(list((own_cache / "plans").iterdir())) == 2

@@ -1,12 +1,14 @@
-"""The plan that a training run makes of itself before it allocates anything."""
+"""The plan that a training run makes of itself before it allocates anything, and the refusal of a run that cannot fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError, PlanError, StorageError, UserError
+from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout, Topology
 from aliquot.machine.cpu import read_cpu
@@ -31,6 +33,23 @@ class PlanRequest:
     vocabulary: int
     steps_done: int  # by the checkpoint that the run resumes from
     memory_bytes: int  # of the node with the least memory
+
+
+def plan_together(
+    ranks: RankGroup, request: Callable[[], PlanRequest], force: bool, advise: bool, warn: Callable[[str], None]
+) -> Plan | None:
+    """Plan a run on rank 0 and return the plan on every rank. Collective; raises as `plan_run` does, on every rank.
+
+    Args:
+        request: runs on rank 0 alone.
+    """
+
+    def plan_values() -> dict[str, Any] | None:
+        plan = plan_run(request(), force, advise, warn)
+        return None if plan is None else plan.as_json()
+
+    values = run_on_rank_0(ranks, plan_values)
+    return None if values is None else Plan.from_json(values)
 
 
 def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[str], None]) -> Plan | None:

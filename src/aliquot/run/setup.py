@@ -51,7 +51,7 @@ from aliquot.observe.step_clock import StepClock, timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.compute_ceiling import Ceiling
 from aliquot.planner.plan import Plan
-from aliquot.planner.preflight import PlanRequest, plan_run
+from aliquot.planner.preflight import PlanRequest, plan_together
 from aliquot.run.run_context import Inputs, Model, RunContext, Start
 
 
@@ -118,21 +118,18 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
     """Plan the run on rank 0 and return the plan on every rank; None if no plan can be made. Collective."""
     memory_bytes = min(run.ranks.gather(memory_limit()))
 
-    def plan() -> dict[str, Any] | None:
+    def request() -> PlanRequest:
         eval_sequences = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
         newest_checkpoint = newest(run.directory.checkpoints)
-        request = PlanRequest(
+        return PlanRequest(
             run.config, run.ranks.topology, run.ranks.allowed_cores,
             replace(inputs.batches.workload(), eval_sequences=eval_sequences or None),
             vocabulary=inputs.source.config.vocab_size,
             steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
         )  # fmt: skip
-        # Advice needs a dozen plans, and seconds in which all nodes wait: not in later rounds of an elastic run.
-        result = plan_run(request, force, not follows_earlier_round(), run.display.warning)
-        return None if result is None else result.as_json()
 
-    values = run_on_rank_0(run.ranks, plan)
-    return None if values is None else Plan.from_json(values)
+    # Advice needs a dozen plans, and seconds in which all nodes wait: not in later rounds of an elastic run.
+    return plan_together(run.ranks, request, force, not follows_earlier_round(), run.display.warning)
 
 
 def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Model:
