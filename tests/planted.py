@@ -187,9 +187,9 @@ FAULTS = (
         ("tests/run/test_train.py",),
     ),
     Fault(
-        "bad-input-exits-with-1", "cli/one_line_errors.py",
+        "bad-input-exits-with-1", "cli/terminal.py",
         "bad input ends with exit code 1, as a crash does",
-        "raise typer.Exit(told.exit_code) from None", "raise typer.Exit(1) from None",
+        "raise typer.Exit(user_error.exit_code) from None", "raise typer.Exit(1) from None",
         ("tests/cli", "tests/config"),
     ),
     Fault(

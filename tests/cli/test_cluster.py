@@ -31,7 +31,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ranks = config.launch.ranks if config.launch.ranks != "auto" else 2
         return plan(instance=instance, nodes=nodes, ranks_per_node=ranks, threads_per_rank=16 // ranks)
 
-    monkeypatch.setattr(plan_on_instances, "plan_on", plan_on)
+    monkeypatch.setattr(plan_on_instances, "plan_on_instance", plan_on)
     values = {
         "run": {"name": "my_run.3"},
         "model": {"path": "meta-llama/Meta-Llama-3-8B"},
@@ -119,7 +119,7 @@ def test_fits(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise EngineError("not here")
         return plan(instance=name, nodes=nodes, limit_bytes_per_node=instance(name).allocatable_memory_bytes)
 
-    monkeypatch.setattr(plan_on_instances, "planner_of", lambda config: plan_on)
+    monkeypatch.setattr(plan_on_instances, "instance_planner", lambda config: plan_on)
     refused = aliquot("instances", "m7i.*", "--fits", run_file)
     assert refused.exit_code == 2 and "not here" in refused.stderr
     result = aliquot("instances", "c7i.*,m7i.*,r7i.*", "--max-vcpus", "96", "--fits", run_file, "--json")

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from aliquot.cli.main import app
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UserError
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner import machine_profile

@@ -1,4 +1,4 @@
-"""aliquot cluster: the manifests of a run on EKS, and what is wrong with manifests."""
+"""aliquot cluster: write and check the manifests of a run on EKS, and show the state of its job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ def render(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration with a cluster section.")],
     overrides: _Overrides = None,
     out_dir: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to write; default: manifests/<name>.")
+        Path | None, typer.Option("-o", "--output", help="The directory to write; default: manifests/<name>.")
     ] = None,
     runtime: Annotated[
         bool,
-        typer.Option("--runtime", help="Instead of the job: the ClusterTrainingRuntime aliquot-cpu or aliquot-gpu."),
+        typer.Option("--runtime", help="Instead of the job write the ClusterTrainingRuntime of its kind of node."),
     ] = False,
     debug: _Debug = False,
 ) -> None:
-    """Write what `kubectl apply --server-side -k DIR` makes of a run: nodes, storage, config, job."""
+    """Write the manifests of a run, nodes, storage, config and job, for `kubectl apply --server-side -k DIR`."""
     with one_line_errors(debug):
         from aliquot.cluster import render as rendering
         from aliquot.cluster.check import check_job_of_config, check_manifests
@@ -73,7 +73,7 @@ def check(
     overrides: _Overrides = None,
     crds: Annotated[
         Path | None,
-        typer.Option("--crds", metavar="DIR", help="CRDs to judge by; default: those of the supported versions."),
+        typer.Option("--crds", metavar="DIR", help="CRDs to check against; default: CRDs of the supported versions."),
     ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="Also ask the cluster (kubectl) and the account (boto3); changes nothing.")
@@ -81,7 +81,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     debug: _Debug = False,
 ) -> None:
-    """Say what keeps a job from running before it is sent. Exit code 1: there is an error."""
+    """Find errors that would keep a job from running. Exit code 1: there is an error."""
     with one_line_errors(debug):
         from aliquot.cluster.check import check_job_of_config, check_manifests, errors_first
         from aliquot.cluster.crds import read_crds
@@ -89,32 +89,32 @@ def check(
         from aliquot.cluster.manifests import is_manifest, read_manifests
         from aliquot.cluster.render import parsed
 
-        own = read_crds(crds) if crds is not None else crds_of_cluster() if live else []
+        extra_crds = read_crds(crds) if crds is not None else crds_of_cluster() if live else []
         if is_manifest(path):
             manifests, job = read_manifests(path), None
-            findings = check_manifests(manifests, crds=own)
+            findings = check_manifests(manifests, crds=extra_crds)
         else:
             job = _job(path, overrides)
-            manifests, findings = parsed(job), check_job_of_config(job, own)
+            manifests, findings = parsed(job), check_job_of_config(job, extra_crds)
         if live:
             findings = errors_first([*findings, *ask_cluster(manifests, job)])
         if as_json:
-            print(json.dumps([each.as_json() for each in findings], indent=1))
+            print(json.dumps([finding.as_json() for finding in findings], indent=1))
         else:
             _print(findings)
             if not findings:
                 print(f"{len(manifests)} objects, nothing found")
-    if any(each.level == "error" for each in findings):
+    if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
 
 
-_Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the TrainJob.")]
-_Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Where it lies.")]
+_Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the TrainJob.")]
+_Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Namespace of the TrainJob.")]
 
 
 @app.command("status")
 def status(name: _Name, namespace: _Namespace = "default", debug: _Debug = False) -> None:
-    """Say where a job on the cluster stands, and why its pods wait. Only reads, by kubectl."""
+    """Show the state of a job on the cluster, and why pods wait. Reads only, through kubectl."""
     with one_line_errors(debug):
         from aliquot.cluster.job_status import job_status
         from aliquot.cluster.live_cluster import kubectl_here
@@ -127,7 +127,7 @@ def status(name: _Name, namespace: _Namespace = "default", debug: _Debug = False
 def logs(
     name: _Name,
     namespace: _Namespace = "default",
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as it grows.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the log.")] = False,
     debug: _Debug = False,
 ) -> None:
     """Print the log of rank 0 of a job on the cluster."""
@@ -146,14 +146,14 @@ def logs(
 
 
 def _job(config: Path, overrides: list[str] | None) -> Job:
-    from aliquot.cli.plan_on_instances import plan_on
+    from aliquot.cli.plan_on_instances import plan_on_instance
     from aliquot.cluster.job import cluster_section, describe, placed
     from aliquot.config.read_config import read_config
 
     settings = read_config(config, overrides or [])
     section = cluster_section(settings)
     plans = [
-        plan_on(placed(settings), section.instance_types[0], nodes)
+        plan_on_instance(placed(settings), section.instance_types[0], nodes)
         for nodes in dict.fromkeys((section.most_nodes, section.fewest_nodes))
     ]
     return describe(settings, *plans)
@@ -162,6 +162,6 @@ def _job(config: Path, overrides: list[str] | None) -> Job:
 def _print(findings: list[RuleFinding]) -> None:
     from aliquot.cluster.findings import RULES
 
-    for each in findings:
-        print(printable(f"{each.level}: {each.where}: {each.message} [{each.rule}]"))
-        print(printable(f"  why: {RULES[each.rule].reason}\n  fix: {each.fix}"))
+    for finding in findings:
+        print(printable(f"{finding.level}: {finding.where}: {finding.message} [{finding.rule}]"))
+        print(printable(f"  why: {RULES[finding.rule].reason}\n  fix: {finding.fix}"))

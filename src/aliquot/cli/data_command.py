@@ -1,4 +1,4 @@
-"""aliquot data: what a run would learn from its data."""
+"""aliquot data: examples and statistics of the training data."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
-app = typer.Typer(help="What a run would learn from its data.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Examples and statistics of the training data.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def data() -> None:
-    """What a run would learn from its data."""
+    """Examples and statistics of the training data."""
 
 
 @app.command("show")
@@ -26,9 +26,9 @@ def show(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Show the first two examples of each source, marked by what is learned, and what is counted of the rest.
+    """Show two examples of each source, with their learned parts marked, and statistics of all documents.
 
-    Tokenises what is not in the cache yet, as `aliquot train` would; loads no weights.
+    Tokenises documents that are not in the cache yet, as `aliquot train` does; loads no weights.
     """
     with one_line_errors(debug):
         from aliquot.config.read_config import read_config
@@ -45,13 +45,13 @@ def show(
         settings = read_config(config, overrides or [])
         display = Display("auto", enabled=True)
         source = resolve(settings.model, DESCRIPTION_FILES)
-        beside = source.config.to_dict()
+        fields = source.config.to_dict()
         added = (settings.model.add_tokens, settings.model.add_special_tokens)
         rows = source.largest_vocabulary
-        learned = None if settings.adapter is None else settings.adapter.directory
+        adapter = None if settings.adapter is None else settings.adapter.directory
         day = settings.data.chat_template_date or RunDirectory(settings.run.directory).day()
         section = settings.data.model_copy(update={"chat_template_date": day})
-        prepared = prepare(section, source.directory, rows, display.progress, beside, AddedTokens(*added), learned)
+        prepared = prepare(section, source.directory, rows, display.progress, fields, AddedTokens(*added), adapter)
         display.finish()
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs
@@ -60,9 +60,9 @@ def show(
         batches = Batches.of(prepared, settings.data, settings.run.seed, size, epochs)
         held_out = EvalBatches.of(prepared, settings.data, size)
         steps = batches.total_steps(train.max_steps)
-        evaluated = [TrainStore(each.store, f"{name} (evaluation)".strip()) for name, each in held_out.items()]
-        for each in [*batches.sources, *evaluated]:
-            for line in examples(each, tokenizer, text=True):
+        evaluated = [TrainStore(data.store, f"{name} (evaluation)".strip()) for name, data in held_out.items()]
+        for source_tokens in [*batches.sources, *evaluated]:
+            for line in examples(source_tokens, tokenizer, text=True):
                 print(printable(line))
         lines = [day_line(prepared.day)] if prepared.day else []
         for line in [*lines, *header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:

@@ -1,4 +1,4 @@
-"""aliquot doctor: is this machine fit for training, and what to change."""
+"""aliquot doctor: problems of this machine for training, and their fixes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Annotated
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
 
 def command(
-    peers: Annotated[str, typer.Option(help="Other nodes, HOST or HOST:PORT, separated by commas.")] = "",
+    peers: Annotated[str, typer.Option(help="Nodes to reach, HOST or HOST:PORT, separated by commas.")] = "",
     run_directory: Annotated[
-        Path, typer.Option(help="Where runs will be written; of a run: its report takes the findings.")
+        Path,
+        typer.Option(help="Where runs will be written. The report of a run directory shows the findings."),
     ] = (Path("runs")),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Where nodes meet: launch.master_port.")] = 29500,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port of launch.master_port.")] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Examine this machine: each finding with what it means for training and its fix. Exit code 1 on a problem."""
+    """Examine this machine, and show what each finding means for training and its fix. Exit code 1: a problem."""
     with one_line_errors(debug):
         from aliquot.core.errors import writing
         from aliquot.core.small_files import publish_text
@@ -35,11 +36,11 @@ def command(
             findings.append(finding)
             if not as_json:
                 print(printable(finding.text()), flush=True)
-        told = json.dumps([asdict(finding) for finding in findings], indent=1)
+        text = json.dumps([asdict(finding) for finding in findings], indent=1)
         if as_json:
-            print(told)
-        if (run_directory / "config.yaml").exists():  # a run's
+            print(text)
+        if (run_directory / "config.yaml").exists():  # it is a run directory
             with writing(run_directory / "doctor.json"):
-                publish_text(run_directory / "doctor.json", told + "\n")
+                publish_text(run_directory / "doctor.json", text + "\n")
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""aliquot evaluate: how well a model predicts a text."""
+"""aliquot evaluate: the loss of a model on a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors, one_line_interrupt
+from aliquot.cli.terminal import one_line_errors, one_line_interrupt
 
 
 def command(
@@ -21,28 +21,29 @@ def command(
         str, typer.Argument(metavar="MODEL", help="A directory: model, adapter, export, checkpoint; or a hub id.")
     ],
     data: Annotated[
-        str, typer.Argument(metavar="DATA", help="Text as data.path, or a run's YAML: what it evaluates on.")
+        str,
+        typer.Argument(metavar="DATA", help="A text like data.path, or the evaluation data of a run's YAML."),
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[section.key=value ...]", help="How: data.document=line train.precision=fp32 ..."),
+        typer.Argument(metavar="[section.key=value ...]", help="Settings: data.document=line train.precision=fp32 ..."),
     ] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(
-            min=2, help="data.sequence_length: tokens that are seen at once; default 1024, or all that the model can."
+            min=2, help="data.sequence_length: tokens of a sequence; default 1024, or fewer if the model takes fewer."
         ),
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="launch.ranks: local ranks; default auto.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object, of several sets one in it for each, and nothing else.")
+        bool, typer.Option("--json", help="Print one JSON object only; with several sets it has one object for each.")
     ] = False,
-    base: Annotated[str | None, typer.Option(help="Of an adapter: where its model lies now, if it has moved.")] = None,
+    base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Loss, perplexity and bits per byte of a model on a text, by all ranks; nothing is written.
+    """Print loss, perplexity and bits per byte of a model on a text, computed by all ranks; write nothing.
 
-    It is launched as `aliquot train` is: local ranks that it starts itself, torchrun, or a TrainJob.
+    Ranks start as those of `aliquot train` do: by the command itself, by torchrun, or by a TrainJob.
     """
     from aliquot.config.evaluation_config import read_evaluation_config
     from aliquot.distributed import launcher
@@ -51,9 +52,9 @@ def command(
 
     with one_line_errors(debug):
         options = {"data.sequence_length": sequence_length, "launch.ranks": ranks}
-        given = [f"{key}={value}" for key, value in options.items() if value is not None]
+        from_options = [f"{key}={value}" for key, value in options.items() if value is not None]
         quiet = ["observe.console=quiet"] if as_json else []
-        settings = read_evaluation_config(model, data, [*(overrides or []), *given, *quiet], base)
+        settings = read_evaluation_config(model, data, [*(overrides or []), *from_options, *quiet], base)
         placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
         if launcher.launch_mode(placed, os.environ) == "launcher":
             if reason is None and (warning := crowding_warning(placed, settings)) is not None:
@@ -69,22 +70,23 @@ def command(
 
     with one_line_interrupt():
         try:
-            found = evaluate_model(settings)
-        # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
+            results = evaluate_model(settings)
+        # The boundary of a rank: any error is reported once, in the form that the process that started the rank reads.
         except Exception as error:
             raise typer.Exit(report_error(error, debug=debug)) from None
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        told = {name: _finite(asdict(each)) for name, each in found.items()}
-        print(json.dumps(told[""] if set(told) == {""} else told))
+        values = {name: _null_for_infinite(asdict(result)) for name, result in results.items()}
+        print(json.dumps(values[""] if set(values) == {""} else values))
         return
-    for name, each in found.items():
-        of = f"{name}: " if name else ""
-        bits = f", {each.bits_per_byte:.4f} bits per byte" if each.bits_per_byte is not None else ""
-        print(f"{of}loss {each.loss:.4f}, perplexity {each.perplexity:.3f}{bits}")
-        print(f"over {each.predicted_tokens:,} tokens of {each.documents:,} documents, {each.sequence_length} at once")
+    for name, result in results.items():
+        prefix = f"{name}: " if name else ""
+        bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
+        print(f"{prefix}loss {result.loss:.4f}, perplexity {result.perplexity:.3f}{bits}")
+        tokens, documents = f"{result.predicted_tokens:,}", f"{result.documents:,}"
+        print(f"over {tokens} tokens of {documents} documents, {result.sequence_length} at once")
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def _null_for_infinite(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""aliquot export: a checkpoint becomes a Hugging Face model directory."""
+"""aliquot export: write a Hugging Face model directory from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Annotated, Literal
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UsageError
 
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint, runs/NAME/checkpoints/step-..., or its URL.")],
-    out_dir: Annotated[Path, typer.Argument(help="Where to write; must not exist or be empty.")],
+    out_dir: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
         "bfloat16"
     ),
-    merge: Annotated[bool, typer.Option("--merge", help="Of an adapter: into the model that it adapts.")] = False,
-    base: Annotated[str | None, typer.Option(help="Where that model lies now, if not where it did.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="First check every byte of the checkpoint.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
+    base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="First verify every byte of the checkpoint.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Write a checkpoint as Hugging Face safetensors with its config and tokenizer; of an adapter as one of peft.
+    """Write a checkpoint as Hugging Face safetensors with config and tokenizer; an adapter as an adapter of peft.
 
-    What is exported is compared with the checkpoint's checksums; --verify does so with all of it, moments included.
+    The exported weights are compared with the checkpoint's checksums; --verify compares the whole checkpoint.
     """
-    with one_line_errors(debug), ExitStack() as held:
+    with one_line_errors(debug), ExitStack() as stack:
         from aliquot.checkpoint.remote_download import fetched_weights
         from aliquot.models.export import export_checkpoint
         from aliquot.models.older_transformers import older_transformers
@@ -38,15 +38,15 @@ def command(
 
         directory = Path(checkpoint)
         if not is_url(checkpoint) and not directory.is_dir():
-            others = ", ".join(sorted(each.name for each in directory.parent.glob("step-*")))
-            raise UsageError(f"no such directory{others and f'; there are {others}'}", directory)
+            siblings = ", ".join(sorted(path.name for path in directory.parent.glob("step-*")))
+            raise UsageError(f"no such directory{siblings and f'; there are {siblings}'}", directory)
         if is_url(checkpoint):
-            directory = held.enter_context(fetched_weights(checkpoint, out_dir, verify))
+            directory = stack.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:
             verify_all(directory)
         export_checkpoint(directory, out_dir, dtype, merge=merge, base=base)
-        config = out_dir / "config.json"  # which an adapter has not
+        config = out_dir / "config.json"  # an adapter has none
         model_type = str(read_json(config).get("model_type")) if config.is_file() else ""
-        if (told := older_transformers(model_type)) is not None:
-            print(f"aliquot: {told}", file=sys.stderr)
+        if (warning := older_transformers(model_type)) is not None:
+            print(f"aliquot: {warning}", file=sys.stderr)
     print(f"exported {checkpoint} to {out_dir} ({dtype})")

@@ -1,4 +1,7 @@
-"""The `aliquot` command. Importing this imports neither torch nor transformers: each command imports what it runs."""
+"""The `aliquot` command.
+
+This module imports neither torch nor transformers: each command imports the code that it runs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from aliquot.cli import (
     report_command,
     train_command,
 )
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UsageError
 from aliquot.machine.torch_compile import set_compile_cache
 
@@ -75,28 +78,28 @@ def main(
 
 
 def run() -> None:
-    _open_what_is_closed()
+    _open_standard_streams()
     if sys.flags.optimize > 1:
-        told = "PYTHONOPTIMIZE=2 or python -OO removes docstrings, which transformers reads: unset it, or set it to 1"
-        print(f"aliquot: {UsageError(told).line}", file=sys.stderr)
+        message = "PYTHONOPTIMIZE=2 or python -OO removes docstrings, which transformers reads: unset it or set it to 1"
+        print(f"aliquot: {UsageError(message).line}", file=sys.stderr)
         sys.exit(UsageError.exit_code)
-    # Read by torch at its import, here and in ranks: it would tell of lost peers, which our own lines do.
+    # Torch reads this at import, here and in ranks. Torch would log lost peers, which aliquot reports itself.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     set_compile_cache()
     for stream in (sys.stdout, sys.stderr):
-        # A terminal may have no sign for what a model says. What a test or a notebook has put there may refuse.
+        # A terminal may lack letters of a model's text. Streams of a test or a notebook may not be reconfigured.
         with suppress(OSError, AttributeError):
             cast(io.TextIOWrapper, stream).reconfigure(errors="replace")
-    # The interpreter looks for cycles before it ends, among a million objects that torch and transformers have made:
-    # half a second (a Xeon at 2.6 GHz) for what the kernel frees anyway.
+    # At its end the interpreter would look for cycles among a million objects of torch and transformers, which takes
+    # half a second on a Xeon at 2.6 GHz. The kernel frees the memory anyway.
     atexit.register(gc.freeze)
     app()
 
 
-def _open_what_is_closed() -> None:
-    """Standard streams that whoever started this has closed (`>&-`): the next files opened would take their places."""
+def _open_standard_streams() -> None:
+    """Open standard streams that are closed (`>&-`), because the next opened files would take their numbers."""
     while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(null, True)  # for ranks
+        os.set_inheritable(null, True)  # ranks inherit it
     os.close(null)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

@@ -1,30 +1,64 @@
-"""aliquot plan: what a run needs, how long it takes and what it costs, before it starts."""
+"""aliquot plan: the memory, time and cost of a run, before it starts."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 from aliquot.config.key_locations import locate_errors
 
 if TYPE_CHECKING:
     from aliquot.config.key_locations import KeyPath, Location
     from aliquot.config.schema import RunConfig
+    from aliquot.planner.plan import Plan
+    from aliquot.planner.planned_machine import Machine
+    from aliquot.planner.search import Candidate
 
-_MOST = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
+_MAX_SIZE = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The machine and the layout to plan for, as options give them; None: this machine, or the config's layout."""
+
+    instance: str | None
+    memory_gib: float | None
+    cores: int | None
+    network_gbit: float | None
+    nodes: int | None
+    ranks_per_node: int | None
+    document_tokens: int | None
+
+
+@dataclass(frozen=True)
+class _Result:
+    plan: Plan
+    plan_on_fewest_nodes: Plan | None  # of an elastic run
+    machine: Machine
+    source: str  # of the numbers about the data
+    problems: list[str]
+    advice: str | None
+    alternatives: list[Candidate]
+
+    def as_json(self) -> dict[str, Any]:
+        alternatives = [{"set": candidate.arguments, **candidate.plan.as_json()} for candidate in self.alternatives]
+        verdict = {"fits": not self.problems, "problems": self.problems}  # the plan's own `fits` is about memory alone
+        return {**self.plan.as_json(), **verdict, "advice": self.advice, "alternatives": alternatives}
 
 
 def command(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
     ] = None,
     instance: Annotated[str | None, typer.Option(help="An EC2 type, for example c7i.8xlarge.")] = None,
-    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of a machine that is not this one.")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of it.")] = None,
+    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of memory of another machine.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of that machine.")] = None,
     network: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between machines.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks.")] = None,
@@ -33,169 +67,184 @@ def command(
     ] = None,
     optimize: Annotated[
         Literal["time", "cost"] | None,
-        typer.Option(help="What is to be least, with --tokens. Without: time, of other settings on the same nodes."),
+        typer.Option(help="With --tokens: minimise time or cost. Without: find faster settings on the same nodes."),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(
-            help="Like 1B: which EC2 types, how many, how long, how much for so many, over the whole catalogue."
-        ),
+        typer.Option(help="Like 1B: find EC2 types, numbers of nodes, time and cost to train on so many tokens."),
     ] = None,
     global_batch: Annotated[
         str | None, typer.Option(help="With --tokens: sequences of a step, like 64 or 32-256. Default: the config's.")
     ] = None,
     spot_price: Annotated[
-        float, typer.Option(min=0.01, max=1, help="With --tokens: a spot node's price, of that on demand; assumed.")
+        float,
+        typer.Option(min=0.01, max=1, help="With --tokens: assumed price of a spot node, as a fraction of on-demand."),
     ] = 0.4,
     spot_losses: Annotated[
-        float, typer.Option(min=0, max=1000, help="With --tokens: spot nodes lost a month, in percent; assumed.")
+        float, typer.Option(min=0, max=1000, help="With --tokens: assumed percent of spot nodes lost per month.")
     ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Write memory over the phases as SVG; with --tokens time against money.")
+        Path | None, typer.Option(help="Write an SVG of memory by phase; with --tokens of time against cost.")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine thoroughly, for later plans.")
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the complete config, with where each value was written.")
+        bool,
+        typer.Option("--print-config", help="Print the complete config, with the place of each value."),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Say whether a run fits, where each byte goes, how long it takes and what it costs; loads no weights.
+    """Show whether a run fits, its memory by phase, its time and its cost, without loading weights.
 
-    Exit code 0: it fits; 1: it does not.
+    Exit code 0: the run fits; 1: it does not.
     """
     import gc
     import json
-    import sys
-    from dataclasses import replace
 
     from aliquot.planner.planned_model import collecting_no_garbage
 
-    places: dict[KeyPath, Location] = {}
-    with one_line_errors(debug), locate_errors(places), collecting_no_garbage():
-        from rich.console import Console
-
-        from aliquot.cli.plan_offers import print_offers
-        from aliquot.cli.progress import progress
+    locations: dict[KeyPath, Location] = {}
+    with one_line_errors(debug), locate_errors(locations), collecting_no_garbage():
+        from aliquot.cli.plan_offers import OfferOptions, print_offers
         from aliquot.config.read_config import dump_with_locations, read_with_locations
         from aliquot.core.errors import PlanError, UsageError, writing
-        from aliquot.data.workload import Workload
-        from aliquot.planner import fit, report, search
-        from aliquot.planner.advice import with_advice
-        from aliquot.planner.fit import full_disks
-        from aliquot.planner.machine_profile import ensure_measured
         from aliquot.planner.pictures import memory_svg
-        from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
-        from aliquot.planner.planned_model import PlannedModel
-        from aliquot.planner.planner import Planner
 
         for option, value in (("--memory", memory), ("--network", network)):
-            if value is not None and not value <= _MOST:  # nan is not, either
-                raise UsageError(f"{option} {value:g}: give a number up to {_MOST:g}")
+            if value is not None and not value <= _MAX_SIZE:  # also refuses nan
+                raise UsageError(f"{option} {value:g}: give a number up to {_MAX_SIZE:g}")
         if calibrate:
-            from aliquot.planner.machine_profile import calibrate as measure
-
-            with progress() as doing:
-                doing("measuring this machine, half a minute")
-                measured = measure()
-            print(f"measured this machine: {measured}", file=sys.stderr)
+            _calibrate()
             if config is None:
                 raise typer.Exit(0)
         if config is None:
             raise PlanError("give a run configuration to plan, or --calibrate")
         settings, written = read_with_locations(config, overrides or [])
-        places.update(written)
+        locations.update(written)
         if print_config:
-            print(dump_with_locations(settings, places), end="")
+            print(dump_with_locations(settings, locations), end="")
             return
         if tokens is not None:
             if memory is not None or cores is not None or network is not None:
                 raise UsageError("--tokens is about EC2 types: not with --memory, --cores or --network")
-            goal = optimize or "cost"
-            print_offers(
-                settings, tokens, goal, document_tokens, global_batch, nodes, ranks_per_node, instance, spot_price,
-                spot_losses, picture, as_json,
+            options = OfferOptions(
+                tokens, optimize or "cost", document_tokens, global_batch, nodes, ranks_per_node, instance, spot_price,
+                spot_losses,
             )  # fmt: skip
+            print_offers(settings, options, picture, as_json)
             return
         if optimize == "cost":
             raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
-        names = _names(settings, instance is not None, nodes, ranks_per_node)
-        if instance is not None and settings.cluster is not None:
-            settings = _placed(settings)
-        with progress() as doing:
-            doing("what this machine has")
-            machine = measure_disks(
-                limit_to_pod(machine_from_options(instance, memory, cores, network), settings), settings
-            )
-            workload = Workload.assumed(settings, document_tokens)
-            layout = machine.layout(settings, nodes, ranks_per_node)
-            doing("what the model needs")
-            planner = Planner(PlannedModel(settings), machine)
-            doing("what this machine reaches")
-            ensure_measured(machine, layout)
-            doing("what the run needs")
-            plan = with_advice(planner.plan(settings, layout, workload), planner, settings, layout, workload, names)
-            problems = fit.problems(plan, machine)
-            least = planner.plan_on_fewest_nodes(settings, layout, workload) if nodes is None else None
-            short = layout
-            if least is not None and not problems:
-                problems = [f"with launch.nodes {least.nodes} left, {each}" for each in fit.problems(least, machine)]
-                short = replace(layout, nodes=least.nodes)
-            doing("what else there is")
-            advice = search.remedies(planner, settings, short, workload, names=names) if problems else None
-            if machine.is_local:
-                problems += full_disks(settings, plan)
-            better = search.fastest(planner, settings, layout, workload, names=names) if optimize is not None else []
+        target = _Target(instance, memory, cores, network, nodes, ranks_per_node, document_tokens)
+        names = _names(settings, target)
+        result = _make_plan(settings, target, names, optimize is not None)
         if as_json:
-            alternatives = [{"set": each.arguments, **each.plan.as_json()} for each in better]
-            # The plan's own `fits` is about memory alone.
-            told = {"fits": not problems, "problems": problems, "advice": advice, "alternatives": alternatives}
-            print(json.dumps({**plan.as_json(), **told}, indent=1))
+            print(json.dumps(result.as_json(), indent=1))
         else:
-            console = Console(highlight=False)
-            console.soft_wrap = not console.is_terminal  # where lines are read by others than people
-            console.print(report.summary(plan, problems, machine.name, workload.source))
-            if least is not None:
-                console.print(report.Lines([report.fewest(least)]))
-            if (idle := report.idle_gpus(plan, machine.gpus, names)) is not None:
-                console.print(report.Lines([idle]))
-            if advice is not None:
-                console.print(advice, markup=False)
-            if better:
-                console.print(report.alternatives(better, plan))
+            _print(result, names)
         if picture is not None:
             with writing(picture):
-                picture.write_text(memory_svg(plan))
+                picture.write_text(memory_svg(result.plan))
             print(f"picture         {picture}", file=sys.stderr)
-        gc.freeze()  # nothing more comes: else the first collection looks through all that was imported, 0.2 s
-    raise typer.Exit(1 if problems else 0)
+        gc.freeze()  # the process ends: a collection would look through all imported objects, 0.2 s
+    raise typer.Exit(1 if result.problems else 0)
 
 
-def _placed(config: RunConfig) -> RunConfig:
-    """With the cluster's nodes and ranks, but for what the section `launch` says itself."""
+def _calibrate() -> None:
+    from aliquot.cli.terminal import progress
+    from aliquot.planner.machine_profile import calibrate
+
+    with progress() as update:
+        update("measuring this machine, half a minute")
+        summary = calibrate()
+    print(f"measured this machine: {summary}", file=sys.stderr)
+
+
+def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_alternatives: bool) -> _Result:
+    """Plan `config` for `target`, with advice if it does not fit; `names`: options that set keys, for the advice."""
+    from dataclasses import replace
+
+    from aliquot.cli.terminal import progress
+    from aliquot.data.workload import Workload
+    from aliquot.planner import fit, search
+    from aliquot.planner.advice import with_advice
+    from aliquot.planner.machine_profile import ensure_measured
+    from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
+    from aliquot.planner.planned_model import PlannedModel
+    from aliquot.planner.planner import Planner
+
+    if target.instance is not None and config.cluster is not None:
+        config = _with_cluster_layout(config)
+    with progress() as update:
+        update("what this machine has")
+        machine = machine_from_options(target.instance, target.memory_gib, target.cores, target.network_gbit)
+        machine = measure_disks(limit_to_pod(machine, config), config)
+        workload = Workload.assumed(config, target.document_tokens)
+        layout = machine.layout(config, target.nodes, target.ranks_per_node)
+        update("what the model needs")
+        planner = Planner(PlannedModel(config), machine)
+        update("what this machine reaches")
+        ensure_measured(machine, layout)
+        update("what the run needs")
+        plan = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload, names)
+        problems = fit.problems(plan, machine)
+        fewest = planner.plan_on_fewest_nodes(config, layout, workload) if target.nodes is None else None
+        failing_layout = layout
+        if fewest is not None and not problems:
+            problems = [f"with launch.nodes {fewest.nodes} left, {text}" for text in fit.problems(fewest, machine)]
+            failing_layout = replace(layout, nodes=fewest.nodes)
+        update("what else there is")
+        advice = search.remedies(planner, config, failing_layout, workload, names=names) if problems else None
+        if machine.is_local:
+            problems += fit.full_disks(config, plan)
+        better = search.fastest(planner, config, layout, workload, names=names) if finds_alternatives else []
+    return _Result(plan, fewest, machine, workload.source, problems, advice, better)
+
+
+def _print(result: _Result, names: dict[str, str]) -> None:
+    from rich.console import Console
+
+    from aliquot.planner import report
+
+    plan, machine = result.plan, result.machine
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal  # a program that reads the lines wants whole lines
+    console.print(report.summary(plan, result.problems, machine.name, result.source))
+    if result.plan_on_fewest_nodes is not None:
+        console.print(report.Lines([report.fewest(result.plan_on_fewest_nodes)]))
+    if (idle := report.idle_gpus(plan, machine.gpus, names)) is not None:
+        console.print(report.Lines([idle]))
+    if result.advice is not None:
+        console.print(result.advice, markup=False)
+    if result.alternatives:
+        console.print(report.alternatives(result.alternatives, plan))
+
+
+def _with_cluster_layout(config: RunConfig) -> RunConfig:
+    """Take nodes and ranks from the section `cluster`, except for those that the section `launch` sets."""
     from aliquot.cluster.job import placed
 
-    found = placed(config).launch
-    update = {name: getattr(config.launch, name) for name in _said(config)}
-    return config.model_copy(update={"launch": found.model_copy(update=update)})
+    launch = placed(config).launch
+    update = {name: getattr(config.launch, name) for name in _set_in_launch(config)}
+    return config.model_copy(update={"launch": launch.model_copy(update=update)})
 
 
-def _said(config: RunConfig) -> set[str]:
-    """Of nodes and ranks, what the section `launch` says."""
-    given = {"nodes", "ranks"} & config.launch.model_fields_set
-    return {name for name in given if getattr(config.launch, name) != "auto"}
+def _set_in_launch(config: RunConfig) -> set[str]:
+    """Return those of `nodes` and `ranks` that the section `launch` sets."""
+    names = {"nodes", "ranks"} & config.launch.model_fields_set
+    return {name for name in names if getattr(config.launch, name) != "auto"}
 
 
-def _names(config: RunConfig, of_instances: bool, nodes: int | None, ranks_per_node: int | None) -> dict[str, str]:
-    """What counts in place of launch.nodes and launch.ranks: options, or what `_placed` takes from the cluster."""
+def _names(config: RunConfig, target: _Target) -> dict[str, str]:
+    """Return the option or cluster key that sets launch.nodes and launch.ranks instead of these keys, if any does."""
     names = {}
-    if of_instances and config.cluster is not None:
-        of_cluster = {"nodes": "cluster.nodes", "ranks": "cluster.ranks_per_node"}
-        names = {f"launch.{name}": of_cluster[name] for name in of_cluster.keys() - _said(config)}
-    if nodes is not None:
+    if target.instance is not None and config.cluster is not None:
+        cluster_keys = {"nodes": "cluster.nodes", "ranks": "cluster.ranks_per_node"}
+        names = {f"launch.{name}": cluster_keys[name] for name in cluster_keys.keys() - _set_in_launch(config)}
+    if target.nodes is not None:
         names["launch.nodes"] = "--nodes"
-    if ranks_per_node is not None:
+    if target.ranks_per_node is not None:
         names["launch.ranks"] = "--ranks-per-node"
     return names

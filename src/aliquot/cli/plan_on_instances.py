@@ -1,4 +1,4 @@
-"""The plan of a config on EC2 nodes, for the commands that need one."""
+"""Plan a config on EC2 nodes, for the commands that need such a plan."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from aliquot.planner.plan import Plan
 
 
-def plan_on(config: RunConfig, instance: str, nodes: int) -> Plan:
-    """Raises UserError where there is no way to run `config` there."""
-    return planner_of(config)(instance, nodes)
+def plan_on_instance(config: RunConfig, instance: str, nodes: int) -> Plan:
+    """Return the plan of `config` on `nodes` nodes of an EC2 type. Raises UserError if `config` cannot run there."""
+    return instance_planner(config)(instance, nodes)
 
 
-def planner_of(config: RunConfig) -> Callable[[str, int], Plan]:
-    """`plan_on` for one config and many instance types: its model is built once, here.
+def instance_planner(config: RunConfig) -> Callable[[str, int], Plan]:
+    """Return `plan_on_instance` for one config and many instance types, which builds the model once.
 
-    Raises UserError where there is no such model.
+    Raises UserError if the model does not exist.
     """
     from aliquot.data.workload import Workload
     from aliquot.planner.planned_machine import Machine, limit_to_pod

@@ -1,4 +1,4 @@
-"""aliquot report: a page of one run, or of several side by side."""
+"""aliquot report: an HTML page of one run, or of several runs side by side."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors
+from aliquot.cli.terminal import one_line_errors
 
 
 def command(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, runs/NAME.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write. Default: RUN_DIR/report.html; of several runs, ./comparison.html."),
+        typer.Option(help="The file to write. Default: RUN_DIR/report.html; for several runs ./comparison.html."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Make one self-contained HTML page of a run, be it complete, still going or killed, or of several side by side."""
+    """Write one self-contained HTML page of a complete, running or killed run, or of several runs side by side."""
     with one_line_errors(debug):
         from aliquot.core.errors import writing
         from aliquot.observe.report.page import write_report

@@ -1,4 +1,4 @@
-"""aliquot train: alone, as the launcher of local ranks, or as one rank of a running job."""
+"""aliquot train: as a single process, as the launcher of local ranks, or as one rank of a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aliquot.cli.one_line_errors import one_line_errors, one_line_interrupt
+from aliquot.cli.terminal import one_line_errors, one_line_interrupt
 
 if TYPE_CHECKING:
     from aliquot.config.key_locations import KeyPath, Location
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of it.")
+        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors: observe.console=quiet.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if the plan says that it does not fit.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Train a model: one process, N local ranks that it starts itself, or a rank under torchrun or a TrainJob."""
+    """Train a model: in one process, in N local ranks that start here, or as a rank of torchrun or a TrainJob."""
     from aliquot.config.key_locations import locate_errors
     from aliquot.config.read_config import read_with_locations
     from aliquot.distributed import launcher
@@ -35,11 +35,11 @@ def command(
     from aliquot.observe.run_directory import RunDirectory
     from aliquot.planner.fit import check_start
 
-    places: dict[KeyPath, Location] = {}
-    with one_line_errors(debug), locate_errors(places):
-        given = [*(overrides or []), *(["observe.console=quiet"] if quiet else [])]
-        settings, written = read_with_locations(config, given)
-        places.update(written)
+    locations: dict[KeyPath, Location] = {}
+    with one_line_errors(debug), locate_errors(locations):
+        all_overrides = [*(overrides or []), *(["observe.console=quiet"] if quiet else [])]
+        settings, written = read_with_locations(config, all_overrides)
+        locations.update(written)
         placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
         mode = launcher.launch_mode(placed, os.environ)
         if mode != "rank" and not force:
@@ -47,7 +47,7 @@ def command(
         if mode == "launcher":
             directory = RunDirectory(settings.run.directory)
             if not placed.is_elastic:
-                directory.check(settings)  # before anything is made in it
+                directory.check(settings)  # before the directory gets any file
             if reason is not None:
                 print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
             elif (warning := crowding_warning(placed, settings)) is not None:
@@ -55,7 +55,7 @@ def command(
             arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
             grace_s = settings.checkpoint.grace_s
             if placed.is_elastic:
-                raise typer.Exit(_rounds(placed, settings, arguments, automatic))
+                raise typer.Exit(_run_elastic(placed, settings, arguments, automatic))
             raise typer.Exit(
                 launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic, directory.path)
             )
@@ -66,15 +66,15 @@ def command(
 
     with one_line_interrupt():
         try:
-            with locate_errors(places):
+            with locate_errors(locations):
                 train(settings, force)
-        # The boundary of a rank: whatever ended it is reported once, in the way that suits who started it.
+        # The boundary of a rank: any error is reported once, in the form that the process that started the rank reads.
         except Exception as error:
             raise typer.Exit(report_error(error, debug=debug)) from None
 
 
-def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], automatic: bool) -> int:
-    """Train with the nodes that come and go; the exit code."""
+def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str], automatic: bool) -> int:
+    """Train in rounds with the nodes that are present, and return the exit code."""
     import json
     from contextlib import closing, suppress
 
@@ -84,7 +84,9 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
     from aliquot.distributed.leader_lease import is_finished
     from aliquot.observe.run_directory import RunDirectory
 
-    if settings.train.global_batch_size is None or settings.checkpoint.resume == "never":  # of PET_NNODES
+    if (
+        settings.train.global_batch_size is None or settings.checkpoint.resume == "never"
+    ):  # nodes may come from PET_NNODES
         raise LaunchError(
             f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
         )
@@ -100,18 +102,18 @@ def _rounds(launch: LaunchSection, settings: RunConfig, arguments: list[str], au
         saved = newest(directory.checkpoints)
         return (step_of(saved) if saved is not None else 0), last_step(directory.metrics)
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         print(f"aliquot: {text}", file=sys.stderr, flush=True)
         with suppress(StorageError):
-            if (directory.path / "config.yaml").exists():  # else it is no run yet, and holds nothing of one
+            if (directory.path / "config.yaml").exists():  # before that the directory is no run yet
                 with closing(Events(directory.events, True)) as events:
                     events.write("round", progress()[0], text=text)
 
-    def whole() -> bool:
+    def is_complete() -> bool:
         return directory.export.exists() if settings.checkpoint.export else progress()[0] > 0
 
-    run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, tell, whole)
-    if not (whole() and is_finished(directory.path, run.finish_mark())):
+    run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, report, is_complete)
+    if not (is_complete() and is_finished(directory.path, run.finish_mark())):
         directory.check(settings)
     logs = prepare_log_directory(directory.logs)
     program = RankProgram(arguments, logs, settings.checkpoint.grace_s, ("aliquot.run.train",))

@@ -1,14 +1,17 @@
-"""Tables of commands on a terminal of 80 columns."""
+"""Tables on a terminal of 80 columns, and progress without a terminal."""
 
 from __future__ import annotations
 
 import io
+import time
 
+import pytest
 from rich.console import Console
 
 from aliquot.catalogue.instances import instances
-from aliquot.cli.fitting_table import show_table
-from aliquot.cli.instances_command import _LEAST, _columns
+from aliquot.cli import terminal
+from aliquot.cli.instances_command import _OPTIONAL_COLUMNS, _columns
+from aliquot.cli.terminal import progress, show_table
 
 CONTENT = {"type": ["c7i.48xlarge", "p5.48xlarge"], "GPU": ["", "8 H100"], "USD": ["1,234.567", "98,765.432"]}
 
@@ -29,7 +32,20 @@ def test_a_column_is_left_out_before_a_number_is_cut() -> None:
 def test_the_catalogue_fits_80_columns() -> None:
     types = [each for each in instances() if each.name.startswith(("c7i.", "p5."))]
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    show_table(_columns(types, None), _LEAST, ("type",), console=console)
+    show_table(_columns(types, None), _OPTIONAL_COLUMNS, ("type",), console=console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines[: len(types) + 1])) <= 80 and not any("…" in line for line in lines)
     assert all(head in lines[0] for head in ("type", "cores", "GiB", "GPU", "USD/h"))
+
+
+@pytest.mark.parametrize(("takes_s", "told"), [(0.4, "aliquot: the second ...\n"), (0.0, "")])
+def test_into_a_pipe_one_line_says_what_takes_so_long(
+    takes_s: float, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 0.1)
+    with progress() as doing:
+        doing("the first")
+        doing("the second")
+        time.sleep(takes_s)
+    time.sleep(0.2)
+    assert capsys.readouterr().err == told

@@ -1,0 +1,126 @@
+"""How commands write to the terminal: an error is one line, long work shows progress, tables fit the width."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from aliquot.core.errors import StorageError, UserError, resource_error, storage_error
+from aliquot.distributed.rank_errors import ERROR_LOG
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PATIENCE_S = 1.0  # before a line of progress without a terminal
+_PIPE_COLUMNS = 200  # a pipe gets every column of a table
+
+
+@contextmanager
+def one_line_errors(debug: bool) -> Iterator[None]:
+    """Show a UserError, an error of the file system and Ctrl-C as one line, and exit with the error's exit code.
+
+    Bugs show a traceback, and with `debug` all errors do.
+    """
+    try:
+        with one_line_interrupt():
+            yield
+    except Exception as error:
+        user_error = error if isinstance(error, UserError) else resource_error(error) or _file_error(error)
+        if debug or user_error is None:
+            raise
+        _print_error(user_error.line)
+        raise typer.Exit(user_error.exit_code) from None
+
+
+@contextmanager
+def one_line_interrupt() -> Iterator[None]:
+    """Show Ctrl-C as one line, where typer would print an empty line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not {"RANK", ERROR_LOG} <= os.environ.keys():  # else the launcher that started this rank prints the line
+            _print_error("stopped by SIGINT")
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def _print_error(line: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank of a node prints
+        print(f"aliquot: {line}", file=sys.stderr)
+
+
+def _file_error(error: Exception) -> StorageError | None:
+    """Return an OSError about a file; None for a closed pipe, which typer handles, and for connections."""
+    if not isinstance(error, OSError) or error.errno is None or error.filename is None:
+        return None
+    return storage_error(error.strerror or str(error), error, error.filename)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that takes the name of the present work.
+
+    A terminal shows the present work. Otherwise stderr gets one line if the work takes longer than a second.
+    """
+    from rich.console import Console
+
+    console, work = Console(stderr=True), ""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+
+    def update(text: str) -> None:
+        nonlocal work
+        work = text
+
+    line = threading.Timer(_PATIENCE_S, lambda: print(f"aliquot: {work} ...", file=sys.stderr, flush=True))
+    line.daemon = True
+    line.start()
+    try:
+        yield update
+    finally:
+        line.cancel()
+
+
+def show_table(
+    columns: Mapping[str, Sequence[str]],
+    optional: Sequence[str],
+    left_aligned: Collection[str],
+    title: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print a table that is no wider than the terminal: rich would cut numbers, and a cut number is a wrong number.
+
+    Args:
+        columns: the cells of each column by its heading.
+        optional: headings of columns to omit, in this order, until the table fits; a line names the omitted columns.
+        left_aligned: headings of columns that are not right-aligned.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS, file=console.file)
+    widths = {heading: max(len(heading), *map(len, cells), 0) + 1 for heading, cells in columns.items()}
+    omitted: list[str] = []
+    for heading in optional:
+        if sum(widths.values()) - sum(widths[name] for name in omitted) <= console.width:
+            break
+        omitted.append(heading)
+    shown = [heading for heading in columns if heading not in omitted]
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in shown:
+        table.add_column(heading, no_wrap=True, justify="left" if heading in left_aligned else "right")
+    for row in zip(*(columns[heading] for heading in shown), strict=True):
+        table.add_row(*row)
+    console.print(table)
+    if omitted:
+        console.print(f"left out, for a terminal of {console.width} columns: {', '.join(omitted)}", soft_wrap=True)
