@@ -1,5 +1,6 @@
-"""Train Hugging Face causal language models with all state sharded 1/N. Importing this imports neither torch nor
-transformers: each name below is loaded when it is first used.
+"""Train Hugging Face causal language models with all state sharded 1/N over ranks.
+
+Importing this package imports neither torch nor transformers: a public name is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = [
     "train",
 ]
 
-_HOME = {
+_MODULES = {
     "RunConfig": "aliquot.config.schema",
     "TrainingError": "aliquot.core.errors",
     "UserError": "aliquot.core.errors",
@@ -44,6 +45,6 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'aliquot' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

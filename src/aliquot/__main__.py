@@ -10,39 +10,38 @@ from typing import NoReturn
 
 from aliquot.core.interpreter import become_python
 
-_IMPORTING = "<frozen importlib"  # files of the frames of an import that is going on
+_IMPORT_MACHINERY = "<frozen importlib"  # file name of the frames of an import in progress
 
 
 def main() -> None:
-    """Ctrl-C is one line from the first import on, and SIGTERM to the first process of a container is obeyed."""
+    """Run the command. Ctrl-C ends in one line from the first import on; process 1 of a container obeys SIGTERM."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted)
-    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # which does not get it so
-        signal.signal(signal.SIGTERM, _ended)
-    if not sys.flags.safe_path:  # else what multiprocessing starts would import from the working directory
+        signal.signal(signal.SIGINT, _interrupt)
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the kernel ignores it for process 1
+        signal.signal(signal.SIGTERM, _exit)
+    if not sys.flags.safe_path:  # interpreters of multiprocessing would import from the working directory
         become_python(sys.orig_argv[1:], os.environ)
     try:
         from aliquot.cli.main import run
 
         run()
     except KeyboardInterrupt:
-        _ended(signal.SIGINT, None)
+        _exit(signal.SIGINT, None)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Modules that try an import catch a KeyboardInterrupt in it, or abort: there the process ends, having done
-    nothing yet."""
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; exit at once during an import, because modules catch exceptions of optional imports."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_IMPORTING):
-            _ended(number, frame)
+        if frame.f_code.co_filename.startswith(_IMPORT_MACHINERY):
+            _exit(number, frame)
         frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def _ended(number: int, _frame: FrameType | None) -> NoReturn:
-    # Of several ranks one a node speaks; where a launcher of ours has started them, it does.
-    told = {"RANK", "ALIQUOT_LAST_WORDS"} <= os.environ.keys()
-    if os.environ.get("LOCAL_RANK", "0") == "0" and not told:
+def _exit(number: int, _frame: FrameType | None) -> NoReturn:
+    # One rank of a node prints the line; the launcher prints it instead if it has started the ranks.
+    launcher_reports = {"RANK", "ALIQUOT_LAST_WORDS"} <= os.environ.keys()
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not launcher_reports:
         os.write(2, f"aliquot: stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 

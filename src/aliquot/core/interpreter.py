@@ -1,4 +1,4 @@
-"""Start Python interpreters that import nothing from the working directory, where a stranger's files may lie."""
+"""Start Python interpreters that import nothing from the working directory, which may hold a stranger's files."""
 
 from __future__ import annotations
 

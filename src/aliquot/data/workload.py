@@ -1,4 +1,7 @@
-"""What the data feed a model with: known once they are tokenised, assumed before. Plain numbers, without torch."""
+"""Statistics of the data that decide memory and time: measured after tokenisation, assumed before.
+
+This module needs no torch, because plans use it.
+"""
 
 from __future__ import annotations
 
@@ -12,115 +15,118 @@ from aliquot.config.schema import RunConfig
 from aliquot.nn.row_counts import filler
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
-_INDEX_BYTES = 48  # a piece of a document: what packing and the order of one epoch hold of it
-_PROBABILITIES_OF_A_TOKEN = 1000  # cost about as much as all else of a token, time or memory, in a model of 125 M
-MAPPED_PIECES = 1 << 20  # with more of them the index is in files, which the kernel may take from memory again
+_INDEX_BYTES = 48  # of packing and of the order of one epoch, for each piece of a document
+_PROBABILITIES_PER_TOKEN = 1000  # attention probabilities that cost as much as the rest of a token, in a 125 M model
+MAPPED_PIECES = 1 << 20  # with more pieces the index is in mapped files, whose memory the kernel can reclaim
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Counts are means over the data, per sequence."""
+    """Mean counts per sequence, and sample sequences. None means not known before the data are read."""
 
-    samples: tuple[Edges, ...]  # document edges of some sequences that follow each other, padded tails included
-    tokens: float  # real ones
-    predicted: float  # that have a label
-    sequences: int | None  # of one epoch; None: not known before the data are read
-    pieces: int  # of documents, of which the data's index is made; 0: not known
-    source: str  # where this comes from, for the reader
-    eval_sequences: int | None = None  # of one evaluation; None: there is none, or it is not known before the data are
-    fills_up: int | None = None  # sequences are not packed and of at most so many tokens: micro-batches are filled up
+    samples: tuple[Edges, ...]  # document edges of consecutive sequences, padded tails included
+    tokens: float  # without padding
+    predicted: float  # tokens with a label
+    sequences: int | None  # of one epoch
+    pieces: int  # of documents, in the data's index; 0: not known
+    source: str  # of these numbers, for the reader
+    eval_sequences: int | None = None  # of one evaluation; None also without evaluation
+    fills_up: int | None = None  # the sequence length, if sequences are not packed and micro-batches are padded
 
     @classmethod
     def assumed(cls, config: RunConfig, document_tokens: int | None = None) -> Self:
-        """Documents of `document_tokens`, or each as long as a sequence."""
+        """Return the workload of equal documents of `document_tokens`, by default as long as a sequence."""
         length = config.data.sequence_length
-        each = min(document_tokens or length, length)
-        count = length // each if config.data.packing else 1
-        edges = tuple(each * number for number in range(count + 1))
-        said = f"documents of {each:,} tokens" + ("" if document_tokens else ", assumed: one a sequence")
-        padded = config.data.packing and edges[-1] < length  # rows of one document are as long as it is
-        return cls(((*edges, length) if padded else edges,), count * each, count * (each - 1), None, 0, said)
+        document = min(document_tokens or length, length)
+        count = length // document if config.data.packing else 1
+        edges = tuple(document * number for number in range(count + 1))
+        source = f"documents of {document:,} tokens" + ("" if document_tokens else ", assumed: one a sequence")
+        padded = config.data.packing and edges[-1] < length  # an unpacked row ends with its document
+        samples = ((*edges, length) if padded else edges,)
+        return cls(samples, count * document, count * (document - 1), None, 0, source)
 
     @property
     def index_bytes(self) -> int:
-        """What each rank holds of the data's index."""
+        """The memory of the data's index on a rank."""
         return self.pieces * _INDEX_BYTES if self.pieces <= MAPPED_PIECES else 0
 
     def row_lengths(self, sequences: int) -> int:
-        """How many different numbers of tokens rows of so many sequences have."""
+        """Return the number of different lengths, in tokens, of rows of `sequences` sequences."""
         return len({window.tokens for window in _windows(self, sequences)})
 
     def heaviest(self, sequences: int) -> Row:
-        """Of so many sequences, what costs most memory among the samples."""
+        """Return the row of `sequences` sequences among the samples that needs the most memory."""
         return self._row(_heaviest(_windows(self, sequences)), sequences)
 
     def typical(self, sequences: int, ranks: int = 1, between: int = 1) -> tuple[tuple[float, Row], ...]:
-        """Rows of so many sequences, and how much of each takes as long as the slowest of so many ranks on average,
-        which wait for each other whenever each has computed `between` rows. The heaviest is one of them where it can
-        be: it is looked at anyway."""
+        """Return (weight, row) of one or two rows whose weighted time approximates the slowest of `ranks` ranks.
+
+        Ranks wait for all others after every `between` rows. The heaviest row is one of the two if possible, because
+        the planner traces it anyway.
+        """
         windows = _windows(self, sequences)
-        wanted = _mean(windows) * self.waiting(sequences, ranks, between)
+        target = _mean(windows) * self.waiting(sequences, ranks, between)
         heaviest = _heaviest(windows)
-        over = heaviest.weight > wanted
+        is_above = heaviest.weight > target
 
         def distance(window: _Window) -> tuple[bool, float]:
-            return (window.weight > wanted) == over and window.weight != wanted, abs(window.weight - wanted)
+            return (window.weight > target) == is_above and window.weight != target, abs(window.weight - target)
 
-        other = min(windows, key=distance)  # on the other side of what is wanted, if there is any
-        apart = heaviest.weight - other.weight
-        share = (wanted - other.weight) / apart if apart else 1.0
+        second = min(windows, key=distance)  # on the other side of the target, if there is such a window
+        difference = heaviest.weight - second.weight
+        share = (target - second.weight) / difference if difference else 1.0
         if not 0 < share < 1:
-            return ((1.0, self._row(other, sequences)),)
-        return (share, self._row(heaviest, sequences)), (1 - share, self._row(other, sequences))
+            return ((1.0, self._row(second, sequences)),)
+        return (share, self._row(heaviest, sequences)), (1 - share, self._row(second, sequences))
 
     def waiting(self, sequences: int, ranks: int, between: int) -> float:
-        """How many times as long as a rank on average the slowest of so many takes."""
+        """Return the time of the slowest of `ranks` ranks as a multiple of the mean."""
         windows = _windows(self, sequences)
-        # Sums of so many rows differ less among each other than rows do, by the root of their number.
+        # The relative spread of a sum of rows is smaller than that of a row by the square root of their number.
         return 1 + (_mean_largest(windows, ranks) / _mean(windows) - 1) / math.sqrt(between)
 
     def _row(self, window: _Window, sequences: int) -> Row:
-        edges, at = [0], 0
+        edges, tokens = [0], 0
         for number in range(window.first, window.first + sequences):
             sample = self.samples[number % len(self.samples)]
-            edges.extend(at + edge for edge in sample[1:])
-            at += sample[-1]
-        labels = round(self.predicted * at * len(self.samples) / sum(each[-1] for each in self.samples))
+            edges.extend(tokens + edge for edge in sample[1:])
+            tokens += sample[-1]
+        labels = round(self.predicted * tokens * len(self.samples) / sum(sample[-1] for sample in self.samples))
         if self.fills_up is not None:
-            edges.extend(accumulate(filler(at, sequences, self.fills_up), initial=edges.pop()))
+            edges.extend(accumulate(filler(tokens, sequences, self.fills_up), initial=edges.pop()))
         return Row(tuple(edges), labels)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Sequences that follow each other, the first behind the last; and what fills them up."""
+    """Consecutive sequences, where the first follows the last, and their padding."""
 
     edges: Edges
     labels: int
 
 
 class _Window(NamedTuple):
-    """Where a row begins, and about what it costs, in tokens."""
+    """The first sequence of a row and its approximate cost, in tokens."""
 
     first: int
     tokens: int
-    weight: float  # of time; what a row keeps for its backward pass follows from its tokens
+    weight: float  # its time; its memory for the backward pass follows from its tokens
 
 
 @lru_cache(maxsize=256)
 def _windows(workload: Workload, sequences: int) -> tuple[_Window, ...]:
-    """One that begins at each sample."""
+    """Return a window for every sample as the first."""
     samples = workload.samples
     costs = [(edges[-1], _probabilities(edges)) for edges in samples]
-    found = []
+    windows = []
     for first in range(len(samples)):
-        taken = [costs[number % len(samples)] for number in range(first, first + sequences)]
-        tokens, probabilities = map(sum, zip(*taken, strict=True))
+        window = [costs[number % len(samples)] for number in range(first, first + sequences)]
+        tokens, probabilities = map(sum, zip(*window, strict=True))
         if workload.fills_up is not None:
             lengths = filler(tokens, sequences, workload.fills_up)
             tokens, probabilities = tokens + sum(lengths), probabilities + _probabilities((0, *accumulate(lengths)))
-        found.append(_Window(first, tokens, tokens + probabilities / _PROBABILITIES_OF_A_TOKEN))
-    return tuple(found)
+        windows.append(_Window(first, tokens, tokens + probabilities / _PROBABILITIES_PER_TOKEN))
+    return tuple(windows)
 
 
 def _heaviest(windows: tuple[_Window, ...]) -> _Window:
@@ -132,16 +138,16 @@ def _mean(windows: tuple[_Window, ...]) -> float:
 
 
 def _mean_largest(windows: tuple[_Window, ...], count: int) -> float:
-    """The mean of the largest of `count` that are drawn from these."""
+    """Return the expected largest weight of `count` windows drawn at random."""
     total = len(windows)
     ordered = enumerate(sorted(window.weight for window in windows), 1)
     return sum(weight * ((place / total) ** count - ((place - 1) / total) ** count) for place, weight in ordered)
 
 
 def _probabilities(edges: Edges) -> int:
-    """That nn/attention/tiled_attention.py computes, of a query head."""
-    found = 0
+    """Return the attention probabilities of a query head that nn/attention/tiled_attention.py computes."""
+    count = 0
     for start, stop in pairwise(edges):
         length = stop - start
-        found += length * max(64, length) if length <= 256 else 128 * sum(range(128, length + 1, 128))
-    return found
+        count += length * max(64, length) if length <= 256 else 128 * sum(range(128, length + 1, 128))
+    return count

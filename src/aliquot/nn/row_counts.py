@@ -1,48 +1,53 @@
-"""How many rows matrix products have: few different numbers, for oneDNN keeps a kernel of each. No torch."""
+"""Pad the rows of matrix products to few different numbers, because oneDNN keeps a kernel for each number.
+
+This module needs no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-PRODUCTS = 6  # of an expert, different in shape or order: two forward, four backward
-_LEAST = 8  # rows of an expert
-_FILLER = 64
-_LEAST_TOKENS = 32  # as many as an AMX tile pair has rows
+PRODUCTS = 6  # matrix products of an expert that differ in shape or order: two forward, four backward
+_MIN_ROWS = 8  # of an expert
+_FILLER_TOKENS = 64  # of a document of padding
+_MIN_TOKENS = 32  # the rows of a pair of AMX tiles
 
 
-def filled_up(count: int, least: int = _LEAST) -> int:
-    """The next of eight numbers between two powers of two: 200 rows are 208, 1,000 are 1,024; multiples of `least`."""
+def filled_up(count: int, least: int = _MIN_ROWS) -> int:
+    """Return `count` rounded up to a multiple of `least` and to one of eight steps between powers of two.
+
+    200 rows become 208, 1,000 become 1,024.
+    """
     step = max(least, (1 << (count - 1).bit_length() - 1) // 8 if count > 1 else 0)
     return -(-count // step) * step
 
 
-def row_counts(most: int, least: int = _LEAST) -> int:
-    """How many different ones there are of 1 to `most`."""
+def row_counts(most: int, least: int = _MIN_ROWS) -> int:
+    """Return the number of different results of `filled_up` for 1 to `most` rows."""
     return len(list(_numbers(most, least)))
 
 
 def filled_row(tokens: int, sequences: int, sequence_length: int) -> int:
-    """Tokens of a micro-batch of sequences that are not packed, with those that fill it up: never more than whole
-    sequences have."""
-    return min(filled_up(tokens, _LEAST_TOKENS), sequences * sequence_length)
+    """Return the tokens of a micro-batch of unpacked sequences with its padding: at most those of full sequences."""
+    return min(filled_up(tokens, _MIN_TOKENS), sequences * sequence_length)
 
 
 def filler(tokens: int, sequences: int, sequence_length: int) -> list[int]:
-    """The lengths of the documents that fill it up: attention to short ones costs little."""
-    room = filled_row(tokens, sequences, sequence_length) - tokens
-    whole, rest = divmod(room, min(_FILLER, sequence_length))
-    return [min(_FILLER, sequence_length)] * whole + [rest] * (rest > 0)
+    """Return the lengths of the documents of padding, which are short because their attention costs little."""
+    padding = filled_row(tokens, sequences, sequence_length) - tokens
+    whole, rest = divmod(padding, min(_FILLER_TOKENS, sequence_length))
+    return [min(_FILLER_TOKENS, sequence_length)] * whole + [rest] * (rest > 0)
 
 
 def row_lengths(sequences: int, sequence_length: int) -> int:
-    """How many different ones of `filled_row` there are of 1 to so many sequences."""
+    """Return the number of different results of `filled_row` for 1 to `sequences` sequences."""
     wholes = {count * sequence_length for count in range(1, sequences + 1)}
-    return len(wholes | {each for each in _numbers(max(wholes), _LEAST_TOKENS) if each <= max(wholes)})
+    return len(wholes | {number for number in _numbers(max(wholes), _MIN_TOKENS) if number <= max(wholes)})
 
 
 def _numbers(most: int, least: int) -> Iterator[int]:
     count = 1
     while count <= most:
-        found = filled_up(count, least)
-        yield found
-        count = found + 1
+        number = filled_up(count, least)
+        yield number
+        count = number + 1
