@@ -60,7 +60,7 @@ def plain(model: Path, messages: list[dict[str, str]]) -> str:
     return str(tokenizer.decode(found[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def test_replies_know_what_was_said_before_until_it_is_reset(model: Path) -> None:
+def test_chat_remembers_messages_until_reset(model: Path) -> None:
     first = [{"role": "user", "content": "hello"}]
     once = plain(model, first)
     again = plain(model, [*first, {"role": "assistant", "content": once}, {"role": "user", "content": "hello"}])
@@ -70,7 +70,7 @@ def test_replies_know_what_was_said_before_until_it_is_reset(model: Path) -> Non
     assert result.stdout == f"{once}\n{again}\n{once}\n"
 
 
-def test_a_conversation_that_is_too_long_is_told_and_goes_on(model: Path) -> None:
+def test_chat_continues_after_a_too_long_conversation(model: Path) -> None:
     result = talk(model, "x" * 300 + "\nhello\n", "--temperature", "0")
     assert result.returncode == 0
     assert "tokens, and with 12 new ones it is longer than the 256 that this model can read: /reset" in result.stderr
@@ -78,14 +78,14 @@ def test_a_conversation_that_is_too_long_is_told_and_goes_on(model: Path) -> Non
     assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
 
 
-def test_a_line_that_is_no_text_is_told_and_the_next_is_answered(model: Path) -> None:
+def test_chat_continues_after_a_line_that_is_not_utf8(model: Path) -> None:
     result = talk(model, "hell\udcff\nhello\n", "--temperature", "0")
     assert result.returncode == 0
     assert result.stderr == "aliquot: 'hell\\udcff' is not UTF-8 text [usage]\n"  # and no bars of who loads it
     assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
 
 
-def test_of_generation_config_only_what_draws_a_token_holds(model: Path, tmp_path: Path) -> None:
+def test_generation_config_applies_to_sampling_only(model: Path, tmp_path: Path) -> None:
     """Beams cannot be streamed, and an assistant, a dictionary or a stop string fails; without a temperature the
     likeliest token is the likeliest before penalties."""
     draws = {"do_sample": True, "top_k": 7, "repetition_penalty": 1.9, "no_repeat_ngram_size": 2}
@@ -100,7 +100,7 @@ def test_of_generation_config_only_what_draws_a_token_holds(model: Path, tmp_pat
     assert "".join(Chat(found, 12, 0.8, 1).reply("hello"))
 
 
-def test_without_a_template_generate_is_named(model: Path, tmp_path: Path) -> None:
+def test_chat_without_a_template_names_generate(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -110,7 +110,7 @@ def test_without_a_template_generate_is_named(model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_on_a_terminal_it_asks_and_ctrl_d_ends(model: Path) -> None:
+def test_chat_on_a_terminal_prompts_and_ends_at_ctrl_d(model: Path) -> None:
     ours, theirs = pty.openpty()
     process = warm.Warm(
         ["-m", "aliquot", "chat", str(model), "--max-new-tokens", "4"], stdin=theirs, stdout=theirs, stderr=theirs,
@@ -126,7 +126,7 @@ def test_on_a_terminal_it_asks_and_ctrl_d_ends(model: Path) -> None:
     assert process.wait(60) == 0
 
 
-def test_several_prompts_are_continued_as_one_is(model: Path, tmp_path: Path) -> None:
+def test_several_prompts_continue_like_single_ones(model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("two\n\nthree\n")
     options = ("--max-new-tokens", "6")
     together = command("generate", model, "--prompt", "one", "--prompts", tmp_path / "prompts.txt", *options).stdout
@@ -141,7 +141,7 @@ def test_several_prompts_are_continued_as_one_is(model: Path, tmp_path: Path) ->
     assert "nothing to continue: give --prompt TEXT or --prompts FILE" in nothing.stderr
 
 
-def test_a_continuation_ends_where_the_model_can_read_no_further(model: Path) -> None:
+def test_generate_stops_at_the_models_longest_sequence(model: Path) -> None:
     found = load(model)
     for prefix, prompt in (((), ""), ((), " ".join(["word"] * 300))):
         with pytest.raises(UsageError, match=r"nothing to continue|can read 256"):
@@ -158,7 +158,7 @@ def test_a_continuation_ends_where_the_model_can_read_no_further(model: Path) ->
     assert 0 < made[0] <= 3
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line(model: Path, tmp_path: Path) -> None:
+def test_unloadable_model_is_one_line(model: Path, tmp_path: Path) -> None:
     cut, bare = tmp_path / "cut", tmp_path / "bare"
     shutil.copytree(model, cut)
     weights = cut / "model.safetensors"
@@ -169,7 +169,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(model: Path, tmp_path: Path) 
             load(directory)
 
 
-def test_before_a_chat_is_what_training_put_there(model: Path, tmp_path: Path) -> None:
+def test_chat_begins_with_the_tokens_of_training(model: Path, tmp_path: Path) -> None:
     """Before a text it may have put a bos that the template does not write."""
     directory = tmp_path / "own"
     shutil.copytree(model, directory)

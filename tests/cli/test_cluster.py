@@ -101,7 +101,7 @@ def test_instances() -> None:
     assert aliquot("instances", "nothing.*").exit_code == 2
 
 
-def test_the_seeds_query() -> None:
+def test_instances_filters_by_pattern_and_efa() -> None:
     """`describe-instance-types` with efa-supported for *7i*."""
     found = json.loads(aliquot("instances", "*7i*", "--efa", "--json").output)
     names = {each["name"] for each in found}
@@ -129,7 +129,7 @@ def test_fits(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(each["allocatable_memory_bytes"] >= 76 << 30 for each in found)
 
 
-def test_fits_says_what_is_wrong_with_the_config(tmp_path: Path) -> None:
+def test_fits_reports_errors_of_the_config(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: ./nothing}\ndata: {path: stdlib}\n")
     result = aliquot("instances", "c7i.*", "--fits", file)
@@ -138,7 +138,7 @@ def test_fits_says_what_is_wrong_with_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["c7a.8xlarge", "r8g.8xlarge", "c7a.48xlarge", "r7i.8xlarge"])
-def test_a_pod_is_planned_with_the_cpus_that_it_gets(tmp_path: Path, name: str) -> None:
+def test_pod_is_planned_with_its_whole_cpus(tmp_path: Path, name: str) -> None:
     """Also where a CPU is a whole core, so that the node has more cores than its daemonsets leave."""
     values = {
         "model": {"config": {"model_type": "llama", **TINY}},

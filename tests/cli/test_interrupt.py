@@ -32,7 +32,7 @@ except BaseException:
 
 
 @pytest.mark.parametrize("module", ["raise KeyboardInterrupt\n", SWALLOWS], ids=["as it is", "swallowed"])
-def test_while_it_is_imported_is_one_line(tmp_path: Path, module: str) -> None:
+def test_ctrl_c_during_imports_is_one_line(tmp_path: Path, module: str) -> None:
     (tmp_path / "typer.py").write_text(module)
     command = [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "--version"]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -76,7 +76,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
         process.kill()
 
 
-def test_a_rank_that_waits_for_others_is_one_line(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_waiting_rank_is_one_line(tmp_path: Path) -> None:
     process = waiting_rank(tmp_path)
     with ended(process):
         process.send_signal(signal.SIGINT)
@@ -88,7 +88,7 @@ UNSHARED = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 @pytest.mark.long
-def test_the_first_process_of_a_container_obeys_sigterm(tmp_path: Path) -> None:
+def test_process_1_of_a_container_obeys_sigterm(tmp_path: Path) -> None:
     """The kernel keeps from it what it has no handler for."""
     if shutil.which(UNSHARED[0]) is None or subprocess.run([*UNSHARED, "true"], check=False).returncode:
         pytest.skip("nobody gets the process number 1 here: for a namespace one must be root")
@@ -102,7 +102,7 @@ def test_the_first_process_of_a_container_obeys_sigterm(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("after_s", [0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.5])
-def test_it_is_one_line_whatever_a_launcher_is_doing(tmp_path: Path, after_s: float) -> None:
+def test_ctrl_c_in_a_launcher_is_one_line(tmp_path: Path, after_s: float) -> None:
     """Ctrl-C, which all processes of a terminal's group get."""
     config = write_config(tmp_path, train={"max_steps": 100_000}, launch={"ranks": 2})
     process = subprocess.Popen(

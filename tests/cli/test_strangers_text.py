@@ -25,7 +25,7 @@ def test_printable() -> None:
     assert printable(f"a{WILD}\tb\n\u00e4\u200d\u05d0\u200f") == f"a{SHOWN}\tb\n\u00e4\u200d\u05d0\u200f"
 
 
-def test_errors_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert UserError(WILD).line == f"{SHOWN} [input]"
     assert RankError(1, "crash", WILD, "", 0.0).line == f"rank 1 failed: {SHOWN} [crash]"
     display = Display("plain")
@@ -34,7 +34,7 @@ def test_errors_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (f"{SHOWN}\n", f"warning: {SHOWN}\n")
 
 
-def test_names_and_texts_of_records(tmp_path: Path) -> None:
+def test_control_characters_of_records_are_escaped(tmp_path: Path) -> None:
     config = runs.write_config(tmp_path)
     (tmp_path / "names.jsonl").write_text(json.dumps({f"a{WILD}": "x"}) + "\n")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"b{WILD} {n}"}) + "\n" for n in range(50)))
@@ -46,7 +46,7 @@ def test_names_and_texts_of_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_url_with_a_password_is_refused_everywhere(tmp_path: Path, url: str) -> None:
+def test_url_with_a_password_is_refused_everywhere(tmp_path: Path, url: str) -> None:
     file = runs.write_config(tmp_path)
     values = yaml.safe_load(file.read_text())
     values["checkpoint"] = {"mirror": url}

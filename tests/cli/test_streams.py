@@ -12,7 +12,7 @@ import pytest
 from aliquot.cli.main import run
 
 
-def test_a_sign_that_the_terminal_does_not_have_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letter_that_the_terminal_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     terminal = io.TextIOWrapper(written, encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -23,7 +23,7 @@ def test_a_sign_that_the_terminal_does_not_have_ends_nothing(monkeypatch: pytest
     assert written.getvalue().splitlines()[-1] == b"? and \xe9"
 
 
-def test_closed_streams_stay_nobody_s() -> None:
+def test_closed_streams_take_no_file_of_the_run() -> None:
     code = """
 import sys
 sys.argv = ["aliquot", "--version"]
@@ -40,7 +40,7 @@ finally:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_an_interpreter_without_docstrings_is_refused() -> None:
+def test_python_without_docstrings_is_refused() -> None:
     command = [sys.executable, "-m", "aliquot", "--version"]
     environ = {**os.environ, "PYTHONOPTIMIZE": "2"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)

@@ -22,7 +22,7 @@ def shown(width: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_a_column_is_left_out_before_a_number_is_cut() -> None:
+def test_table_omits_a_column_before_it_cuts_a_number() -> None:
     wide, narrow = shown(80), shown(26)
     assert "8 H100" in wide[2] and "98,765.432" in wide[2] and len(wide) == 3
     assert "98,765.432" in narrow[2] and "8 H100" not in narrow[2]
@@ -39,7 +39,7 @@ def test_the_catalogue_fits_80_columns() -> None:
 
 
 @pytest.mark.parametrize(("takes_s", "told"), [(0.4, "aliquot: the second ...\n"), (0.0, "")])
-def test_into_a_pipe_one_line_says_what_takes_so_long(
+def test_progress_into_a_pipe_is_one_line_after_a_delay(
     takes_s: float, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(terminal, "_PATIENCE_S", 0.1)

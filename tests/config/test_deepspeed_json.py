@@ -53,7 +53,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
     return settings
 
 
-def test_values_fill_what_is_silent_and_say_where_they_come_from(write: Any) -> None:
+def test_deepspeed_values_fill_unset_keys_with_locations(write: Any) -> None:
     settings = {
         **JOB,
         "train_micro_batch_size_per_gpu": 2,
@@ -76,14 +76,14 @@ def test_values_fill_what_is_silent_and_say_where_they_come_from(write: Any) -> 
     assert places["train", "logging_steps"].endswith("run.yaml:3")
 
 
-def test_the_complete_config_is_read_again_as_it_is(write: Any, tmp_path: Path) -> None:
+def test_dumped_deepspeed_config_reads_back_equal(write: Any, tmp_path: Path) -> None:
     config = read_config(write(changed("gradient_clipping", 0.5)))
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
     assert read_config(again) == config
 
 
-def test_all_three_batch_numbers_are_read_again(write: Any, tmp_path: Path) -> None:
+def test_dumped_three_batch_numbers_read_back(write: Any, tmp_path: Path) -> None:
     """The saved config says null where the JSON's total was left out."""
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     config = read_config(write({**JOB, **sizes}))
@@ -93,14 +93,14 @@ def test_all_three_batch_numbers_are_read_again(write: Any, tmp_path: Path) -> N
     assert read_config(again) == config
 
 
-def test_a_null_is_silent(write: Any) -> None:
+def test_null_counts_as_unset(write: Any) -> None:
     config = read_config(
         write(changed("scheduler", {"params": {"total_num_steps": 7}, "type": "auto"}), "max_steps: null")
     )
     assert config.train.max_steps == 7
 
 
-def test_the_complete_config_is_printed_with_where_each_value_was_written(write: Any, tmp_path: Path) -> None:
+def test_dump_names_the_location_of_each_value(write: Any, tmp_path: Path) -> None:
     config, places = read_with_locations(
         write(changed("gradient_clipping", 0.5), "logging_steps: 7"), ["run.name=mine"]
     )
@@ -115,21 +115,21 @@ def test_the_complete_config_is_printed_with_where_each_value_was_written(write:
     assert read_config(again) == config
 
 
-def test_a_config_made_in_python_is_filled_too() -> None:
+def test_config_made_in_python_is_filled_from_deepspeed() -> None:
     values = {"model": {"path": "m"}, "data": {"path": "t"}, "shard": {"deepspeed_config": {"gradient_clipping": 0.25}}}
     assert RunConfig.model_validate(values).train.max_grad_norm == 0.25
     with pytest.raises(ValueError, match=r"gradient_clipping is 0\.25, but train\.max_grad_norm is 1"):
         RunConfig.model_validate({**values, "train": {"max_grad_norm": 1}})
 
 
-def test_a_contradiction_names_both_places(write: Any) -> None:
+def test_contradiction_names_both_locations(write: Any) -> None:
     message = failure(write(changed("gradient_clipping", 0.5), "max_grad_norm: 1.0"))
     assert re.search(
         r"ds\.json:\d+: gradient_clipping is 0\.5, but train\.max_grad_norm is 1\.0 at .*run\.yaml:3", message
     )
 
 
-def test_the_same_value_twice_is_no_contradiction(write: Any) -> None:
+def test_equal_values_do_not_contradict(write: Any) -> None:
     assert read_config(write(changed("gradient_clipping", 0.5), "max_grad_norm: 0.5")).train.max_grad_norm == 0.5
 
 
@@ -151,7 +151,7 @@ def test_the_same_value_twice_is_no_contradiction(write: Any) -> None:
         (changed("zero_optimization.zero_hpz_partition_size", 2), "keeps a second copy"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_its_line(write: Any, settings: Any, expected: str) -> None:
+def test_rejected_key_is_refused_with_its_line(write: Any, settings: Any, expected: str) -> None:
     message = failure(write(settings))
     assert re.search(expected, message), message
     assert re.search(r"ds\.json:\d+", message), message
@@ -180,12 +180,12 @@ def test_what_cannot_be_honoured_is_refused_with_its_line(write: Any, settings: 
         ("train_micro_batch_size_per_gpu", "2", 'train_micro_batch_size_per_gpu is "2": expected a number'),
     ],
 )
-def test_a_value_of_another_kind_is_one_line(write: Any, path: str, value: object, expected: str) -> None:
+def test_value_of_a_wrong_type_is_one_line(write: Any, path: str, value: object, expected: str) -> None:
     message = failure(write(changed(path, value)))
     assert re.search(expected, message) and re.search(r"ds\.json:\d+", message), message
 
 
-def test_sections_of_another_kind_are_the_schemas_to_report(write: Any, tmp_path: Path) -> None:
+def test_schema_reports_sections_that_are_no_mappings(write: Any, tmp_path: Path) -> None:
     run = write(JOB)
     run.write_text(f"{RUN}shard: host\n")
     assert "run.yaml:3: shard is 'host'" in failure(run)
@@ -228,7 +228,7 @@ OF_TRANSFORMERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_json_of_transformers_is_taken_as_it_is(write: Any) -> None:
+def test_deepspeed_json_of_transformers_is_accepted(write: Any) -> None:
     config = read_config(write(OF_TRANSFORMERS))
     assert config.train.lr_scheduler_type == "constant"
     given, _ = deepspeed_settings(config, world_size=2, hidden_size=64)
@@ -240,7 +240,7 @@ def test_the_json_of_transformers_is_taken_as_it_is(write: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in RULES if not any(key.startswith(f"{path}.") for key in RULES)])
-def test_auto_is_harmless_at_every_key(write: Any, path: str) -> None:
+def test_auto_is_accepted_for_every_key(write: Any, path: str) -> None:
     settings = changed(path, "auto")
     if "scheduler" in settings:
         settings["scheduler"].setdefault("type", "auto")
@@ -249,12 +249,12 @@ def test_auto_is_harmless_at_every_key(write: Any, path: str) -> None:
     assert "auto" not in json.dumps(given)
 
 
-def test_rejected_keys_that_are_off_are_harmless(write: Any) -> None:
+def test_disabled_rejected_keys_are_accepted(write: Any) -> None:
     for path, value in [("fp16.enabled", False), ("elasticity.enabled", False), ("prescale_gradients", False)]:
         read_config(write(changed(path, value)))
 
 
-def test_a_broken_file_is_one_line(write: Any, tmp_path: Path) -> None:
+def test_broken_deepspeed_json_is_one_line(write: Any, tmp_path: Path) -> None:
     assert re.search(r"ds\.json:2: not valid JSON", failure(write(None, text='{\n  "bf16": }\n')))
     assert "an object of settings" in failure(write([1]))
     run = write(JOB)
@@ -262,7 +262,7 @@ def test_a_broken_file_is_one_line(write: Any, tmp_path: Path) -> None:
     assert re.search(r"run\.yaml:4: cannot read .*ds\.json: No such file", failure(run))
 
 
-def test_three_batch_numbers_must_multiply_out(write: Any) -> None:
+def test_three_batch_numbers_must_multiply(write: Any) -> None:
     settings = {
         **JOB,
         "train_batch_size": 64,
@@ -283,7 +283,7 @@ def test_two_batch_numbers_fix_the_third(write: Any) -> None:
     assert batch_size(config.train, 4) == BatchSize(32, 2)
 
 
-def test_what_deepspeed_gets(write: Any) -> None:
+def test_deepspeed_settings_complete_the_json(write: Any) -> None:
     settings = changed("zero_optimization.reduce_bucket_size", "auto")
     settings["activation_checkpointing"] = {"partition_activations": True}
     config = read_config(write(settings, "max_grad_norm: 0.7"))
@@ -303,7 +303,7 @@ def test_every_key_of_deepspeeds_own_schema_has_a_rule() -> None:
         assert path in RULES or any(key.startswith(f"{path}.") for key in RULES), path
 
 
-def test_the_docs_hold_the_table() -> None:
+def test_docs_contain_the_table_of_rules() -> None:
     text = DOCS.read_text()
     for key, rule in RULES.items():
         assert f"| `{key}` | {rule.kind} | {rule.note} |" in text, key

@@ -42,7 +42,7 @@ def answered(message: str) -> bool:
 
 
 @pytest.mark.parametrize("section", ["train", "checkpoint"])
-def test_every_field_of_training_arguments_is_answered(tmp_path: Path, section: str) -> None:
+def test_every_field_of_training_arguments_has_a_hint(tmp_path: Path, section: str) -> None:
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert {"learning_rate", "max_steps", "warmup_steps", "lr_scheduler_type"} <= SAME
     for name in sorted(names - SAME):
@@ -51,20 +51,20 @@ def test_every_field_of_training_arguments_is_answered(tmp_path: Path, section: 
         assert answered(message), message
 
 
-def test_every_field_of_trl_is_answered(tmp_path: Path) -> None:
+def test_every_field_of_trl_has_a_hint(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     names = {field.name for field in dataclasses.fields(trl.SFTConfig)}
     for name in sorted(names - SAME - set(RunConfig.model_fields["data"].annotation.model_fields)):
         assert answered(told(tmp_path, f"train.{name}=1")), name
 
 
-def test_every_name_leads_somewhere() -> None:
+def test_every_hint_names_a_known_key_or_a_reason() -> None:
     assert not key_hints.EQUIVALENTS.keys() & key_hints.UNSUPPORTED.keys()
     for name in (*key_hints.EQUIVALENTS, *key_hints.UNSUPPORTED):
         assert answered(f"; {key_hints.hint(name)}"), name
 
 
-def test_our_own_names_are_not_taken_for_those_of_others() -> None:
+def test_hints_do_not_shadow_keys_of_aliquot() -> None:
     ours = {path[-1] for path in known_keys()}
     assert {name for name in key_hints.EQUIVALENTS if name in ours} <= {"seed"}
 
@@ -91,12 +91,12 @@ def test_our_own_names_are_not_taken_for_those_of_others() -> None:
         ("train.nobody_calls_it_so=1", "unknown key train.nobody_calls_it_so"),
     ],
 )
-def test_what_people_write(tmp_path: Path, override: str, expected: str) -> None:
+def test_hints_for_common_mistakes(tmp_path: Path, override: str, expected: str) -> None:
     message = told(tmp_path, override)
     assert message.endswith(expected), message
 
 
-def test_several_unknown_keys_of_a_line(tmp_path: Path) -> None:
+def test_several_unknown_keys_in_a_line_are_named(tmp_path: Path) -> None:
     message = told(tmp_path, text=f"{MINIMAL}train: {{lr: 1, epochs: 2}}\n")
     assert message.endswith(
         "run.yaml:3: unknown key train.lr; it is train.learning_rate here; unknown key train.epochs; it is"
@@ -104,7 +104,7 @@ def test_several_unknown_keys_of_a_line(tmp_path: Path) -> None:
     )
 
 
-def test_sections_of_others_say_where_their_keys_are(tmp_path: Path) -> None:
+def test_hint_for_a_foreign_section_names_our_keys(tmp_path: Path) -> None:
     text = f"{MINIMAL}training:\n  steps: 10\n  local_batch_size: 2\n  warmup_ratio: 0.1\n  unheard_of: 1\n"
     assert told(tmp_path, text=text).endswith(
         "run.yaml:3: unknown key training; its steps is train.max_steps here, its local_batch_size is"

@@ -29,13 +29,13 @@ PLACES = {("train", "freeze"): "run.yaml:9", ("data", "path"): "run.yaml:4"}
     ],
     ids=["written", "says where", "default"],
 )
-def test_an_error_that_begins_with_a_key_says_where_that_was_written(error: UserError, expected: str) -> None:
+def test_error_about_a_key_gets_its_location(error: UserError, expected: str) -> None:
     with pytest.raises(UserError) as caught, locate_errors(PLACES):
         raise error
     assert caught.value is error and str(error) == expected and error.line == f"{expected} [{error.id}]"
 
 
-def test_what_keys_mean_together_is_said_of_the_line_of_the_first(tmp_path: Path) -> None:
+def test_contradiction_names_the_line_of_the_first_key(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model:\n  path: m\ndata:\n  path: text.txt\n")
     with pytest.raises(UserError, match=r"override 'launch.node_rank=2': launch.node_rank 2 is not below"):
@@ -45,7 +45,7 @@ def test_what_keys_mean_together_is_said_of_the_line_of_the_first(tmp_path: Path
         read_config(file)
 
 
-def test_commands_say_it(tmp_path: Path) -> None:
+def test_commands_show_the_location(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model:\n  path: m\ndata:\n  path: text.txt\nlaunch:\n  device: cuda\n")
     ended = CliRunner().invoke(app, ["plan", str(file), "--instance", "c7i.8xlarge"])
@@ -64,7 +64,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
                 yield from sections(kind)
 
 
-def test_every_key_that_is_a_path_is_declared_as_a_place() -> None:
+def test_every_path_key_is_declared_as_a_path() -> None:
     fields = [(each, name, field) for each in sections(RunConfig) for name, field in each.model_fields.items()]
     paths = [
         (each, name, field) for each, name, field in fields if Path in {field.annotation, *get_args(field.annotation)}
@@ -73,7 +73,7 @@ def test_every_key_that_is_a_path_is_declared_as_a_place() -> None:
     assert [(each.__name__, name) for each, name, field in paths if PATH not in field.metadata] == []
 
 
-def test_a_place_may_be_in_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_may_begin_with_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     file = tmp_path / "run.yaml"

@@ -76,7 +76,7 @@ def test_errors_name_file_line_and_key(file: Path, line: str, number: int, expec
     assert expected in message
 
 
-def test_a_date_that_is_none_is_no_traceback(file: Path) -> None:
+def test_invalid_date_is_one_line(file: Path) -> None:
     file.write_text(f"{MINIMAL}  max_steps: 2026-99-99\n")
     assert f"{file}: not valid YAML: month must be in 1..12" in failure(file)
     file.write_text(MINIMAL)
@@ -141,18 +141,18 @@ def test_contradictions(file: Path) -> None:
         ("model.config=" + 3000 * "[", "more than 100 levels deep"),
     ],
 )
-def test_values_that_mean_nothing(file: Path, override: str, expected: str) -> None:
+def test_unusable_values_are_refused(file: Path, override: str, expected: str) -> None:
     assert expected in failure(file, override)
 
 
-def test_zeros_that_mean_one_thing(file: Path) -> None:
+def test_unambiguous_leading_zeros_are_accepted(file: Path) -> None:
     config = read_config(
         file, ["train.warmup_steps=00", "launch.node_rank=0", "train.max_steps=0x10", "run.name='010'"]
     )
     assert (config.train.warmup_steps, config.train.max_steps, config.run.name) == (0, 16, "010")
 
 
-def test_an_empty_section_means_its_defaults(file: Path) -> None:
+def test_empty_section_has_its_defaults(file: Path) -> None:
     file.write_text(MINIMAL + "launch:\n")
     assert read_config(file).launch.nodes == 1
 
@@ -167,7 +167,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "model: is missing" in failure(tmp_path / "empty.yaml")
 
 
-def test_a_newline_in_a_path_does_not_hide_what_is_wrong(tmp_path: Path) -> None:
+def test_error_shows_a_path_with_a_newline_on_one_line(tmp_path: Path) -> None:
     odd = tmp_path / "a\nb.yaml"
     with pytest.raises(UserError) as caught:
         read_config(odd)
@@ -191,7 +191,7 @@ def test_nested_overrides_replace_single_keys(tmp_path: Path) -> None:
     packing=st.booleans(),
     name=st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,19}", fullmatch=True),
 )
-def test_what_is_dumped_reads_back_equal(
+def test_dumped_config_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, learning_rate: float, max_steps: int, packing: bool, name: str
 ) -> None:
     file = tmp_path_factory.mktemp("config") / "run.yaml"
@@ -221,18 +221,18 @@ def test_what_is_dumped_reads_back_equal(
         ["per_device_train_batch_size=2", "gradient_accumulation_steps=3"],
     ],
 )
-def test_whichever_sizes_fix_the_batch_are_read_back(file: Path, sizes: list[str]) -> None:
+def test_dumped_batch_sizes_read_back_equal(file: Path, sizes: list[str]) -> None:
     config = read_config(file, [f"train.{size}" for size in sizes])
     file.write_text(dump_config(config))
     assert batch_size(read_config(file).train, 2) == batch_size(config.train, 2)
 
 
-def test_a_value_within_itself_is_one_line(file: Path) -> None:
+def test_recursive_alias_is_one_line(file: Path) -> None:
     file.write_text("data: &a {path: *a}\n")
     assert "not valid YAML" in failure(file)
 
 
-def test_every_known_key_is_documented_or_plain(file: Path) -> None:
+def test_every_key_has_a_description_or_is_plain(file: Path) -> None:
     assert ("train", "learning_rate") in known_keys()
     assert yaml.safe_load(dump_config(read_config(file))).keys() == {k[0] for k in known_keys() if len(k) == 1}
 
@@ -254,19 +254,19 @@ def test_every_known_key_is_documented_or_plain(file: Path) -> None:
         ("cosin", "{}", "train.lr_scheduler_type is 'cosin': input should be 'linear'"),
     ],
 )
-def test_a_schedule_takes_its_own_settings_alone(file: Path, kind: str, kwargs: str, expected: str) -> None:
+def test_schedule_takes_only_its_settings(file: Path, kind: str, kwargs: str, expected: str) -> None:
     told = failure(file, f"train.lr_scheduler_type={kind}", f"train.lr_scheduler_kwargs={kwargs}")
     assert expected in told
 
 
-def test_a_key_of_digits_is_one_line(file: Path) -> None:
+def test_key_of_digits_is_one_line(file: Path) -> None:
     for override in ("5=3", "train.5=1", "5.x=1"):
         with pytest.raises(UserError) as caught:
             read_config(file, [override])
         assert "\n" not in str(caught.value)
 
 
-def test_keys_that_belong_into_each_source(file: Path) -> None:
+def test_record_keys_beside_sources_are_refused(file: Path) -> None:
     sources = "data.sources=[{name: a, path: text.txt}]"
     for override in ("data.split=train[:1%]", "data.dataset_config=x"):
         with pytest.raises(UserError, match="belongs into each of"):

@@ -1,4 +1,4 @@
-"""How deeply input may nest is counted in the input: the interpreter's recursion limit decides nothing."""
+"""Limits on nesting and aliases of JSON and YAML, which do not depend on the interpreter's recursion limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from aliquot.cli.main import app
 from aliquot.cluster.crds import read_crds
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.config.adapter_section import adapter_settings
@@ -22,6 +24,7 @@ from aliquot.core.decode import (
     DEEPEST,
     BoundedFastLoader,
     BoundedLoader,
+    BoundedTextLoader,
     TooDeepError,
     check_depth,
     check_json_depth,
@@ -97,7 +100,7 @@ def recursion_limit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("recursion_limit")
 @pytest.mark.parametrize("reader", READERS)
-def test_the_verdict_depends_on_the_input_alone(reader: str, tmp_path: Path) -> None:
+def test_nesting_limit_ignores_the_recursion_limit(reader: str, tmp_path: Path) -> None:
     verdicts = {}
     for levels in (80, 150, 1500):
         try:
@@ -111,7 +114,7 @@ def test_the_verdict_depends_on_the_input_alone(reader: str, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("recursion_limit")
-def test_a_run_directory_is_reported_whatever_lies_in_it(tmp_path: Path) -> None:
+def test_report_skips_files_that_nest_too_deeply(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"{HEADER}\nrun: {nested(1500)}\n")
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 1.0}}\n{{"step": 2, "loss": {nested(1500)}}}\n')
     run = read_run(tmp_path)
@@ -146,7 +149,7 @@ def test_depth_is_counted_exactly() -> None:
         check_json_depth("[" * 100000)
 
 
-def test_aliases_are_counted_once_and_in_circles() -> None:
+def test_depth_counts_aliases_once_and_refuses_circles() -> None:
     circle: list[object] = []
     circle.append(circle)
     with pytest.raises(TooDeepError):
@@ -163,6 +166,49 @@ def test_aliases_are_counted_once_and_in_circles() -> None:
         list(parse_manifests("kind: &a [*a]", "x.yaml"))
 
 
-def test_no_verdict_comes_from_the_recursion_limit() -> None:
+def test_no_code_catches_recursion_errors() -> None:
     """An `except RecursionError` would be one."""
     assert not [file.name for file in SOURCE.rglob("*.py") if re.search(r"\bRecursionError\b", file.read_text())]
+
+
+LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 30))
+CYCLE = "a: &a [*a]\n"
+
+
+@pytest.mark.parametrize("loader", [BoundedLoader, BoundedTextLoader, BoundedFastLoader])
+def test_aliases_are_bounded(loader: type) -> None:
+    for text in (LAUGHS, MERGES, CYCLE):
+        with pytest.raises(yaml.MarkedYAMLError, match="alias"):
+            yaml.load(text, Loader=loader)
+        with pytest.raises(yaml.MarkedYAMLError, match="alias"):
+            list(yaml.load_all(f"b: 1\n---\n{text}", Loader=loader))
+    shared = "a: &a {b: [1, 2]}\nc: [*a, *a]\nd: {<<: *a}\n"
+    assert yaml.load(shared, Loader=loader) == yaml.load(shared, Loader=loader.__mro__[2])
+
+
+@pytest.mark.parametrize("text", [LAUGHS, MERGES, CYCLE], ids=["laughs", "merges", "cycle"])
+def test_alias_bomb_is_one_line_in_every_command(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "manifest.yaml").write_text(f"apiVersion: v1\nkind: ConfigMap\n{text}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(HEADER + text)
+    flow = text.replace("\n", ", ")
+    for command in (
+        ["train", "run.yaml"], ["plan", "run.yaml"], ["cluster", "check", "run.yaml"],
+        ["cluster", "check", "manifest.yaml"], ["train", "run.yaml", f"model.config={{{flow}}}"],
+    ):  # fmt: skip
+        result = CliRunner().invoke(app, [str(tmp_path / word) if word.endswith(".yaml") else word for word in command])
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1, result.output
+        assert "alias" in result.output
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exit_code == 0  # what cannot be read is left out
+
+
+def test_only_decode_defines_yaml_loaders() -> None:
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text()
+        is_decode = file == SOURCE / "core" / "decode.py"
+        assert is_decode or not any(name in text for name in ("safe_load", "yaml.SafeLoader", "yaml.BaseLoader")), file
+        assert is_decode or text.count("yaml.load") + text.count("yaml.compose") == text.count("Loader="), file

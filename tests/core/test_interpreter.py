@@ -50,7 +50,7 @@ def run(traps: Path, *command: str | Path, said: str = "") -> subprocess.Complet
     return done
 
 
-def test_one_function_starts_interpreters() -> None:
+def test_only_interpreter_module_starts_python() -> None:
     """Whoever starts one otherwise forgets `-P` sooner or later."""
     for file in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())) if file != SOURCE / "core/interpreter.py" else ():
@@ -60,13 +60,13 @@ def test_one_function_starts_interpreters() -> None:
 
 
 @pytest.mark.parametrize("command", [["-c", "import yaml"], ["-m", "platform"], ["-c", SPAWN]])
-def test_what_it_starts_imports_nothing_from_here(traps: Path, command: list[str]) -> None:
+def test_started_python_ignores_the_working_directory(traps: Path, command: list[str]) -> None:
     for method in ("spawn", "forkserver"):
         done = run(traps, *python_command(*(word.replace("METHOD", method) for word in command)))
         assert done.returncode == 0, done.stderr
 
 
-def test_the_command_imports_nothing_from_here(traps: Path) -> None:
+def test_entry_point_ignores_the_working_directory(traps: Path) -> None:
     safe = "import sys; from aliquot.__main__ import main; main()"
     for command in ([ALIQUOT], [*python_command("-c", safe)]):
         assert run(traps, *command, "--version").stdout.startswith("aliquot "), command
@@ -75,7 +75,7 @@ def test_the_command_imports_nothing_from_here(traps: Path) -> None:
 
 
 @pytest.mark.long
-def test_no_command_imports_anything_from_here(traps: Path, tmp_path: Path) -> None:
+def test_no_command_imports_from_the_working_directory(traps: Path, tmp_path: Path) -> None:
     observe = {"report_to": ["wandb", "tensorboard"], "sample_prompt": "the"}
     config = write_config(tmp_path, "run", observe=observe, launch={"ranks": 2})
     export = tmp_path / "run" / "export"

@@ -60,7 +60,7 @@ def model(tmp_path: Path) -> Path:
 
 @PUT
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"])
-def test_of_a_model(model: Path, name: str, put, reason: str) -> None:
+def test_unfit_model_file_is_refused(model: Path, name: str, put, reason: str) -> None:
     (model / name).unlink(missing_ok=True)
     put(model / name)
     with pytest.raises(UserError, match=reason) as error:
@@ -71,7 +71,7 @@ def test_of_a_model(model: Path, name: str, put, reason: str) -> None:
 
 
 @PUT
-def test_nothing_of_elsewhere_is_exported(model: Path, put, reason: str) -> None:
+def test_export_refuses_links_out_of_the_model(model: Path, put, reason: str) -> None:
     source = resolve(ModelSection(path=str(model)))
     put(model / "generation_config.json")
     if put is fifo:  # which was never taken for a file
@@ -81,7 +81,7 @@ def test_nothing_of_elsewhere_is_exported(model: Path, put, reason: str) -> None
             model_files(source.config, byte_level(), model, (), ())
 
 
-def test_a_snapshot_of_the_hub_is_links(tmp_path: Path) -> None:
+def test_links_of_a_hub_snapshot_are_read(tmp_path: Path) -> None:
     store, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1234"
     byte_level().save_pretrained(store)
     (store / "config.json").write_text(json.dumps(CONFIG))
@@ -103,7 +103,7 @@ def test_links_within_a_directory_are_read(tmp_path: Path) -> None:
     assert read_small_file(tmp_path / "config.json") == b"{}"
 
 
-def test_a_link_in_a_run_directory_truncates_nothing(tmp_path: Path) -> None:
+def test_link_in_a_run_directory_truncates_nothing(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     run = tmp_path / "run"

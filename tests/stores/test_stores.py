@@ -34,12 +34,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return open_store(f"file://{tmp_path}/there" if request.param == "file" else f"memory://{tmp_path.name}")
 
 
-def test_each_url_has_its_store(store: Store, request: pytest.FixtureRequest) -> None:
+def test_open_store_chooses_by_url(store: Store, request: pytest.FixtureRequest) -> None:
     kinds = {"file": LocalStore, "s3": S3Store, "memory": FsspecStore}
     assert type(store) is kinds[request.node.callspec.params["store"]]
 
 
-def test_a_file_from_parts_of_two_writers(store: Store) -> None:
+def test_two_writers_write_one_file(store: Store) -> None:
     data = bytes(range(256)) * (18 * MIB // 256)
     assert store.list() == {}
     token = store.begin("step-00000001/big", len(data))
@@ -63,7 +63,7 @@ def test_a_file_from_parts_of_two_writers(store: Store) -> None:
     assert store.list() == {}
 
 
-def test_a_part_of_which_the_disk_takes_a_part_is_not_written(tmp_path: Path) -> None:
+def test_part_that_the_disk_cuts_short_is_an_error(tmp_path: Path) -> None:
     """One write then tells of fewer bytes, and the next one why."""
     store, before = open_store(f"file://{tmp_path}/there"), resource.getrlimit(resource.RLIMIT_FSIZE)
     token = store.begin("big", 2 * MIB)
@@ -82,7 +82,7 @@ def test_an_empty_file(store: Store) -> None:
     assert store.read("empty", 0, 0) == b""
 
 
-def test_what_was_begun_in_s3_and_not_completed_is_not_seen_and_forgotten(server: S3Server) -> None:
+def test_s3_hides_and_aborts_unfinished_uploads(server: S3Server) -> None:
     store = open_store(f"s3://{BUCKET}/a")
     token = store.begin("big", 17 * MIB)
     store.put_part("big", token, 0, 0, [bytes(16 * MIB)])
@@ -96,7 +96,7 @@ def test_what_was_begun_in_s3_and_not_completed_is_not_seen_and_forgotten(server
         store.put_part("big", token, 1, 16 * MIB, [bytes(MIB)])
 
 
-def test_a_part_goes_with_its_checksum_and_is_tried_again(server: S3Server) -> None:
+def test_s3_part_has_its_checksum_and_is_sent_again(server: S3Server) -> None:
     seen: list[str] = []
 
     def once(environ: dict[str, str]) -> str | None:
@@ -110,7 +110,7 @@ def test_a_part_goes_with_its_checksum_and_is_tried_again(server: S3Server) -> N
     assert seen == ["y/Q5Jg==", "y/Q5Jg=="]  # 0xcbf43926, the check value of CRC-32
 
 
-def test_a_store_that_refuses_or_is_gone_is_one_line(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_refusal_or_dead_server_is_one_line(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"^s3://nobodys/x: ListObjectsV2: NoSuchBucket: ") as refused:
         open_store("s3://nobodys/x").list()
     assert refused.value.exit_code == 2
@@ -126,7 +126,7 @@ def test_a_store_that_refuses_or_is_gone_is_one_line(server: S3Server, monkeypat
         open_store("nowhere://x")
 
 
-def test_a_directory_is_named_by_three_slashes(tmp_path: Path) -> None:
+def test_file_url_needs_three_slashes(tmp_path: Path) -> None:
     for number, beginning in enumerate((f"file://{tmp_path}", f"file://localhost{tmp_path}")):
         open_store(f"{beginning}/a%20b%25{number}").put("x", b"")
         assert (tmp_path / f"a b%{number}" / "x").exists()
@@ -135,18 +135,18 @@ def test_a_directory_is_named_by_three_slashes(tmp_path: Path) -> None:
             open_store(wrong)
 
 
-def test_a_file_that_is_not_there(store: Store) -> None:
+def test_missing_file_is_damage(store: Store) -> None:
     store.put("other", b"abc")
     with pytest.raises(DamagedCheckpoint, match=r"never.* not there"):
         store.read("never", 0, 3)
 
 
-def test_an_address_that_its_file_system_cannot_do_with_is_one_line() -> None:
+def test_incomplete_fsspec_address_is_one_line() -> None:
     with pytest.raises(StorageError, match=r"reference://there: TypeError: .*missing"):
         open_store("reference://there")
 
 
-def test_without_boto3_the_extra_is_named() -> None:
+def test_missing_boto3_names_the_extra() -> None:
     script = (
         "import sys; sys.modules['boto3'] = None\nfrom aliquot.stores.store import open_store\nopen_store('s3://x')"
     )
