@@ -1,4 +1,4 @@
-"""A run directory on a file system without locks: who lives keeps it, who is dead does not."""
+"""The lock of a run directory on file systems without locks: a living holder keeps it, a dead one does not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_second_run_is_refused_and_first_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def test_run_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
-    """A machine that stood still for long was taken for dead."""
+    """Another machine has taken a suspended machine for dead."""
     first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
     with first.locked():
         first.check_publish()
@@ -55,7 +55,7 @@ def test_run_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
 
 
 def test_beating_lock_replaces_locks_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Lustre's and NFS's may be: on another machine each run gets one."""
+    """Lustre and NFS may have local locks: a run on another machine gets the same lock."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     for local in (False, True):
         mount = Mount("lustre", frozenset({"rw", "localflock"} if local else {"rw", "flock"}))
@@ -91,7 +91,7 @@ def test_lock_of_killed_local_run_is_taken_at_once(tmp_path: Path, monkeypatch: 
 
 
 def test_reused_process_id_is_not_the_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container that is started again has the process ids that it had, and that of its namespace."""
+    """A restarted container has the same process ids and the same namespace id."""
     monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
     before = {"machine": run_lock.machine_id(), "pid": os.getpid(), "started": 1, "mark": "x"}
     (tmp_path / BEATING_LOCK).write_text(json.dumps(before))
@@ -125,7 +125,7 @@ def test_lock_of_another_machine_is_watched(tmp_path: Path, beats: bool) -> None
 
 
 def test_faster_process_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have found the holder dead; the other one takes its lock between a last look at it and its removal."""
+    """Two processes find the holder dead: the other one creates its lock between the check and the removal here."""
     file = tmp_path / BEATING_LOCK
     file.write_text(json.dumps({"machine": run_lock.machine_id(), "pid": 0, "mark": "dead"}))
     faster = {"machine": run_lock.machine_id(), "pid": os.getpid(), "mark": "faster"}

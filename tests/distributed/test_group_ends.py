@@ -1,4 +1,4 @@
-"""A rank that has finished has no thread of gloo's left: one that drops a tensor as the interpreter ends aborts it."""
+"""A finished rank has no gloo thread: a thread that drops a tensor at the end of the interpreter would abort."""
 
 from __future__ import annotations
 

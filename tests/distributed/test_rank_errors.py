@@ -1,4 +1,4 @@
-"""Causes and echoes: what a rank records, and which of several dead ranks is shown."""
+"""Errors of ranks: what a rank records, and which of several dead ranks a person sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in which nobody does anything ends, and one in which somebody does goes on, with real processes."""
+"""IdleWatchdog with real processes: an idle run ends, a run with one working rank goes on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_idle_run_ends_and_names_the_stuck_rank(tmp_path: Path) -> None:
 
 
 def test_idle_run_ends_though_stacks_cannot_be_written(tmp_path: Path) -> None:
-    """As on a file server that does not answer: to open a pipe that nobody reads waits, too."""
+    """Opening a pipe without a reader waits, as a file server does that does not answer."""
     body = WATCHED.replace("with IdleWatchdog", "os.mkfifo(own)\nwith IdleWatchdog") + WAITS
     code, _, err = run(tmp_path, body, str(tmp_path))
     assert code == 1
@@ -87,7 +87,7 @@ def test_one_working_rank_keeps_run_alive(tmp_path: Path, work: str) -> None:
 
 
 def test_stopped_process_is_not_idle(tmp_path: Path) -> None:
-    """As with a run that is stopped to let another one pass: the clock went on, but nobody has looked."""
+    """A process that was stopped and continued has made no checks meanwhile."""
     body = """
         import os, signal, subprocess, sys, time
         from pathlib import Path

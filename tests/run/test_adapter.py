@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(folder: Path) -> Path:
-    """A model that has been trained a little."""
+    """A model after a few training steps."""
     trained(write_config(folder, "base", train={"max_steps": 3}))
     return folder / "base" / "export"
 
@@ -88,7 +88,7 @@ def test_the_curve_is_that_of_peft_in_a_plain_loop(folder: Path, lora: Path) -> 
 def test_an_adapter_goes_on_at_any_world_size_and_engine(
     folder: Path, base: Path, lora: Path, ranks: int, engine: str
 ) -> None:
-    """Its checkpoint holds itself alone: the model beside it is read again."""
+    """A checkpoint holds the adapter alone: the base model is read again."""
     name = f"moved-{engine}-{ranks}"
     config = adapter_config(base, name, adapter=LORA, launch={"ranks": ranks}, shard={"engine": engine})
     shutil.copytree(lora, folder / name)
@@ -140,7 +140,7 @@ def test_merged_weights_keep_the_names_of_the_base_files(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lora: Path) -> None:
-    """What peft has saved has the weights that peft loads, and the curve of peft's own layers in a plain loop."""
+    """An adapter that peft has saved keeps its weights, and trains on the curve of peft's layers in a plain loop."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     continued = PeftModel.from_pretrained(model, lora / "export", is_trainable=True)
     continued.save_pretrained(folder / "of-peft")
@@ -165,7 +165,7 @@ def test_training_goes_on_from_a_directory_of_peft(folder: Path, base: Path, lor
 
 
 def test_adapter_is_evaluated_and_generates_with_its_base(folder: Path, base: Path, lora: Path) -> None:
-    """As an export, as a checkpoint."""
+    """The adapter is given as an export and as a checkpoint."""
     run_loss = curve(lora, "eval_loss")[6]
     for directory in (lora / "export", lora / "checkpoints" / "step-00000006"):
         evaluation = evaluate_model(
@@ -196,7 +196,7 @@ def test_adapter_names_moved_base_and_takes_its_new_path(folder: Path, base: Pat
 
 
 def test_an_adapter_says_how_its_documents_begin(folder: Path, base: Path, lora: Path, tmp_path: Path) -> None:
-    """Its tokenizer and its aliquot.json go before those of the model beside it."""
+    """The tokenizer and aliquot.json of the adapter take precedence over those of the base model."""
     copy = shutil.copytree(lora / "export", tmp_path / "own")
     (copy / "aliquot.json").write_text('{"prefix": []}')
     read = read_evaluation_config(str(copy), str(folder / "lora.yaml"), [])
@@ -216,7 +216,7 @@ def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> N
 
 
 def refusal(config: Path, *overrides: str) -> str:
-    """What is said of bad input, in this process: starting one takes seconds."""
+    """Return the error of bad input, raised in this process because starting another takes seconds."""
     with pytest.raises(UserError) as caught:
         aliquot.train(aliquot.read_config(config, ["launch.ranks=1", *overrides]))
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
@@ -271,7 +271,7 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
 
 @pytest.mark.long
 def test_an_adapter_is_not_continued_beside_another_model(folder: Path, base: Path, lora: Path) -> None:
-    """Of the same shapes."""
+    """The other model has the same shapes."""
     other = folder / "other"
     trained(write_config(folder, "other-base", run={"seed": 6, "name": "other-base", "directory": str(other)}))
     step = {"path": str(lora / "checkpoints" / "step-00000006")}

@@ -1,4 +1,4 @@
-"""A run on several sources, evaluated on several sets: what is said of them, their losses, and the same at any size."""
+"""Runs on several sources and evaluation sets: their description, their losses, and one curve at any world size."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_mixture_goes_on_at_another_world_size(config: Path, alone: tuple[Path
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
 def test_the_other_engines_see_the_same_batches(config: Path, alone: tuple[Path, str], engine: str) -> None:
-    """By their losses, of each source and of each evaluation set, on two ranks."""
+    """Compare the losses of every source and evaluation set on two ranks."""
     directory, _ = alone
     shard = [f"shard.engine={engine}"]
     if engine == "deepspeed":
@@ -160,7 +160,7 @@ def test_the_day_of_a_run_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_run_goes_on_with_the_day_on_which_it_began(tmp_path: Path) -> None:
-    """On another day, on a machine without its cache."""
+    """The run resumes on another day, on a machine without the cache."""
     data = {
         "path": str(write_chats(tmp_path)), "document": None, "eval_fraction": 0.0, "sequence_length": 64,
         "chat_template": "{{ strftime_now('%A %d %B') }}" + TEMPLATE, "cache_directory": str(tmp_path / "cache"),

@@ -1,4 +1,4 @@
-"""How a pretrained model meets its documents: with the beginning that it was trained with, or with a warning."""
+"""Data sanity: a pretrained model that needs a bos token, or that does not know the text, causes a warning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_prefix_precedes_documents_and_is_not_predicted() -> None:
 
 @pytest.mark.long
 def test_bad_first_loss_warns_with_advice(tmp_path: Path) -> None:
-    """A model that knows a text by its positions, each of which is one off without bos."""
+    """The model has learned a text by positions, and without bos every position is off by one."""
     words = random.Random(0).choices(["the", "a", "rank", "waits"], k=12)
     text = tmp_path / "song.txt"
     text.write_text((" ".join(words) + "\n") * 40)

@@ -1,4 +1,4 @@
-"""A run with a DeepSpeed JSON, as a person starts it: the other engines' curve, phases, and checkpoints in common."""
+"""Runs with a DeepSpeed JSON: the curve of the other engines, phases of the ledger, and common checkpoints."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_curve_and_the_export_are_those_of_engine_host(host: Path, zero: Pat
 
 @long
 def test_a_token_costs_the_same_whatever_the_engine(host: Path, zero: Path) -> None:
-    """ZeRO-3 leaves empty parameters in the model: what is counted must not be theirs."""
+    """ZeRO-3 leaves empty parameters in the model, which must not count."""
     assert per_token(zero) == pytest.approx(per_token(host), rel=1e-6)
 
 

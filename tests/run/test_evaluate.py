@@ -37,7 +37,7 @@ def test_evaluate_agrees_with_the_run(run: Path, model: str, step: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) -> None:
-    """A document each line, within the length of a sequence."""
+    """Every line is a document shorter than a sequence."""
     lines = ["the rank gathers every weight", "another layer waits", "it drops a gradient of one"] * 3
     text, export = tmp_path / "text.txt", run.parent / "run" / "export"
     text.write_text("\n".join(lines) + "\n")
@@ -61,7 +61,7 @@ def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) 
 
 
 def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
-    """1024 tokens where nobody has said how many; this one knows 64 positions."""
+    """The default is 1024 tokens, but this model has 64 positions."""
     text = str(run.parent / "text.txt")
     evaluation = evaluate_model(read_evaluation_config(str(run.parent / "run" / "export"), text, ["launch.ranks=1"]))[
         ""

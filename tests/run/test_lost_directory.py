@@ -1,4 +1,4 @@
-"""A run whose directory is removed, renamed or replaced ends, and touches nothing of what lies there then."""
+"""A run whose directory is removed, renamed or replaced ends, and touches no file of a new directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDLESS = "launch.ranks=2", "train.max_steps=100000"
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """File name -> hash of its bytes; of directories an empty string."""
+    """Return the hash of every file by its path; directories have an empty string."""
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in directory.rglob("*")
@@ -48,7 +48,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], obj
 @pytest.mark.parametrize("step", [2, pytest.param(6, marks=pytest.mark.long)])  # of six
 @pytest.mark.parametrize("what", ["removed", "renamed"])
 def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: int) -> None:
-    """Not at its last step with success, nor by a new directory in which a part of it lies."""
+    """The run neither ends with success nor makes a new directory with a part of its files."""
     mirror = {"mirror": f"file://{tmp_path}/mirror", "every": 2, "on_error": "warn"}
     config, directory, moved = write_config(tmp_path, checkpoint=mirror), tmp_path / "run", tmp_path / "moved"
     with monkeypatch.context() as patched:
@@ -69,7 +69,7 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_run_that_took_the_directory_is_left_alone(tmp_path: Path) -> None:
-    """Its checkpoints, its logs, its curve and its events: here of the same steps, and with a lock of its own."""
+    """The other run has checkpoints, logs, metrics and events of the same steps, and holds its lock."""
     settings = {"checkpoint": {"every": 1, "export": False}, "train": {"logging_steps": 1}}
     aliquot.train(aliquot.read_config(write_config(tmp_path, "other", **settings), ["train.max_steps=3"]))
     (tmp_path / "other" / "logs").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A run whose disk is lost goes on from its mirror, on the same curve; one that is killed while it copies does, too."""
+"""A run resumes from its mirror on the same curve after the disk is lost, and after a kill during an upload."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_rank_killed_in_upload_leaves_no_complete_checkpoint(tmp_path: Path, ser
 
 
 def damage(checkpoint: Path) -> None:
-    """As a disk does: no size changes."""
+    """Damage files as a disk does, without changing sizes."""
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
 
@@ -104,7 +104,7 @@ def test_damaged_newest_checkpoint_is_fetched_from_mirror(tmp_path: Path) -> Non
 
 
 def test_advice_for_run_without_complete_checkpoint_works(tmp_path: Path) -> None:
-    """Moved away, it begins anew, or where checkpoint.resume says."""
+    """After the move the run begins anew, or from checkpoint.resume."""
     config = runs.write_config(tmp_path, checkpoint={"every": 2, "export": False}, train={"max_steps": 4})
     checkpoints = tmp_path / "run" / "checkpoints"
     aliquot.train(aliquot.read_config(config))

@@ -1,4 +1,4 @@
-"""What a real run leaves to look at: the parts of its steps, events, a profile, metrics to collect, reports."""
+"""Observability of a real run: parts of steps, events, a profile, exported metrics, reports."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("on_error", ["warn", pytest.param("stop", marks=pytest.mark.long)])
 def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
-    """A file of the run may grow to a limit, as on a full disk; of metrics.jsonl that is what it has already."""
+    """A file size limit acts like a full disk: metrics.jsonl cannot grow."""
     config = write_config(folder, on_error, checkpoint={"on_error": on_error}, train={"max_steps": 100000})
     directory = folder / on_error
     process = warm.popen(

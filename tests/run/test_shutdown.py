@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from aliquot.core.errors import TrainingError
-from aliquot.run.shutdown import Shutdown
+from aliquot.run.shutdown import _POLICIES, Phase, Shutdown
 
 RANK = """
 import os, signal, sys, time
@@ -56,6 +56,10 @@ def started(grace_s: float, how: str, program: str = RANK) -> Iterator[subproces
             yield process
         finally:
             process.kill()  # one that has not obeyed
+
+
+def test_every_phase_has_a_policy() -> None:
+    assert set(_POLICIES) == set(Phase)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -174,7 +178,7 @@ def test_signal_before_the_first_step_ends_at_once() -> None:
 
 
 def test_signal_ends_process_whose_main_thread_blocks() -> None:
-    """As while a library trains a tokenizer. Other nodes are told, too."""
+    """The main thread blocks as while a library trains a tokenizer. The other nodes hear of the end, too."""
     never = "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = bytes(64); lock(mutex); lock(mutex)"
     program = BEFORE_ITS_FIRST_STEP.replace("as stop", ", announce_end=print) as stop")
     program = program.replace('"losing 3 steps")', '"losing 3 steps"').replace("time.sleep(0.01)", never, 1)
@@ -193,7 +197,7 @@ def test_end_of_the_grace_period_says_what_is_lost() -> None:
 
 
 def test_disarmed_shutdown_has_no_deadline() -> None:
-    """Or dashboards that do not answer: the run has done what it was asked for."""
+    """Reports and dashboards may take longer than the grace period, because all is saved."""
     program = RANK.replace("    while sys.argv[2] !=", "    stop.disarm()\n    time.sleep(1)\n    while sys.argv[2] !=")
     with started(0.5, "obeys", program) as process:
         process.send_signal(signal.SIGTERM)

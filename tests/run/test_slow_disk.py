@@ -1,4 +1,4 @@
-"""Signals and kills while a save or the export takes long or for ever: bounded, one line, the right exit code."""
+"""Signals and kills during a slow save or export: a bounded end, one line, the right exit code."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STARTED: list[subprocess.Popen[str]] = []
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """Of a test that fails."""
+    """End the processes of a failed test."""
     yield
     while STARTED:
         STARTED.pop().kill()
 
 
 def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]) -> subprocess.Popen[str]:
-    """A run that is about to wait for the disk."""
+    """Start a run, and return once the run waits for the disk."""
     config = write_config(folder, **sections)
     process = subprocess.Popen(
         [*HEARS_CTRL_C, sys.executable, "-m", "aliquot", "train", str(config)],
@@ -54,7 +54,7 @@ def test_a_signal_in_the_export_loses_nothing(tmp_path: Path, ranks: int) -> Non
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_signal_in_sole_export_saves_a_checkpoint(tmp_path: Path, ranks: int) -> None:
-    """Each file of the export takes the disk a second, and the signal finds the first."""
+    """Every file of the export takes a second, and the signal comes at the first."""
     checkpoint = {"last": False, "grace_s": 30}
     process = started(tmp_path, "/.export.", 1.0, launch={"ranks": ranks}, checkpoint=checkpoint)
     process.send_signal(signal.SIGTERM)
@@ -98,7 +98,7 @@ def test_hanging_save_ends_with_the_grace_period(tmp_path: Path) -> None:
 
 
 def test_second_ctrl_c_ends_an_elastic_node(tmp_path: Path) -> None:
-    """Its ranks are in groups of their own, and told to stop once by it, and once more by the leader."""
+    """The ranks are in process groups of their own: the node signals them once, the leader a second time."""
     launch = {"ranks": 1, "nodes": "1:2"}
     process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2, "grace_s": 300}, launch=launch)
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Runs that end and go on: more epochs, the best evaluation, early stopping; started as a person starts them."""
+"""Runs in several stages: more epochs, the best evaluation, early stopping."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EPOCHS = {"max_steps": None, "num_train_epochs": 1, "global_batch_size": 7, "lr_
 
 @pytest.fixture(scope="module")
 def epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
-    """A run of one epoch, then of two: its config, and the steps after which each ended."""
+    """A run of one epoch, then of two: the config, and the last step of both stages."""
     folder = tmp_path_factory.mktemp("epochs")
     config = write_config(folder, "epochs", train=EPOCHS, checkpoint={"every": 1, "keep": 99, "export": True})
     first = aliquot.train(aliquot.read_config(config)).steps
@@ -46,7 +46,7 @@ def state(directory: Path, step: int) -> dict[str, Any]:
 
 
 def test_more_epochs_continue_after_a_partial_batch(epochs: tuple[Path, int, int]) -> None:
-    """The curve is that of a plain loop over the same batches: each sequence once an epoch, in order."""
+    """The curve equals that of a plain loop over the same batches, with every sequence once in an epoch."""
     file, first, second = epochs
     config, directory = aliquot.read_config(file), file.parent / "epochs"
     data = prepare(config.data, None, 1 << 20)
@@ -96,7 +96,7 @@ def test_steps_may_follow_epochs_and_fewer_epochs_are_none(epochs: tuple[Path, i
 
 
 def overfitting(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
-    """Few documents learned by heart, evaluated on others: the evaluation loss falls, then rises."""
+    """The config of a run that memorises few documents: the evaluation loss falls, then rises."""
     expected = {
         "train": {"max_steps": 30, "eval_steps": 2, **OVERFITTING, **sections.pop("train", {})},
         "checkpoint": {"best": True, "keep": 1, **sections.pop("checkpoint", {})},
@@ -106,7 +106,7 @@ def overfitting(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
 
 
 def evaluation_loss(export: Path, file: Path) -> float:
-    """By transformers."""
+    """Compute the evaluation loss with transformers."""
     config = aliquot.read_config(file)
     data = prepare(config.data, None, 1 << 20)
     batches = EvalBatches.of(data, config.data, batch_size(config.train, 1))[""]
@@ -177,7 +177,7 @@ def test_previous_best_remains_if_better_one_cannot_be_saved(tmp_path: Path, mon
 
 @pytest.mark.long
 def test_first_evaluation_set_decides_best_and_mirror_gets_it_again(tmp_path: Path) -> None:
-    """The other set, which is what is learned, is predicted best by the last weights."""
+    """The last weights predict the second set best, because it is the training data."""
     file = overfitting(
         tmp_path, "run", train={"max_steps": 12}, checkpoint={"mirror": f"file://{tmp_path}/mirror", "export": False}
     )
@@ -250,7 +250,7 @@ def full_disk(path: Path, data: bytes) -> None:
 
 
 def test_file_server_failure_ends_run_like_a_lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not as bad input does, at which a job is given up."""
+    """The exit code is not that of bad input, at which a job is given up."""
 
     def stale(*_: object) -> int:
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -289,7 +289,7 @@ def test_export_holds_last_step_despite_earlier_export(tmp_path: Path, monkeypat
 
 
 def test_evaluations_of_another_run_are_not_inherited(tmp_path: Path) -> None:
-    """Of a run that begins from a URL. And what was best comes back out of the mirror."""
+    """The second run begins from a URL. The best checkpoint returns from the mirror."""
     best, mirror = {"best": True, "keep": 1, "export": False}, f"file://{tmp_path}/mirror"
     first = overfitting(tmp_path, "first", train={"max_steps": 12}, checkpoint={**best, "mirror": mirror})
     aliquot.train(aliquot.read_config(first))
@@ -312,7 +312,7 @@ def test_evaluations_of_another_run_are_not_inherited(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_export_that_is_a_link_stays_one(tmp_path: Path) -> None:
-    """To a larger disk, say, to which somebody has moved it."""
+    """A person may move the export to a larger disk and leave a link."""
     config, directory = write_config(tmp_path, train={"max_steps": 2}), tmp_path / "run"
     trained(config)
     moved = shutil.move(directory / "export", tmp_path / "disk")

@@ -1,4 +1,4 @@
-"""Signals in the last step and behind it: what was trained is kept, and what is said of it is so."""
+"""Signals in the last step and after it: the weights are kept, and the last line is true."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import curve, other_text, write_config
 
 
 def stopped_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """By SIGTERM, when ranks have asked each other for the last time in that step."""
+    """Send SIGTERM after the ranks have exchanged their reports of that step."""
     end = Recorder.end
 
     def ended(self: Recorder, *arguments: Any) -> None:
@@ -86,7 +86,7 @@ def test_failed_save_is_not_reported_as_saved(tmp_path: Path, monkeypatch: pytes
 
 
 def test_skipped_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal has kept the run from it: whether the last weights are the best was never looked at. Once."""
+    """A signal has prevented the evaluation of the last weights: the next start makes up for it, once."""
     data = {"eval_path": str(other_text(tmp_path)), "eval_fraction": 0.0}
     file = write_config(
         tmp_path, train={"max_steps": 2, "eval_steps": 2, "learning_rate": 1e-3}, data=data, checkpoint={"best": True}
@@ -106,7 +106,7 @@ def test_skipped_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_checkpoint_saved_again_keeps_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer epochs than have been done: the step is not of those data."""
+    """The second start has fewer epochs than are done, so its data do not contain the step."""
     epochs = {"max_steps": None, "num_train_epochs": 2, "global_batch_size": 7, "eval_steps": 50}
     data = {"eval_path": str(other_text(tmp_path)), "eval_fraction": 0.0}
     file = write_config(tmp_path, train=epochs, data=data, checkpoint={"best": True})

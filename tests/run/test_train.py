@@ -1,4 +1,4 @@
-"""The main job, started as a person starts it: four ways, one curve; interrupted, resumed, exported."""
+"""Training as a person starts it: four launchers with one curve; interrupted, resumed, exported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Path:
-    """The run that the others are compared with: one process, no launcher, no environment.
+    """The reference run: one process without launcher or environment.
 
     tests/planner/test_cli.py trains in an interpreter of its own.
     """
@@ -213,7 +213,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
 
 
 def told_to_stop(number: signal.Signals, directory: Path, *arguments: str | Path, steps: int = 2) -> str:
-    """What a run that gets a signal after so many steps says on stderr; it must end with the signal's exit code."""
+    """Signal a run after some steps, check its exit code, and return its stderr."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = warm.popen("-m", "aliquot", "train", *arguments, **streams)
     while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < steps:
@@ -257,7 +257,7 @@ def test_closed_terminal_saves_and_nohup_ignores_it(folder: Path) -> None:
 
 
 def test_a_signal_to_the_launcher_and_all_ranks_saves(folder: Path) -> None:
-    """As a control group is stopped: the launcher, which is told too, tells ranks again."""
+    """A stopped control group signals the launcher and the ranks, and the launcher signals the ranks again."""
     directory = folder / "control-group"
     config = write_config(folder, "control-group", launch={"ranks": 2})
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -285,7 +285,7 @@ def test_signal_during_evaluation_saves_and_skips_it(folder: Path) -> None:
 
 @pytest.mark.long
 def test_evaluation_is_compiled_after_the_first_step(folder: Path) -> None:
-    """In an evaluation a signal would find steps that are not saved, and half a minute is more than most have."""
+    """During the compilation of an evaluation a signal could not be obeyed within its grace period."""
     kernels = folder / "kernels"
     sections = {"train": {"compile": "layers", "max_steps": 4, "eval_steps": 4, "logging_steps": 1}}
     config = write_config(folder, "compiling", **sections)
@@ -328,7 +328,7 @@ def test_resumed_at_another_world_size(folder: Path, alone: Path, ranks: int) ->
 @pytest.mark.long
 @pytest.mark.parametrize("states", ["bf16", "int8"])
 def test_frugal_states_go_on_bit_for_bit(folder: Path, states: str) -> None:
-    """From a checkpoint that holds them as they are kept, in memory and on disk."""
+    """The checkpoint holds the compressed states, in memory and on disk."""
     name = f"frugal-{states}"
     shape = {"train": {"optimizer_states": states}, "checkpoint": {"every": 2, "keep": 9}, "launch": {"ranks": 2}}
     whole = write_config(folder, name, **shape)
@@ -428,7 +428,7 @@ def test_resume_from_path_then_from_checkpoints_of_the_run(folder: Path, alone: 
 
 
 def refusal(config: Path, *overrides: str) -> str:
-    """What `aliquot.train` says of bad input, in this process: starting one takes seconds."""
+    """Return the error of `aliquot.train`, raised in this process because starting another takes seconds."""
     with pytest.raises(UserError) as caught:
         aliquot.train(aliquot.read_config(config, overrides))
     assert caught.value.exit_code == 2
