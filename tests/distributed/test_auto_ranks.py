@@ -74,7 +74,7 @@ def test_ranks(cpu: CpuFacts, gib: int, settings: RunConfig, nodes: int, ranks: 
     gib=st.integers(1, 400),
     quota=st.none() | st.floats(0.1, 100),
 )
-def test_no_rank_spans_nodes_and_no_core_is_shared(nodes: list[int], batch: int, gib: int, quota: float | None) -> None:
+def test_cpu_ranks_never_span_nodes_or_share_cores(nodes: list[int], batch: int, gib: int, quota: float | None) -> None:
     cpu = machine(*nodes, quota=quota)
     ranks, _ = cpu_ranks(config(global_batch_size=batch), 1, cpu, gib * GIB)
     threads, _ = threads_per_rank(LaunchSection(), {}, cpu, ranks)
@@ -89,13 +89,13 @@ def test_no_rank_spans_nodes_and_no_core_is_shared(nodes: list[int], batch: int,
         assert {node_of[own[0]] for own in sets} == set(range(len(nodes)))  # no node is idle
 
 
-def test_a_persons_number_stands() -> None:
+def test_configured_number_of_ranks_is_kept() -> None:
     assert resolve_auto_ranks(LaunchSection(ranks=7), config()) == (LaunchSection(ranks=7), None)
     launch, reason = resolve_auto_ranks(LaunchSection(device="cpu"), config())
     assert isinstance(launch.ranks, int) and reason
 
 
-def test_more_ranks_than_cores_can_serve_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crowding_warning_counts_ranks_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a person asks for are started all the same."""
     monkeypatch.setattr("aliquot.distributed.auto_ranks.read_cpu", lambda: machine(2))
     monkeypatch.setattr("aliquot.distributed.auto_ranks.memory_limit", lambda: 24 * GIB)
@@ -108,7 +108,7 @@ def test_more_ranks_than_cores_can_serve_are_warned_of(monkeypatch: pytest.Monke
     )
 
 
-def test_the_warning_comes_before_any_rank_starts(tmp_path: Path) -> None:
+def test_crowding_warning_precedes_ranks(tmp_path: Path) -> None:
     """No rank starts here, because the other node never comes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -78,7 +78,7 @@ MARKED = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) 
 
 
 @pytest.mark.parametrize("case", MARKED)
-def test_a_node_that_differs_is_named_by_all(tmp_path: Path, case: str) -> None:
+def test_differing_node_is_named_by_all(tmp_path: Path, case: str) -> None:
     config = write_config(tmp_path)
     change, words = CASES[case]
     ended = two_nodes(config, change(tmp_path))
@@ -89,7 +89,7 @@ def test_a_node_that_differs_is_named_by_all(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.long
-def test_other_weights_of_the_same_sizes_are_noticed(tmp_path: Path) -> None:
+def test_different_weights_of_equal_sizes_are_reported(tmp_path: Path) -> None:
     trained = tmp_path / "model"
     sizes = {"hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_other_weights_of_the_same_sizes_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_wrong_on_one_node_alone_is_said_by_all(tmp_path: Path) -> None:
+def test_error_of_one_node_is_reported_by_all(tmp_path: Path) -> None:
     """Its model, by a file of the same name elsewhere, knows fewer positions."""
     config = write_config(tmp_path)
     model = yaml.safe_load(config.read_text())["model"]["config"]
@@ -121,7 +121,7 @@ def test_what_is_wrong_on_one_node_alone_is_said_by_all(tmp_path: Path) -> None:
         assert code == 2 and "rank 1: data.sequence_length is 32, but the model has 16 positions" in line, ended
 
 
-def test_a_rank_that_somebody_started_otherwise_is_named(tmp_path: Path) -> None:
+def test_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     """As by a loop on one host: no launcher gives both ranks the same settings."""
     config = write_config(tmp_path)
     with socket.socket() as probe:
@@ -141,7 +141,7 @@ def test_a_rank_that_somebody_started_otherwise_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_what_is_a_nodes_own_may_differ(tmp_path: Path) -> None:
+def test_local_settings_may_differ(tmp_path: Path) -> None:
     config = write_config(tmp_path, train={"max_steps": 1})
     copy = shutil.copy(tmp_path / "text.txt", tmp_path / "copy.txt")
     ended = two_nodes(
@@ -166,7 +166,7 @@ class Gathered:
         return [value, [self._node, self._other]]
 
 
-def test_what_differs_is_named_with_both_values() -> None:
+def test_differences_show_both_values() -> None:
     own = {"train": {"max_steps": 5, "seed": 1}, "model.config": {"layer_types": ["a", "b"]}, "tuple": (1, 2)}
     other = {"train.max_steps": 5, "train.seed": 1, "model.config.layer_types": ["a", "b"], "tuple": [1, 2]}
     check_equal_on_ranks(Gathered(other), lambda: own)  # type: ignore[arg-type]
@@ -181,14 +181,14 @@ def test_what_differs_is_named_with_both_values() -> None:
         check_equal_on_ranks(Gathered(differing, node=0), lambda: own)  # type: ignore[arg-type]
 
 
-def test_a_configuration_is_compared_but_for_what_is_a_nodes_own(tmp_path: Path) -> None:
+def test_common_settings_leave_out_local_keys(tmp_path: Path) -> None:
     told = common_settings(read_config(write_config(tmp_path)))
     compared = {"train.max_steps", "run.seed", "shard.engine", "checkpoint.every", "data.sequence_length"}
     assert compared | {"model.config.hidden_size", "version of torch", "train.precision"} <= told.keys()
     assert not {key for key in told if key.startswith(("launch", "cluster", "data.path", "run.directory"))}
 
 
-def test_the_size_of_a_tokenizer_and_the_code_are_compared_and_where_a_template_lies_is_not(tmp_path: Path) -> None:
+def test_settings_compare_tokenizer_and_code_not_template_path(tmp_path: Path) -> None:
     one, other = (
         common_settings(
             read_config(write_config(tmp_path, data={"tokenizer_vocab_size": size, "chat_template": place}))
@@ -199,7 +199,7 @@ def test_the_size_of_a_tokenizer_and_the_code_are_compared_and_where_a_template_
     assert len(one["files of aliquot (hash)"]) == 12
 
 
-def test_what_a_node_finds_at_a_path_of_its_own_is_not_compared_by_the_path(tmp_path: Path) -> None:
+def test_settings_ignore_paths_of_a_node(tmp_path: Path) -> None:
     def told(place: str) -> dict[str, Any]:
         own = {
             "model": {"config": f"{place}/config.json"},
@@ -218,7 +218,7 @@ def test_what_a_node_finds_at_a_path_of_its_own_is_not_compared_by_the_path(tmp_
     assert (source["name"], source["weight"]) == ("a", 2.0)
 
 
-def test_checkpoints_that_are_a_link_are_looked_for_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linked_checkpoint_directory_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "_VISIBLE_S", 0.2)
     run, link = RunDirectory(tmp_path / "run"), tmp_path / "run" / "checkpoints"
     (tmp_path / "run").mkdir()
@@ -233,7 +233,7 @@ def test_checkpoints_that_are_a_link_are_looked_for_too(tmp_path: Path, monkeypa
         run.find_marker(name)
 
 
-def test_a_directory_that_is_not_shared_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unshared_directory_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "_VISIBLE_S", 0.2)
     first, own = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "elsewhere")
     with first.locked():

@@ -56,14 +56,14 @@ def test_nodes_are_a_number_or_a_range(tmp_path: Path) -> None:
         read_config(file, ["checkpoint.resume=never"])
 
 
-def test_a_train_job_says_how_many_nodes_there_are_at_most() -> None:
+def test_train_job_sets_the_maximum_of_elastic_nodes() -> None:
     job = {"PET_NNODES": "4", "PET_NODE_RANK": "3"}
     assert apply_environment(LaunchSection(nodes="2:9"), job).nodes == "2:4"
     assert apply_environment(LaunchSection(), job).nodes == 4
     assert apply_environment(LaunchSection(), {"PET_NNODES": "2:4"}).nodes == "2:4"
 
 
-def test_one_of_many_claims_a_round(tmp_path: Path) -> None:
+def test_one_of_many_nodes_claims_a_round(tmp_path: Path) -> None:
     won: list[int] = []
     ready = threading.Barrier(8)
 
@@ -85,7 +85,7 @@ def test_one_of_many_claims_a_round(tmp_path: Path) -> None:
     assert newest is not None and newest.number == 20
 
 
-def test_the_first_round_alone_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_round_starts_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(leader_lease.ROUND, raising=False)
     assert not follows_earlier_round()
     for number in (1, 2, 11):
@@ -93,7 +93,7 @@ def test_the_first_round_alone_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> 
         assert follows_earlier_round() == (number > 1)
 
 
-def test_a_rank_of_an_older_round_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_an_older_round_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_round(tmp_path)  # of no round
     monkeypatch.setenv(leader_lease.ROUND, "3")
     for number in (1, 2, 3):
@@ -105,7 +105,7 @@ def test_a_rank_of_an_older_round_publishes_nothing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("on_error", ["stop", "warn"])
-def test_a_run_of_a_node_that_was_cut_off_saves_nothing(tmp_path: Path, on_error: str) -> None:
+def test_cut_off_node_saves_nothing(tmp_path: Path, on_error: str) -> None:
     config = write_config(tmp_path, train={"max_steps": 2}, checkpoint={"every": 1, "on_error": on_error})
     Claims(tmp_path / "run").make(replace(CLAIM, number=8))
     result = command("train", config, environment={leader_lease.ROUND: "7"})
@@ -116,7 +116,7 @@ def test_a_run_of_a_node_that_was_cut_off_saves_nothing(tmp_path: Path, on_error
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-def test_the_lock_of_an_older_round_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_an_older_round_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = RunDirectory(tmp_path / "run")
     monkeypatch.setenv(leader_lease.ROUND, "1")
     first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
@@ -192,7 +192,7 @@ def nodes(tmp_path: Path, quick: None, request: pytest.FixtureRequest) -> Iterat
     made.leave()
 
 
-def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
+def test_rounds_follow_new_and_lost_nodes(nodes: Nodes) -> None:
     a, b = nodes.come("a"), nodes.come("b")
     first = [nodes.next(a), nodes.next(b)]
     assert [(each["what"], each["round"], each["node"], each["nodes"]) for each in first] == [
@@ -232,7 +232,7 @@ def test_a_node_comes_another_is_lost_and_the_run_ends(nodes: Nodes) -> None:
         os.urandom(5000) + b"\n",
     ],
 )
-def test_a_packet_of_a_stranger_ends_no_round(nodes: Nodes, packet: bytes) -> None:
+def test_stranger_packet_ends_no_round(nodes: Nodes, packet: bytes) -> None:
     a, b = nodes.come("a"), nodes.come("b")
     assert nodes.whats(a, b) == ["start"] * 2
     with socket.create_connection(("127.0.0.1", nodes.claim.port)) as stranger:
@@ -246,7 +246,7 @@ def test_a_packet_of_a_stranger_ends_no_round(nodes: Nodes, packet: bytes) -> No
     assert [nodes.next(each)["code"] for each in (a, b)] == [0, 0]
 
 
-def test_a_node_that_says_nonsense_is_lost_alone(nodes: Nodes) -> None:
+def test_node_with_invalid_messages_is_lost_alone(nodes: Nodes) -> None:
     a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
     assert nodes.whats(a, b, c) == ["start"] * 3
     c.send("ended", code=0)  # of which round?
@@ -257,7 +257,7 @@ def test_a_node_that_says_nonsense_is_lost_alone(nodes: Nodes) -> None:
     assert "c (127.0.0.1) sent a message that cannot be read (KeyError" in nodes.told[-1]
 
 
-def test_idle_connections_keep_no_node_out(nodes: Nodes) -> None:
+def test_idle_connections_do_not_block_nodes(nodes: Nodes) -> None:
     """More than the leader takes at once, and more descriptors than select() can wait for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
@@ -280,13 +280,13 @@ def test_idle_connections_keep_no_node_out(nodes: Nodes) -> None:
         nodes.leave()
 
 
-def test_the_word_of_a_run_is_its_owners(tmp_path: Path) -> None:
+def test_lease_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     Claims(tmp_path).make(CLAIM)
     (file,) = (tmp_path / leader_lease.ROUNDS).glob("*.json")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_of_nodes_that_lose_most_of_the_others_the_larger_part_is_first(nodes: Nodes) -> None:
+def test_larger_part_of_split_nodes_leads_first(nodes: Nodes) -> None:
     a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
     assert nodes.whats(a, b, c) == ["start"] * 3
     b.close()
@@ -299,7 +299,7 @@ def test_of_nodes_that_lose_most_of_the_others_the_larger_part_is_first(nodes: N
     assert "another node has begun a newer one" in nodes.told[-1]
 
 
-def test_a_node_that_is_not_heard_of_is_lost(nodes: Nodes) -> None:
+def test_silent_node_counts_as_lost(nodes: Nodes) -> None:
     a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
     assert nodes.whats(a, b, c) == ["start"] * 3
     told: list[str] = []
@@ -314,7 +314,7 @@ def test_a_node_that_is_not_heard_of_is_lost(nodes: Nodes) -> None:
     assert "c (127.0.0.1) was not heard of for 2 s" in nodes.told[-1]
 
 
-def test_what_would_come_again_ends_the_run_on_all_nodes(nodes: Nodes) -> None:
+def test_recurring_failure_ends_the_run_on_all_nodes(nodes: Nodes) -> None:
     a, b = nodes.come("a"), nodes.come("b")
     other = nodes.come("c", mark='{"train.global_batch_size": 16, "version of torch": "2.13"}')
     sent_away = nodes.next(other)
@@ -343,7 +343,7 @@ def test_bad_input_ends_the_run_at_once(nodes: Nodes) -> None:
     assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
 
 
-def test_a_node_with_bad_input_is_sent_away_from_those_that_train(nodes: Nodes) -> None:
+def test_new_node_with_bad_input_ends_alone(nodes: Nodes) -> None:
     a, b = nodes.come("a"), nodes.come("b")
     assert nodes.whats(a, b) == ["start"] * 2
     c = nodes.come("c")
@@ -364,7 +364,7 @@ def test_a_node_with_bad_input_is_sent_away_from_those_that_train(nodes: Nodes) 
     assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
 
 
-def test_too_few_nodes_are_waited_for_and_named(tmp_path: Path, quick: None) -> None:
+def test_too_few_nodes_end_with_their_names(tmp_path: Path, quick: None) -> None:
     few = Nodes(tmp_path, "2:3", join_timeout_s=1)
     told = few.next(few.come("a"))
     assert told["code"] == 1  # no bad input: a pod is replaced
@@ -373,9 +373,7 @@ def test_too_few_nodes_are_waited_for_and_named(tmp_path: Path, quick: None) -> 
     few.leave()
 
 
-def test_a_leader_that_lives_is_waited_for_and_one_that_does_not_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_dead_leader_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "DEAD_S", 0.6)
     monkeypatch.setattr(elastic, "_SEEN_S", 0.2)
     monkeypatch.setattr(membership, "_SETTLE_S", 0.1)
@@ -414,7 +412,7 @@ def wait_for_step(directory: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_goes_on_without_the_node_that_led_it(tmp_path: Path) -> None:
+def test_run_continues_without_its_leader(tmp_path: Path) -> None:
     settings = {"shard": {"engine": "host"}, "train": {"max_steps": 14}, "checkpoint": {"every": 2, "export": False}}
     trained(write_config(tmp_path, "whole", **settings))
     launch = {"ranks": 1, "nodes": "1:2", "device": "cpu"}
@@ -462,7 +460,7 @@ def test_a_second_start_takes_no_words_from_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: Path) -> None:
+def test_stopped_node_leaves_without_lost_steps(tmp_path: Path) -> None:
     settings = {"shard": {"engine": "host"}, "train": {"max_steps": 60}, "checkpoint": {"export": False}}
     launch = {"ranks": 1, "nodes": "1:2", "device": "cpu"}
     config = write_config(tmp_path, "run", **settings, launch=launch)
@@ -484,7 +482,7 @@ def test_a_node_that_is_told_to_stop_leaves_and_nothing_is_done_again(tmp_path: 
 
 
 @pytest.mark.long
-def test_an_export_that_somebody_has_removed_is_made_again(tmp_path: Path) -> None:
+def test_removed_export_is_written_again(tmp_path: Path) -> None:
     launch = {"ranks": 2, "nodes": "1:2", "device": "cpu"}
     config = write_config(tmp_path, "run", shard={"engine": "host"}, train={"max_steps": 2}, launch=launch)
     trained(config)
@@ -497,7 +495,7 @@ def test_an_export_that_somebody_has_removed_is_made_again(tmp_path: Path) -> No
     assert "no checkpoint is left to go on from" in command("train", config).stderr
 
 
-def test_a_node_that_comes_after_the_end_has_nothing_to_do_though_no_checkpoint_was_kept(tmp_path: Path) -> None:
+def test_late_node_ends_if_run_is_finished_without_checkpoint(tmp_path: Path) -> None:
     launch, kept = {"ranks": 1, "nodes": "1:2", "device": "cpu"}, {"every": 0, "last": False}
     config = write_config(tmp_path, "run", train={"max_steps": 1, "eval_steps": 0}, checkpoint=kept, launch=launch)
     trained(config)

@@ -54,7 +54,7 @@ def _is_in(folder: Path, process: psutil.Process) -> bool:
         return False
 
 
-def test_a_launcher_that_is_told_to_stop_while_it_starts_ranks_ends_with_them(tmp_path: Path) -> None:
+def test_launcher_stopped_during_start_ends_its_ranks(tmp_path: Path) -> None:
     told = """
 def told(process):
     is_rank = process._args  # the first of two
@@ -68,7 +68,7 @@ ForkServerProcess.start = told
     assert ended.returncode == 143 and ended.stderr.endswith("aliquot: stopped by SIGTERM\n"), ended.stderr
 
 
-def test_what_a_rank_fails_with_before_it_trains_is_told(tmp_path: Path) -> None:
+def test_error_of_a_forked_rank_before_training_is_reported(tmp_path: Path) -> None:
     ended = node(tmp_path, "raise ValueError('no such import')")
     assert ended.returncode == 1
     assert "failed: ValueError: no such import [crash]" in ended.stderr, ended.stderr
@@ -76,13 +76,13 @@ def test_what_a_rank_fails_with_before_it_trains_is_told(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_log_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_log_is_reported(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank-1.log").mkdir(parents=True)
     ended = node(tmp_path, "import time\nif __name__ == '__main__': time.sleep(99)")
     assert ended.returncode == 1 and "IsADirectoryError" in ended.stderr, ended.stderr
 
 
-def test_a_server_that_dies_while_it_imports_is_told(tmp_path: Path) -> None:
+def test_fork_server_that_dies_in_imports_is_reported(tmp_path: Path) -> None:
     ended = node(tmp_path, "import os\nos._exit(9)")
     line = "aliquot: the process that ranks are forked from has ended (out of memory?) [training]\n"
     assert (ended.returncode, ended.stderr) == (1, line)
@@ -104,7 +104,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_a_server_that_has_died_is_replaced_by_one_that_blocks_signals(tmp_path: Path) -> None:
+def test_dead_fork_server_is_replaced_and_blocks_signals(tmp_path: Path) -> None:
     ended = node(tmp_path, ENDS_ITS_SERVER, "forked_rank._IMPORTED = ()", ranks=1, cold=True)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "again").exists()

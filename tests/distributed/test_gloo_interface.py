@@ -22,7 +22,7 @@ def test_interface_towards_oneself() -> None:
     assert interface_towards("no-such-host.invalid") is None
 
 
-def test_the_first_of_a_group_listens_where_the_others_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listening_address_is_the_one_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert listening_address("127.0.0.1") == address_here("127.0.0.1") == "127.0.0.1"
     assert address_here("no-such-host.invalid") == "no-such-host.invalid"

@@ -55,7 +55,7 @@ def test_train_job_variables_win() -> None:
         assert apply_environment(LaunchSection(ranks=8), TRAIN_JOB | {"PET_NPROC_PER_NODE": automatic}).ranks == 8
 
 
-def test_what_people_export_for_torchrun_counts_where_nothing_is_configured() -> None:
+def test_exported_torchrun_variables_apply_to_unset_keys() -> None:
     exported = {"WORLD_SIZE": "4", "MASTER_ADDR": "first", "MASTER_PORT": "29555"}
     launch = apply_environment(LaunchSection(), exported)
     assert (launch.ranks, launch.master_address, launch.master_port) == (4, "first", 29555)
@@ -67,7 +67,7 @@ def test_what_people_export_for_torchrun_counts_where_nothing_is_configured() ->
         apply_environment(LaunchSection(nodes=3), exported)
 
 
-def test_senseless_environment_is_a_user_error() -> None:
+def test_senseless_environment_is_an_error() -> None:
     with pytest.raises(UserError, match="PET_NNODES"):
         launch_mode(LaunchSection(), TRAIN_JOB | {"PET_NNODES": "2:1"})
     with pytest.raises(UserError, match="PET_NPROC_PER_NODE"):
@@ -76,7 +76,7 @@ def test_senseless_environment_is_a_user_error() -> None:
         launch_mode(LaunchSection(), {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
 
 
-def test_streams_arguments_and_environment_of_the_ranks(tmp_path: Path) -> None:
+def test_ranks_get_streams_arguments_and_environment(tmp_path: Path) -> None:
     body = """
         import os, sys
         print("rank", os.environ["RANK"], "says", sys.argv[1:], os.environ.get("OMP_NUM_THREADS"))
@@ -147,7 +147,7 @@ def test_user_error_is_one_line_and_code_2(tmp_path: Path) -> None:
     assert (code, out, err) == (2, "", "aliquot: data.txt: no such file; give another [input]\n")
 
 
-def test_hung_rank_leaves_the_stacks_of_all(tmp_path: Path) -> None:
+def test_hung_rank_leaves_stacks_of_all_ranks(tmp_path: Path) -> None:
     body = (
         JOIN
         + """
@@ -175,7 +175,7 @@ ranks.barrier()
     assert "barrier" in (tmp_path / "stacks-rank-0.txt").read_text()
 
 
-def test_a_rank_that_does_not_even_say_where_it_is(tmp_path: Path) -> None:
+def test_rank_without_a_stack_report_is_named(tmp_path: Path) -> None:
     """Its process is stopped: of the others all wait for it."""
     waits = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_gather\n'
     # The last is of an earlier attempt of more ranks.
@@ -212,7 +212,7 @@ time.sleep(1.5)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_end_of_the_launcher_ends_its_ranks(tmp_path: Path, ending: signal.Signals) -> None:
+def test_ranks_end_with_their_launcher(tmp_path: Path, ending: signal.Signals) -> None:
     body = """
         import os, sys, time
         from pathlib import Path

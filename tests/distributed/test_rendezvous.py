@@ -101,7 +101,7 @@ def rank(own: int, count: int, port: str, limit_s: float, **more: str) -> tuple[
     return ["-c", RANK, str(limit_s)], environment(**variables, **more)
 
 
-def test_a_missing_node_is_named_by_all_that_came(tmp_path: Path) -> None:
+def test_missing_node_is_named_by_all_present_nodes(tmp_path: Path) -> None:
     port = free_port()
     with started([node(2, 3, port, 200, tmp_path)]) as (early,):
         assert early.stderr is not None
@@ -113,7 +113,7 @@ def test_a_missing_node_is_named_by_all_that_came(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [0, 1])
-def test_a_node_that_waits_for_others_ends_at_once_when_it_is_told_to(tmp_path: Path, own: int) -> None:
+def test_waiting_node_ends_at_once_on_sigterm(tmp_path: Path, own: int) -> None:
     """Also as the first process of a container, where a signal without a handler does nothing."""
     with started([node(own, 2, free_port(), 200, tmp_path)]) as (waiting,):
         assert waiting.stderr is not None
@@ -136,7 +136,7 @@ def test_a_missing_rank_is_named() -> None:
     assert text.splitlines()[-1] == first
 
 
-def test_nobody_at_the_address(tmp_path: Path) -> None:
+def test_absent_node_0_is_reported(tmp_path: Path) -> None:
     port = free_port()
     (line,) = last_lines([node(1, 2, port, 1, tmp_path)])
     assert line.startswith(
@@ -146,18 +146,18 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
     assert "the name no-such-host.invalid does not resolve" in line
 
 
-def test_an_address_that_is_not_node_0(tmp_path: Path) -> None:
+def test_address_that_does_not_lead_to_node_0(tmp_path: Path) -> None:
     (line,) = last_lines([node(0, 2, free_port(), 60, tmp_path, "203.0.113.1")])  # for documentation: leads nowhere
     assert line.startswith(f"launch.master_address 203.0.113.1 does not lead to {platform.node()}, which is node 0: ")
 
 
 @pytest.mark.parametrize("own", [0, 1])
-def test_an_address_that_can_be_no_name_is_not_waited_for(tmp_path: Path, own: int) -> None:
+def test_invalid_master_address_fails_at_once(tmp_path: Path, own: int) -> None:
     (line,) = last_lines([node(own, 2, free_port(), 600, tmp_path, "a..b")])
     assert line.startswith("'a..b' cannot be the name of a host: set launch.master_address (MASTER_ADDR)")
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_taken_port_names_its_owner(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         (line,) = last_lines([node(0, 2, port, 200, tmp_path)])
@@ -167,14 +167,14 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_answer_that_is_not_node_0s(tmp_path: Path) -> None:
+def test_answer_of_another_program_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         (line,) = last_lines([node(1, 2, port, 200, tmp_path)])
     assert line.startswith(f"what answers at 127.0.0.1:{port} is not node 0 of this run")
 
 
-def test_two_nodes_of_one_number(tmp_path: Path) -> None:
+def test_two_nodes_with_one_number(tmp_path: Path) -> None:
     port = free_port()
     # Node 2 never comes, so that none of the twins ends well.
     nodes = [node(1, 3, port, 200, tmp_path), node(1, 3, port, 200, tmp_path), node(0, 3, port, 200, tmp_path)]
@@ -186,12 +186,12 @@ def test_two_nodes_of_one_number(tmp_path: Path) -> None:
     assert text.splitlines()[-1].startswith(f"node 1 has come twice, from {platform.node()}"), text
 
 
-def test_an_interface_that_does_not_exist(tmp_path: Path) -> None:
+def test_unknown_interface_is_reported(tmp_path: Path) -> None:
     (line,) = last_lines([rank(0, 2, free_port(), 200, GLOO_SOCKET_IFNAME="eth77")])
     assert line.startswith("GLOO_SOCKET_IFNAME is eth77, but the interfaces of this machine are ") and "lo" in line
 
 
-def test_automatic_ranks_are_the_fewest_of_all_nodes(tmp_path: Path) -> None:
+def test_automatic_ranks_are_the_minimum_over_nodes(tmp_path: Path) -> None:
     port = free_port()
     nodes = [node(0, 2, port, 200, tmp_path, "127.0.0.1", "automatic", ranks=2),
              node(1, 2, port, 200, tmp_path, "127.0.0.1", "automatic", ranks=1)]  # fmt: skip
@@ -206,7 +206,7 @@ def by_number_only(own: int, count: int, port: str, address: str, **more: str) -
     return ["-c", RANK, "60"], environment(**variables)
 
 
-def test_ranks_of_a_loop_find_out_that_they_share_a_host() -> None:
+def test_ranks_of_a_shell_loop_infer_their_host() -> None:
     """As `for i in 0 1; do RANK=$i WORLD_SIZE=2 MASTER_ADDR=... aliquot train ... & done`; one has LOCAL_RANK, too."""
     port = free_port()
     commands = [by_number_only(0, 2, port, "127.0.0.1"), by_number_only(1, 2, port, "127.0.0.1", LOCAL_RANK="0")]
@@ -217,7 +217,7 @@ def test_ranks_of_a_loop_find_out_that_they_share_a_host() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("apart", [True, False])
-def test_ranks_that_srun_has_bound_keep_all_their_cores(apart: bool) -> None:
+def test_ranks_bound_by_srun_use_all_their_cores(apart: bool) -> None:
     """And what is exported of SLURM_LOCALID and SLURM_NTASKS_PER_NODE says nothing of where a rank is."""
     cpus = sorted(os.sched_getaffinity(0))[:2]
     if len(cpus) < 2:
@@ -245,7 +245,7 @@ def test_ranks_that_srun_has_bound_keep_all_their_cores(apart: bool) -> None:
         ({"MASTER_ADDR": "a..b", "RANK": "0"}, "'a..b' cannot be the name of a host"),  # it would wait for the others
     ],
 )
-def test_what_a_person_exports_wrong_is_one_line(variables: dict[str, str], told: str) -> None:
+def test_bad_environment_variable_is_one_line(variables: dict[str, str], told: str) -> None:
     command, environ = by_number_only(1, 2, free_port(), "127.0.0.1")
     (line,) = last_lines([(command, environ | variables)])
     assert line.startswith(told)
@@ -253,7 +253,7 @@ def test_what_a_person_exports_wrong_is_one_line(variables: dict[str, str], told
 
 @pytest.mark.long
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_ranks_of_two_hosts_find_out_where_they_are() -> None:
+def test_ranks_of_two_hosts_infer_their_places() -> None:
     """Dealt out like cards, as `srun --distribution=cyclic` does."""
     port = free_port()
     with two_hosts() as hosts:

@@ -85,7 +85,7 @@ def forge(port: int, payload: bytes) -> int:
     return len(keys)
 
 
-def test_a_job_listens_on_loopback_only_and_a_stranger_does_nothing_to_it(tmp_path: Path) -> None:
+def test_single_node_listens_on_loopback_and_ignores_strangers(tmp_path: Path) -> None:
     config, executed = write_config(tmp_path, launch={"ranks": 2}), tmp_path / "executed"
     endless = ["train.max_steps=100000", "train.lr_scheduler_type=constant"]
     with training(config, *endless) as (launcher, sockets):
@@ -109,7 +109,7 @@ def test_a_job_listens_on_loopback_only_and_a_stranger_does_nothing_to_it(tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["host", "fsdp"])
-def test_a_disturbed_run_trains_what_an_undisturbed_one_does(tmp_path: Path, engine: str) -> None:
+def test_forged_store_values_do_not_change_training(tmp_path: Path, engine: str) -> None:
     sections: dict[str, Any] = {"launch": {"ranks": 2}, "shard": {"engine": engine}, "train": {"max_steps": 200}}
     trained(write_config(tmp_path, "alone", **sections))
     with training(write_config(tmp_path, "disturbed", **sections)) as (launcher, sockets):
@@ -120,13 +120,13 @@ def test_a_disturbed_run_trains_what_an_undisturbed_one_does(tmp_path: Path, eng
 
 
 @pytest.mark.long
-def test_a_run_whose_nodes_come_and_go_listens_on_no_wildcard(tmp_path: Path) -> None:
+def test_elastic_run_listens_on_no_wildcard(tmp_path: Path) -> None:
     config = write_config(tmp_path, launch={"ranks": 2, "nodes": "1:2"})
     with training(config, "train.max_steps=100000") as (_, sockets):
         assert sockets and not [each for each in sockets if each[1] in WILDCARDS]
 
 
-def test_values_that_this_run_has_not_signed_are_absent() -> None:
+def test_unsigned_values_are_absent() -> None:
     bare = HashStore()
     store, twin = SignedStore(bare, "secret", "run"), SignedStore(bare, "secret", "run", "group/")
     store.set("key", "value")
@@ -147,7 +147,7 @@ def test_values_that_this_run_has_not_signed_are_absent() -> None:
     assert [store.add("counter", 2), store.add("counter", 1)] == [2, 3]
 
 
-def test_a_store_without_a_secret_is_the_persons() -> None:
+def test_store_without_a_secret_is_not_signed() -> None:
     bare: Store = HashStore()
     sign_store(bare, {}, "ranks").set("key", "value")
     assert bare.get("ranks/key") == b"value"
@@ -155,7 +155,7 @@ def test_a_store_without_a_secret_is_the_persons() -> None:
     assert bare.get("run/ranks/key").endswith(b"value") and bare.get("run/ranks/key") != b"value"
 
 
-def test_nodes_share_a_secret_that_only_their_owner_reads(tmp_path: Path) -> None:
+def test_common_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     secrets: list[str] = []
     nodes = [threading.Thread(target=lambda: secrets.append(common_secret({}, tmp_path))) for _ in range(8)]
     for each in nodes:
@@ -174,7 +174,7 @@ def test_nodes_share_a_secret_that_only_their_owner_reads(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("key", "value"), [("missing", "pip install evil to go on"), ("1", "{evil")])
-def test_what_a_stranger_says_in_the_store_of_nodes_is_not_read(tmp_path: Path, key: str, value: str) -> None:
+def test_nodes_ignore_unsigned_values_in_the_store(tmp_path: Path, key: str, value: str) -> None:
     """Neither a text that all would print, nor an entry in the name of a node."""
     port = free_port()
     with started([node(0, 2, port, 200, tmp_path)]) as (first,):
@@ -192,7 +192,7 @@ def test_what_a_stranger_says_in_the_store_of_nodes_is_not_read(tmp_path: Path, 
 
 
 @pytest.mark.long
-def test_nodes_that_share_no_secret_say_so(tmp_path: Path) -> None:
+def test_nodes_without_a_common_secret_are_reported(tmp_path: Path) -> None:
     port = free_port()
     nodes = [node(own, 2, port, 3, tmp_path) for own in range(2)]
     nodes[1] = (nodes[1][0], environment(ALIQUOT_SECRET="another word"))

@@ -46,7 +46,7 @@ def test_instructions(tmp_path: Path, flags: str, level: str) -> None:
     assert bool(finding.fix) == (level != "ok")
 
 
-def test_amx_that_the_kernel_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_amx_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_amx = subject(machine(tmp_path, flags="avx512f amx_bf16"))
     finding = cpu_checks.check_amx(with_amx)
     if "amx_bf16" in Path("/proc/cpuinfo").read_text():
@@ -54,7 +54,7 @@ def test_amx_that_the_kernel_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert finding.level == "problem" and "the kernel refuses it" in finding.found  # this CPU has none to give
 
 
-def test_kernels_below_what_the_cpu_has(tmp_path: Path) -> None:
+def test_slow_kernels_are_a_warning(tmp_path: Path) -> None:
     """A real product on this CPU, said to have AMX; and oneDNN told to leave instructions unused."""
     if "amx_bf16" in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has AMX")
@@ -203,7 +203,7 @@ def test_storage_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_storage_whose_locks_no_other_machine_sees(tmp_path: Path) -> None:
+def test_storage_with_local_locks_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     for option, level in (("flock", "ok"), ("localflock", "warning")):
         (tmp_path / "proc" / "mounts").write_text(f"srv:/x {tmp_path} lustre rw,{option} 0 0\n")
@@ -214,7 +214,7 @@ def test_storage_whose_locks_no_other_machine_sees(tmp_path: Path) -> None:
         assert level == "ok" or (finding.level == "warning" and "Lustre: -o flock" in str(finding.fix))
 
 
-def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_storage_is_a_problem(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         finding = storage_checks.check_storage(Subject(run_directory=Path("/proc/sys")))
     else:

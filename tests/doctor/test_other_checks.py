@@ -87,7 +87,7 @@ def test_peers_of_any_name_get_a_finding(peer: str, found: str) -> None:
 @pytest.mark.parametrize(
     "peer", ["host:abc", "::1", "host:", "host:0", "host:65536", "[::1", ":29500", f"h:{'9' * 5000}"]
 )
-def test_peers_that_are_no_address_are_refused(peer: str) -> None:
+def test_invalid_peers_are_refused(peer: str) -> None:
     with pytest.raises(UsageError, match=r"^--peers: .* is none of HOST, HOST:PORT and \[IPv6\]:PORT"):
         next(examine.examine(replace(HERE, peers=(peer,))))  # before any other check runs
 
@@ -103,7 +103,7 @@ def test_efa(tmp_path: Path) -> None:
     assert network_checks.check_efa(subject(tmp_path)).level == "ok"
 
 
-def test_gpus_that_torch_does_not_see(tmp_path: Path) -> None:
+def test_unseen_gpus_are_a_problem(tmp_path: Path) -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -150,7 +150,7 @@ def test_versions(versions: dict[str, str], level: str, words: str) -> None:
     assert finding.level == level and words in said(finding)
 
 
-def test_what_two_ranks_may_find() -> None:
+def test_judgement_of_two_ranks() -> None:
     right = {"wrong": [[], []], "rates": {"bf16": [2e11, 1e11], "fp32": [5e10, 5e10]}, "threads": 1}
     assert two_ranks.judge_self_test(right).level == "ok"
     wrong = two_ranks.judge_self_test({**right, "wrong": [[], ["average by FSDP2 on gloo"]]})
@@ -177,7 +177,7 @@ def test_matmul_rates(tmp_path: Path, flags: str, bf16: float, fp32: float, leve
     assert finding.level == level, said(finding)
 
 
-def test_an_average_that_is_none_is_found() -> None:
+def test_wrong_average_is_reported() -> None:
     """With one rank the "average" of two is the plain gradient: as if a backend had not divided, it is not taken."""
     program = """
 import os
@@ -197,14 +197,14 @@ ranks.close()
 
 
 @pytest.mark.long
-def test_two_ranks_that_cannot_be_joined() -> None:
+def test_unconnected_ranks_are_a_problem() -> None:
     told = two_ranks.run_two_ranks(Subject(environ=environment(GLOO_SOCKET_IFNAME="eth77")))
     finding = two_ranks.judge_self_test(told)
     assert finding.level == "problem" and "GLOO_SOCKET_IFNAME is eth77" in finding.found, said(finding)
     assert two_ranks.judge_matmul(told, HERE).level == "warning"
 
 
-def test_findings_that_cannot_be_written_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_findings_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "examine", lambda subject: [])
     lay_out(tmp_path, {"config.yaml": "", "doctor.json/taken": ""})
     told = CliRunner().invoke(app, ["doctor", "--run-directory", str(tmp_path)])

@@ -17,7 +17,7 @@ from aliquot.machine.memory import private_bytes
 MIB = 1 << 20
 
 
-def test_freed_memory_is_given_back_after_many_steps_and_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_periodic_release_waits_for_steps_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(allocator.time, "monotonic", lambda: now)
     freed = allocator.PeriodicRelease(7)
@@ -31,7 +31,7 @@ def test_freed_memory_is_given_back_after_many_steps_and_some_time(monkeypatch: 
     assert freed.is_due(5000)
 
 
-def test_it_goes_back_to_the_kernel() -> None:
+def test_release_free_memory_returns_pages() -> None:
     freed = allocator.PeriodicRelease(0)
     blocks = [torch.ones(MIB // 8) for _ in range(200)]  # half a MiB each
     held = private_bytes()
@@ -76,14 +76,14 @@ def held(most_mib: int, *environ: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-def test_what_became_too_much_is_given_back() -> None:
+def test_free_memory_limit_releases_a_large_heap() -> None:
     used, freed, left = held(100)
     assert 195 <= used <= 210
     assert freed >= 195  # glibc keeps it
     assert left <= 15
 
 
-def test_less_is_kept_and_nothing_where_nobody_may_touch_it() -> None:
+def test_free_memory_limit_leaves_small_or_unmanaged_heaps() -> None:
     assert held(400)[2] >= 195
     assert held(100, f"{ALLOCATOR_VARIABLE}=none")[2] >= 195
 
@@ -107,7 +107,7 @@ def test_an_installed_allocator_is_preloaded_once(tmp_path: Path) -> None:
     assert allocator_environment(environ, tmp_path) == environ
 
 
-def test_a_persons_choice_stands(tmp_path: Path) -> None:
+def test_chosen_allocator_is_kept(tmp_path: Path) -> None:
     install(tmp_path, "libtcmalloc.so.4")
     for chosen in (
         {"LD_PRELOAD": "/opt/libjemalloc.so.2"},
@@ -117,11 +117,11 @@ def test_a_persons_choice_stands(tmp_path: Path) -> None:
         assert allocator_environment(chosen, tmp_path) == chosen
 
 
-def test_without_one_nothing_is_preloaded(tmp_path: Path) -> None:
+def test_no_installed_allocator_means_no_preload(tmp_path: Path) -> None:
     assert "LD_PRELOAD" not in allocator_environment({}, tmp_path)
 
 
-def test_a_process_restarts_itself_once_with_its_arguments() -> None:
+def test_restart_with_allocator_happens_once_with_arguments() -> None:
     code = (
         "import os, sys; from aliquot.machine.allocator import restart_with_allocator as r; r();"
         "print(os.getpid(), sys.argv[1:], os.environ.get('LD_PRELOAD', ''))"

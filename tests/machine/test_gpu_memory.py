@@ -10,7 +10,7 @@ from aliquot.machine.gpu_memory import Gpu, GpuMemory, current_gpu
 GIB = 1 << 30
 
 
-def test_what_the_allocator_has_and_what_else_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_inside_and_outside_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {
         "allocated_bytes.all.current": 3 * GIB, "reserved_bytes.all.current": 5 * GIB,
         "allocated_bytes.all.peak": 6 * GIB, "reserved_bytes.all.peak": 7 * GIB,
@@ -24,5 +24,5 @@ def test_what_the_allocator_has_and_what_else_is_used(monkeypatch: pytest.Monkey
     assert Gpu().memory() == GpuMemory(0, 0, beside_bytes=6 * GIB, peak_bytes=6 * GIB)
 
 
-def test_only_a_rank_on_a_gpu_asks_for_it() -> None:
+def test_current_gpu_is_none_on_cpu() -> None:
     assert current_gpu("cpu") is None and isinstance(current_gpu("cuda"), Gpu)

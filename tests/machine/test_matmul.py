@@ -13,7 +13,7 @@ from aliquot.machine.matmul import _PRODUCTS, matmul_kernel, matmul_rate
 
 @pytest.mark.parametrize("at_once", [1, 16])  # the CPU's, and a GPU's
 @pytest.mark.parametrize(("flops_per_s", "largest"), [(5e9, 384), (1e15, 1536)])
-def test_sizes_are_those_that_the_machine_can_do(
+def test_matmul_rate_chooses_sizes_that_fit_in_time(
     monkeypatch: pytest.MonkeyPatch, flops_per_s: float, largest: int, at_once: int
 ) -> None:
     monkeypatch.setitem(_PRODUCTS, "cpu", at_once)

@@ -49,7 +49,7 @@ print(directory, oct(stat.S_IMODE(os.stat(directory).st_mode)))
         ),
     ],
 )
-def test_a_cache_that_others_can_write_is_refused(
+def test_cache_writable_by_others_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare, reason: str | None
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "kernels"))
@@ -64,7 +64,7 @@ def test_a_cache_that_others_can_write_is_refused(
 
 
 @pytest.mark.parametrize("imports", ["", pytest.param("import torch._dynamo", marks=pytest.mark.long)])
-def test_the_cache_is_set_before_torch_sets_its_own(tmp_path: Path, imports: str) -> None:
+def test_compile_cache_is_set_before_torch_sets_its_default(tmp_path: Path, imports: str) -> None:
     """Importing torch._dynamo sets it, to a directory in /tmp."""
     environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environ |= {"ALIQUOT_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
@@ -73,7 +73,7 @@ def test_the_cache_is_set_before_torch_sets_its_own(tmp_path: Path, imports: str
     assert not list(tmp_path.glob("torchinductor*"))
 
 
-def test_torchs_own_cache_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cache_of_torch_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a program that imports torch first."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -84,7 +84,7 @@ def test_torchs_own_cache_is_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stat.S_IMODE((tmp_path / "inductor").stat().st_mode) == 0o700
 
 
-def test_a_user_without_a_writable_cache_gets_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_falls_back_to_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "file"))
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -120,5 +120,5 @@ def test_long_vectors_on_intel(
         assert torch_compile.inductor_options() == expected
 
 
-def test_torch_takes_them() -> None:
+def test_torch_accepts_inductor_options() -> None:
     torch.compile(lambda x: x + 1, options=torch_compile.inductor_options() or {"cpp.march": "x86-64-v3"})

@@ -72,7 +72,7 @@ def test_before_and_after_all_steps(tmp_path: Path, where: str, doing: str) -> N
         assert f"while node {number} was {doing}" in output, output
 
 
-def test_a_node_that_is_stopped_says_so_to_one_that_tokenises(tmp_path: Path) -> None:
+def test_stopped_node_is_reported_during_tokenization(tmp_path: Path) -> None:
     def stop(_hosts: list[Host], nodes: list[subprocess.Popen[str]]) -> None:
         nodes[1].terminate()
 

@@ -175,7 +175,7 @@ def leader(directory: Path) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_nodes_that_come_and_go(tmp_path: Path) -> None:
+def test_elastic_nodes(tmp_path: Path) -> None:
     assert len(disturbed(tmp_path, events=10, seed=0)) == 10
 
 
@@ -183,7 +183,7 @@ def test_nodes_that_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.skipif(network_file_system.why_not() is not None, reason=str(network_file_system.why_not()))
-def test_nodes_that_come_and_go_with_a_file_system_of_their_network(tmp_path: Path) -> None:
+def test_elastic_nodes_on_network_file_system(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     assert len(disturbed(tmp_path / "shared", events=6, seed=1, network_files=True)) == 6
 

@@ -19,7 +19,7 @@ STEPS, MOST = 600, 3
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
-def test_nodes_that_come_and_go_with(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_nodes_train_with(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

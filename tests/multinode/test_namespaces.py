@@ -81,7 +81,7 @@ def test_gradients_in_bf16_of_a_tied_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_fsdp_says_what_it_uses_between_hosts(tmp_path: Path) -> None:
+def test_fsdp_reports_its_transport_between_hosts(tmp_path: Path) -> None:
     launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
     config = write_config(tmp_path, shard={"engine": "fsdp"}, launch=launch, train={"max_steps": 1})
     with two_hosts() as hosts:
@@ -94,7 +94,7 @@ def test_fsdp_says_what_it_uses_between_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ranks_dealt_out_to_hosts_in_turn_use_their_own_hosts_tokens(tmp_path: Path) -> None:
+def test_round_robin_ranks_use_tokens_of_their_host(tmp_path: Path) -> None:
     """Started by hand, ranks 0 and 2 on one host, 1 and 3 on the other; neither sees the other's cache."""
     config = write_config(tmp_path, shard={"engine": "fsdp"}, launch={"device": "cpu"}, train={"max_steps": 2})
     caches = [tmp_path / f"cache-{number}" for number in range(2)]
@@ -124,7 +124,7 @@ def test_ranks_dealt_out_to_hosts_in_turn_use_their_own_hosts_tokens(tmp_path: P
         (0, "", None, "/checkpoints: this node does not see what node 0 writes here"),
     ],
 )
-def test_a_node_that_does_not_see_the_newest_checkpoint_is_named_and_nothing_is_lost(
+def test_node_without_newest_checkpoint_is_named(
     tmp_path: Path, blind: int, hidden: str, instead: str | None, told: str
 ) -> None:
     """On the others it is not called damaged, and no older one is taken instead."""

@@ -15,12 +15,12 @@ WORKER = Path(__file__).parent / "worker.py"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
-def test_random_pieces_with_random_delays_are_summed_in_order(tmp_path: Path, world_size: int) -> None:
+def test_ring_sums_random_pieces_in_order(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "sums")
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(5, marks=pytest.mark.long)])
-def test_groups_within_groups_at_work_at_once(tmp_path: Path, world_size: int) -> None:
+def test_subgroups_work_concurrently(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "groups")
 
 
@@ -52,10 +52,10 @@ def test_a_killed_host_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_several_hosts_exchange_what_the_other_owns(tmp_path: Path, world_size: int) -> None:
+def test_hosts_exchange_their_shards(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "hosts")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_one_memory_a_numa_node(tmp_path: Path, world_size: int) -> None:
+def test_one_memory_per_numa_node(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "numa")

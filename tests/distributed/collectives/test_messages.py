@@ -34,7 +34,7 @@ def test_order_counts() -> None:
     assert tally([first, second]) != tally([second, first])
 
 
-def test_a_room_is_used_again_and_what_fits_nothing_makes_way() -> None:
+def test_buffer_pool_reuses_buffers_and_drops_other_sizes() -> None:
     rooms = BufferPool(torch.float32, limit_bytes=4000)
     first, second = rooms.take(500), rooms.take(500)
     rooms.give(first)
@@ -46,7 +46,7 @@ def test_a_room_is_used_again_and_what_fits_nothing_makes_way() -> None:
     assert rooms.take(300) is other
 
 
-def test_no_more_is_kept_than_there_is_room_for() -> None:
+def test_buffer_pool_stays_within_its_limit() -> None:
     rooms = BufferPool(torch.uint8, limit_bytes=10)
     kept, dropped = rooms.take(8), rooms.take(8)
     rooms.give(kept)

@@ -13,7 +13,7 @@ STEP = 2.0**-7  # between neighbouring bf16 values from 1 to 2
 COUNT = 100_000  # longer than the noise, which repeats
 
 
-def test_the_first_sum_is_rounded_to_nearest_and_ties_to_even() -> None:
+def test_first_sum_rounds_to_nearest_even() -> None:
     sources = [torch.randn(COUNT, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     out = torch.full((COUNT,), 7.0).bfloat16()
     add_sum_rounded(out, sources, first=True, noise=None)
@@ -25,7 +25,7 @@ def test_the_first_sum_is_rounded_to_nearest_and_ties_to_even() -> None:
     assert out.tolist() == [1, 1 + 2 * STEP, -1]
 
 
-def test_small_contributions_to_a_large_sum_are_not_lost() -> None:
+def test_noise_preserves_small_contributions() -> None:
     fractions = torch.rand(COUNT, generator=torch.Generator().manual_seed(0)) * STEP / 4
     out = torch.ones(COUNT).bfloat16()
     add_sum_rounded(out, [fractions], first=False, noise=RoundingNoise(1, 1, 0))
@@ -34,7 +34,7 @@ def test_small_contributions_to_a_large_sum_are_not_lost() -> None:
     assert abs((out.float() - 1 - fractions).mean()) < 5 * STEP / 3 / COUNT**0.5
 
 
-def test_what_hosts_round_is_wrong_in_different_ways() -> None:
+def test_hosts_draw_different_noise() -> None:
     """The error of a sum over 64 hosts is 8 times that of one; with the same noise on all it would be 64 times."""
     fractions = torch.rand(COUNT, generator=torch.Generator().manual_seed(0)) * STEP
     errors = []
@@ -46,7 +46,7 @@ def test_what_hosts_round_is_wrong_in_different_ways() -> None:
     assert 7.8 < of_sum / of_one < 8.2
 
 
-def test_steps_and_micro_batches_are_rounded_by_draws_of_their_own() -> None:
+def test_every_step_and_micro_batch_draws_its_own_noise() -> None:
     keys = [(1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1), (4097, 1, 0), (1 << 40, 1, 0)]
     draws = [RoundingNoise(*key).at(0, 1 << 16) for key in keys]
     assert torch.equal(draws[0], RoundingNoise(*keys[0]).at(0, 1 << 16))
@@ -57,7 +57,7 @@ def test_steps_and_micro_batches_are_rounded_by_draws_of_their_own() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 700), st.data())
-def test_however_a_weight_is_cut_it_is_rounded_alike(rows: int, width: int, data: st.DataObject) -> None:
+def test_rounding_does_not_depend_on_pieces(rows: int, width: int, data: st.DataObject) -> None:
     values = torch.rand(rows, width, generator=torch.Generator().manual_seed(rows)) * STEP
     noise = RoundingNoise(3, 1, 2)
     whole = torch.ones(rows * width).bfloat16()
@@ -77,7 +77,7 @@ def test_however_a_weight_is_cut_it_is_rounded_alike(rows: int, width: int, data
     assert torch.equal(of_rows[1], of_rows[0][first_row:])
 
 
-def test_what_is_added_twice_is_rounded_by_two_draws() -> None:
+def test_head_and_embedding_draw_different_noise() -> None:
     """As a tied embedding's: the head's sum and the rows looked up. With one draw the variance would be 1.6 times."""
     rows, width = 1000, 100
     fractions = torch.rand(2, rows, width, generator=torch.Generator().manual_seed(0)) * STEP / 2
@@ -89,7 +89,7 @@ def test_what_is_added_twice_is_rounded_by_two_draws() -> None:
     assert abs(errors.square().mean() - 2 / 6) < 0.01
 
 
-def test_hosts_are_summed_before_they_are_rounded() -> None:
+def test_hosts_are_summed_in_fp32_and_rounded_once() -> None:
     own = torch.full((8,), 256.0).bfloat16()
     add_hosts(own, 3, {host: torch.ones(8).bfloat16() for host in (0, 1, 2, 4, 5, 6)})
     assert own.tolist() == [262.0] * 8  # one by one it would stay 256, where bf16 knows every second number

@@ -43,7 +43,7 @@ def changed(old: Tensor, part: float, most: int, seed: int) -> Tensor:
     most=st.sampled_from([1, 2, 3, 127, 128, 129, 40_000]),
     seed=st.integers(0, 1000),
 )
-def test_what_is_decoded_is_what_was_encoded(numel: int, part: float, most: int, seed: int) -> None:
+def test_patch_round_trip_is_exact(numel: int, part: float, most: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_patch, "PATCH_BLOCK", 64)  # several blocks, and a rest
         old = weights(numel, seed)
@@ -55,15 +55,13 @@ def test_what_is_decoded_is_what_was_encoded(numel: int, part: float, most: int,
 
 
 @pytest.mark.parametrize(("part", "most", "bits_a_weight"), [(0.0, 1, 0.01), (0.2, 1, 2.01), (0.2, 2, 2.64)])
-def test_a_patch_takes_two_bits_a_weight_and_a_byte_for_each_large_change(
-    part: float, most: int, bits_a_weight: float
-) -> None:
+def test_patch_takes_two_bits_per_weight_and_a_byte_per_escape(part: float, most: int, bits_a_weight: float) -> None:
     old = weights(1 << 18)
     told = message(old, changed(old, part, most, 1))
     assert 8 * len(told) / old.numel() == pytest.approx(bits_a_weight, abs=0.01)
 
 
-def test_what_is_not_shorter_is_sent_as_it_is() -> None:
+def test_incompressible_block_is_sent_unencoded() -> None:
     old, new = weights(100_000), weights(100_000, seed=1)
     told = message(old, new)
     assert len(told) < max_patch_bytes(100_000) + 1
@@ -72,7 +70,7 @@ def test_what_is_not_shorter_is_sent_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_that_are_sent_as_they_are_are_checked(dtype: torch.dtype) -> None:
+def test_unencoded_weights_are_checked(dtype: torch.dtype) -> None:
     new = weights(70_001).to(dtype)
     expected = weight_checksums(new)
     check_weights(new, expected, "weights")
@@ -93,7 +91,7 @@ def test_a_flipped_bit_is_found(at: float, bit: int) -> None:
         PATCHES.decode(told, old, "weights of layer 3")
 
 
-def test_weights_that_were_others_before_are_found() -> None:
+def test_patch_applied_to_wrong_weights_is_an_error() -> None:
     old = weights(1000)
     told = message(old, changed(old, 0.3, 3, 1))
     bits(old)[700] += 1

@@ -46,7 +46,7 @@ class Peers:
         self._sockets = sockets
         self._received: dict[int, Counter[int]] = {peer: Counter() for peer in sockets}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in sockets}
-        self.sent: Counter[int] = Counter()  # tokens of every kind that each peer has received from this member
+        self.sent: Counter[int] = Counter()  # tokens that this member has sent to every peer, by kind
         self.waited_s = 0.0  # waiting for peers, since the group was created
         for connection in sockets.values():
             connection.setblocking(True)

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-_MADV_REMOVE = 9  # of Linux; Python names it only where it was built with a header that does
+_MADV_REMOVE = 9  # from Linux; Python only has the name if its build had the header
 
 
 class SharedMemory:
