@@ -2,15 +2,15 @@
 
 SIGTERM (a spot reclaim, the deletion of a pod), SIGINT (Ctrl-C) and SIGHUP (the terminal closes) are the same request.
 
-| phase       | the first signal lets finish  | saves              | gives up               | exit code    |
-|-------------|-------------------------------|--------------------|------------------------|--------------|
-| SETUP       | nothing: ends at once         | nothing            | what was read or built | 128 + signal |
-| STEPS       | the optimizer step of all ranks | a checkpoint     | an evaluation          | 128 + signal |
-| COPYING     | copies to the mirror          | it is saved        | nothing                | 128 + signal |
-| EXPORT      | nothing: ends at once         | it is saved        | export and sample      | 128 + signal |
-| SOLE_EXPORT | nothing of the export         | a checkpoint       | export and sample      | 128 + signal |
-| UNSAVED     | nothing: ends at once         | it cannot be saved | the sample             | 128 + signal |
-| DONE        | nothing: ends at once         | it is exported     | the sample             | 128 + signal |
+| phase       | the first signal lets finish    | saves           | gives up                | exit code    |
+|-------------|---------------------------------|-----------------|-------------------------|--------------|
+| SETUP       | nothing: ends at once           | nothing         | what was read and built | 128 + signal |
+| STEPS       | the optimizer step on all ranks | a checkpoint    | an evaluation           | 128 + signal |
+| COPYING     | the copies to the mirror        | is saved        | nothing                 | 128 + signal |
+| EXPORT      | nothing: ends at once           | is saved        | export and sample       | 128 + signal |
+| SOLE_EXPORT | the file that is being written  | a checkpoint    | export and sample       | 128 + signal |
+| UNSAVED     | nothing: ends at once           | cannot be saved | the sample              | 128 + signal |
+| DONE        | nothing: ends at once           | is exported     | the sample              | 128 + signal |
 
 `checkpoint.grace_s` after the first signal the process ends whatever it does: with code 1 if work is lost, else with
 128 + signal. A second signal ends it at once with 128 + signal. `_POLICIES` has the lines that the person reads.
