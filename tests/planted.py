@@ -84,19 +84,19 @@ FAULTS = (
         "missing-barrier", "distributed/collectives/peers.py",
         "a barrier among the ranks of a host does not wait",
         "        self.wait(_BARRIER, self.sent[_BARRIER])", "        self.received(_BARRIER)",
-        ("tests/collectives", "tests/engines/test_host.py"),
+        ("tests/collectives", "tests/engines/test_host_engine.py"),
     ),
     Fault(
         "last-host-left-out", "distributed/collectives/wire.py",
         "the sum over hosts leaves out the last one",
         "        if host > local_host:\n", "        if local_host < host < max(received):\n",
-        ("tests/collectives", "tests/engines/test_host.py"),
+        ("tests/collectives", "tests/engines/test_host_engine.py"),
     ),
     Fault(
         "layer-does-not-wait", "engines/host/host_engine.py",
         "a layer computes before its weights are updated, or have come from another host",
         "                self._wait_usable(indices)", "                del indices",
-        ("tests/engines/test_host.py", "tests/engines/test_weight_publication.py"),
+        ("tests/engines/test_host_engine.py", "tests/engines/test_weight_publication.py"),
     ),
     Fault(
         "ties-to-zero", "optim/master_weights.py",

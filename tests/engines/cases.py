@@ -77,8 +77,8 @@ class Case:
     evaluated_first: bool = False
 
     def documents(self, step: int, world_size: int) -> list[list[Tensor]]:
-        found = documents(step)
-        return found[:world_size] if self.once else found
+        batch = documents(step)
+        return batch[:world_size] if self.once else batch
 
 
 ZAMBA = {

@@ -103,7 +103,7 @@ class Moments:
         return stepped
 
     def _before(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def met(*arguments: Any) -> Any:
+        def counted_call(*arguments: Any) -> Any:
             if self._steps == 1:
                 self._met.append(kind)
                 self._note.write_text(" ".join(self._met))
@@ -111,7 +111,7 @@ class Moments:
                     os._exit(0)  # as by SIGKILL nothing is told to anybody; the kernel closes what is open
             return method(*arguments)
 
-        return met
+        return counted_call
 
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
@@ -128,8 +128,8 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         worker.train(setup, cases.CASES[name], rank, folder)
     except Exception as error:
         lost = isinstance(error, PeerLost)
-        found = {"error": type(error).__name__, "message": str(error), "named": lost, "at": time.time()}
-        (folder / f"lost-{rank}.json").write_text(json.dumps(found))
+        lost_note = {"error": type(error).__name__, "message": str(error), "named": lost, "at": time.time()}
+        (folder / f"lost-{rank}.json").write_text(json.dumps(lost_note))
         os._exit(0)  # the process group would wait for the dead rank
 
 

@@ -60,9 +60,9 @@ def watch_logits(engine: HostEngine) -> list[str]:
 
     class Watched(FusedLoss):
         def room(self, *arguments: Any) -> Tensor:
-            taken.append(weakref.ref(found := super().room(*arguments)))
+            taken.append(weakref.ref(room := super().room(*arguments)))
             happened.append("taken")
-            return found
+            return room
 
         def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
             happened.append("used" if arguments[-1] is taken[-1]() else "not used")

@@ -36,9 +36,9 @@ def train(rank: int, world_size: int, shape: dict[str, object], states: str) -> 
         engine.backward(micro_batch([torch.arange(30), torch.arange(20)]), 1 / 50, last=True)
         engine.step(1e-3, 1.0)
     gc.collect()
-    found = anonymous_bytes(), engine.counters().memory(), built.numel
+    measured = anonymous_bytes(), engine.counters().memory(), built.numel
     engine.close()
-    return found
+    return measured
 
 
 def anonymous_bytes() -> int:

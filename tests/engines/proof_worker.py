@@ -53,7 +53,7 @@ class Forgetful(Counter[int]):
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     torch.set_num_threads(1)
-    told = {}
+    outcomes = {}
     for argument in arguments:
         model_type, engine, fault = argument.split(":")
         module: Any = host_engine if engine == "host" else fsdp_engine
@@ -65,18 +65,19 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         kind: type[Engine] = host_engine.HostEngine if engine == "host" else fsdp_engine.FsdpEngine
         topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
         config = small_config(model_type, dropout=True)
-        found = traits(config)
+        model_traits = traits(config)
         spec = EngineSpec(
-            "bf16", 512, found.plain_head, found.packs, found.looks_up, True, collectives="shared_memory",
+            "bf16", 512, model_traits.plain_head, model_traits.packs, model_traits.looks_up, True,
+            collectives="shared_memory",
             optimizer_states="int8" if engine == "host" else "fp32", micro_batches=1,
         )  # fmt: skip
         try:
-            prove(config, found, kind, spec, topology)
-            told[argument] = ""
+            prove(config, model_traits, kind, spec, topology)
+            outcomes[argument] = ""
         except SelfTestError as error:
-            told[argument] = str(error)
+            outcomes[argument] = str(error)
         module.attention_on, host_gradients.Counter = attention_on, contributions  # type: ignore[misc]
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
 )
 def test_fp32_equals_the_plain_loop(runs: Runs[str], world: str, name: str) -> None:
     losses, norms, weights = plain_loop(name, bf16=False)
-    found = result(runs[world], name)
+    trained = result(runs[world], name)
     # fp32 in another order of summation: 1e-6 a step, which the steps of AdamW amplify.
-    assert found["losses"] == pytest.approx(losses, rel=1e-4)
-    assert found["norms"] == pytest.approx(norms, rel=1e-3)
+    assert trained["losses"] == pytest.approx(losses, rel=1e-4)
+    assert trained["norms"] == pytest.approx(norms, rel=1e-3)
     for tensor, values in assembled(runs[world], name, "final", WORLDS[world][0].ranks).items():
         torch.testing.assert_close(values, weights[tensor].flatten(), rtol=2e-3, atol=2e-3, msg=tensor)
 
@@ -66,8 +66,8 @@ def test_bf16_follows_the_plain_bf16_loop(runs: Runs[str]) -> None:
 def test_parts_cover_every_tensor_once(runs: Runs[str], world: str) -> None:
     expected = initial_weights(CASES["llama"])
     for part_kind in ("weight", "exp_avg", "exp_avg_sq"):
-        found = assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][0].ranks, part_kind)
-        assert {name: values.numel() for name, values in found.items()} == {
+        trained = assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][0].ranks, part_kind)
+        assert {name: values.numel() for name, values in trained.items()} == {
             name: values.numel() for name, values in expected.items()
         }
     for name, values in assembled(runs[world], LLAMAS[world], "initial", WORLDS[world][0].ranks).items():

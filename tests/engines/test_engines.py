@@ -129,8 +129,8 @@ def assembled(folder: Path, name: str, when: str, world_size: int, kind: str = "
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for rank in range(world_size):
         for key, values in load_file(folder / f"{name}-{when}-{rank}.safetensors").items():
-            of_kind, tensor, start = key.split("/")
-            if of_kind == kind:
+            part_kind, tensor, start = key.split("/")
+            if part_kind == kind:
                 pieces.setdefault(tensor, []).append((int(start), values))
     whole = {}
     for tensor, found in pieces.items():
@@ -264,9 +264,9 @@ def test_every_rank_owns_at_most_its_share(runs: Runs[int], world_size: int) -> 
     for rank in range(world_size):
         parts = load_file(runs[world_size] / f"{BY_WORLD[world_size][0]}-final-{rank}.safetensors")
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            own = sum(v.numel() for key, v in parts.items() if key.startswith(kind + "/"))
+            owned = sum(v.numel() for key, v in parts.items() if key.startswith(kind + "/"))
             # Rounding up to whole rows costs at most one row a tensor.
-            assert own <= total / world_size + names * 50
+            assert owned <= total / world_size + names * 50
 
 
 @pytest.mark.parametrize("world_size", [2, THREE])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import run_ranks
 
-WORKER = Path(__file__).parent / "check_worker.py"
+WORKER = Path(__file__).parent / "fsdp_collectives_worker.py"
 
 
 @pytest.mark.parametrize("kind", ["gloo", "sound"])

@@ -48,10 +48,10 @@ def full(value: float) -> torch.Tensor:
 def sums(gradients: HostGradients) -> list[float]:
     gradients.finish()
     on_disk = dict(zip(gradients._sums.on_disk, gradients._sums.visit(0, 1 << 20, changes=False), strict=True))
-    found = [on_disk[i] if i in on_disk else gradients._sums.in_memory(0, i) for i in range(3)]
-    assert all(len(of_weight.unique()) == 1 for of_weight in found)
-    assert gradients._sums.squares() == pytest.approx([float(of_weight.square().sum()) for of_weight in found])
-    return [float(of_weight[0]) for of_weight in found]
+    summed = [on_disk[i] if i in on_disk else gradients._sums.in_memory(0, i) for i in range(3)]
+    assert all(len(weight_sums.unique()) == 1 for weight_sums in summed)
+    assert gradients._sums.squares() == pytest.approx([float(weight_sums.square().sum()) for weight_sums in summed])
+    return [float(weight_sums[0]) for weight_sums in summed]
 
 
 def test_gradients_may_arrive_in_any_order(gradients: HostGradients) -> None:
@@ -104,45 +104,45 @@ def test_rounding_does_not_depend_on_arrival_times() -> None:
     """Sums for another host in bf16: a rank that is ahead reads pieces of a micro-batch when it is in the next one."""
     at_once = rounded_sums([0.0, 0.0])
     for pauses in ([0.003, 0.0], [0.0, 0.003]):
-        for found, expected in zip(rounded_sums(pauses), at_once, strict=True):
-            assert torch.equal(found, expected)
+        for summed, expected in zip(rounded_sums(pauses), at_once, strict=True):
+            assert torch.equal(summed, expected)
 
 
 def rounded_sums(pauses: list[float], micro_batches: int = 6) -> list[torch.Tensor]:
     """Of two ranks of the first of two hosts, what they have for the second, in bf16."""
     shape, ends = (64, 256), socket.socketpair()
     weights = [Weight(name, shape, row_ranges(shape, 4), True, torch.bfloat16) for name in "ab"]
-    peers = [Peers(own, {1 - own: ends[own]}, [0, 1]) for own in (0, 1)]
+    peers = [Peers(member, {1 - member: ends[member]}, [0, 1]) for member in (0, 1)]
 
-    def rank(own: int) -> list[torch.Tensor]:
-        hosts = Hosts(peers[own], ((0, 1), (2, 3)), 0, (0, 0), None)
-        kept = HostSums(
-            weights, Counterparts([own, 2 + own], 0), torch.float32, "fp32", None, sent_dtype=torch.bfloat16
+    def rank(member: int) -> list[torch.Tensor]:
+        hosts = Hosts(peers[member], ((0, 1), (2, 3)), 0, (0, 0), None)
+        host_sums = HostSums(
+            weights, Counterparts([member, 2 + member], 0), torch.float32, "fp32", None, sent_dtype=torch.bfloat16
         )
-        gradients = HostGradients(hosts, weights, kept, GradientOrder([1, 0]), torch.float32, tokens=4, width=2)
+        gradients = HostGradients(hosts, weights, host_sums, GradientOrder([1, 0]), torch.float32, tokens=4, width=2)
         for number in range(micro_batches):
             gradients.begin_micro_batch(1, last=number == micro_batches - 1)
             for index in (1, 0):
-                time.sleep(pauses[own])
-                seed = torch.Generator().manual_seed(100 * number + 10 * index + own)
+                time.sleep(pauses[member])
+                seed = torch.Generator().manual_seed(100 * number + 10 * index + member)
                 gradients.stage(index, torch.randn(shape, generator=seed))
             gradients.end_micro_batch()
         gradients.finish()
-        return [kept.in_memory(1, index) for index in (0, 1)]
+        return [host_sums.in_memory(1, index) for index in (0, 1)]
 
     with ThreadPoolExecutor(2) as ranks:
-        found = [tensor for of_rank in ranks.map(rank, (0, 1)) for tensor in of_rank]
-    for each in peers:
-        each.close()
-    return found
+        summed = [tensor for rank_sums in ranks.map(rank, (0, 1)) for tensor in rank_sums]
+    for peer in peers:
+        peer.close()
+    return summed
 
 
 def test_bf16_sums_keep_growing() -> None:
     """Frugal states: 256 + 1 is 256 in bf16, to nearest."""
     hosts = Hosts.join(0, 0, lambda value: [value])
     weights = [Weight(name, (64, 64), ((0, 64 * 64),), True, torch.bfloat16) for name in ("dense", "looked up")]
-    kept = HostSums(weights, Counterparts([0], 0), torch.bfloat16, "bf16", None)
-    gradients = HostGradients(hosts, weights, kept, GradientOrder([0]), torch.float32, tokens=64, width=64)
+    host_sums = HostSums(weights, Counterparts([0], 0), torch.bfloat16, "bf16", None)
+    gradients = HostGradients(hosts, weights, host_sums, GradientOrder([0]), torch.float32, tokens=64, width=64)
     for number in range(600):
         gradients.begin_micro_batch(1, last=number == 599)
         gradients.stage(0, torch.ones(64, 64))
@@ -150,5 +150,5 @@ def test_bf16_sums_keep_growing() -> None:
         gradients.add_rows(1, torch.arange(64), torch.ones(64, 64))
     gradients.finish()
     for index in (0, 1):
-        assert kept.in_memory(0, index).float().mean() == pytest.approx(600, rel=0.01)
+        assert host_sums.in_memory(0, index).float().mean() == pytest.approx(600, rel=0.01)
     hosts.peers.close()

@@ -22,12 +22,12 @@ from tests.planner.shapes import GEMMA2, LLAMA, QWEN3, planned_config
 def test_planned_memory_has_sums_for_counterparts(nodes: int) -> None:
     config = planned_config(LLAMA, train={"precision": "fp32", "global_batch_size": 64})  # several micro-batches a step
     shape = shaped_model(config).shape
-    held = host_memory(config, shape, RankLayout(nodes, 2, 1, "cpu"), OnDisk())
+    planned = host_memory(config, shape, RankLayout(nodes, 2, 1, "cpu"), OnDisk())
     # Every weight of this shape has rows that the ranks divide evenly.
-    assert held.gradients == 4 * shape.numel // 2  # its own part and one for each other host: half the model, always
-    assert held.moments == 8 * shape.numel // (2 * nodes)
-    assert held.shared_weights == 4 * shape.numel
-    assert (held.forward, held.backward) == (0, 0)  # nothing is gathered
+    assert planned.gradients == 4 * shape.numel // 2  # its own part and one for each other host: half the model, always
+    assert planned.moments == 8 * shape.numel // (2 * nodes)
+    assert planned.shared_weights == 4 * shape.numel
+    assert (planned.forward, planned.backward) == (0, 0)  # nothing is gathered
 
 
 @pytest.mark.parametrize(("changes", "bytes_for_others"), [({}, 4), ({"reduce_dtype": "bf16"}, 2)])
@@ -35,12 +35,12 @@ def test_planned_sums_for_other_hosts_follow_accumulation(changes: dict[str, str
     layout = RankLayout(4, 1, 1, "cpu")
     several, one = (planned_config(LLAMA, train={"global_batch_size": 8 * count}, shard=changes) for count in (4, 1))
     shape = shaped_model(several).shape
-    own = 4 * shape.numel // 4
-    assert host_memory(several, shape, layout, OnDisk()).gradients == own + bytes_for_others * shape.numel * 3 // 4
+    owned = 4 * shape.numel // 4
+    assert host_memory(several, shape, layout, OnDisk()).gradients == owned + bytes_for_others * shape.numel * 3 // 4
     # Only the look-up's rows are added to what is there; all else leaves as it arises. (Tied: below.)
-    held = host_memory(one, shape, layout, OnDisk())
-    assert held.gradients == own + bytes_for_others * 2048 * 128 * 3 // 4
-    assert held.own_gradients == own
+    planned = host_memory(one, shape, layout, OnDisk())
+    assert planned.gradients == owned + bytes_for_others * 2048 * 128 * 3 // 4
+    assert planned.own_gradients == owned
 
 
 @pytest.mark.parametrize("model", [LLAMA, QWEN3, GEMMA2, {**GEMMA2, "final_logit_softcapping": None}])
@@ -58,8 +58,8 @@ def test_planned_sums_for_other_hosts_equal_the_engine_s(model: dict[str, Any], 
         packs=traits.packs,
     )
     weights = [
-        Weight(name, tuple(each.shape), row_ranges(tuple(each.shape), 2), True, torch.bfloat16)
-        for name, each in built.named_parameters()
+        Weight(name, tuple(parameter.shape), row_ranges(tuple(parameter.shape), 2), True, torch.bfloat16)
+        for name, parameter in built.named_parameters()
     ]
     passing = order.complete_at_once if micro_batches == 1 else ()
     sums = HostSums(weights, Counterparts([0, 1], 0), torch.float32, "fp32", None, transient=passing)

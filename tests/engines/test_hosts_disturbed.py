@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.engines.cases import EngineSetup
 from tests.engines.test_engines import Runs
-from tests.engines.test_host import same
+from tests.engines.test_host_engine import same
 from tests.examples import examples
 from tests.processes import run_ranks
 
@@ -64,11 +64,11 @@ def ended(folder: Path, hosts: int, name: str, moment: int) -> str:
     begun = time.monotonic()
     run_ranks(WORKER, hosts, folder, name, json.dumps({"ends_at": moment}), timeout_s=60)
     assert time.monotonic() - begun < 40
-    found = [json.loads((folder / f"lost-{rank}.json").read_text()) for rank in range(hosts - 1)]
+    notes = [json.loads((folder / f"lost-{rank}.json").read_text()) for rank in range(hosts - 1)]
     # The first to notice ends, and another one that waits for it may say so instead.
-    first = min(found, key=lambda lost: lost["at"])
-    assert first["named"], found
-    assert first["message"].startswith(f"rank {hosts - 1} has ended on another host"), found
+    first = min(notes, key=lambda lost: lost["at"])
+    assert first["named"], notes
+    assert first["message"].startswith(f"rank {hosts - 1} has ended on another host"), notes
     return (folder / "moments").read_text().split()[-1]
 
 
@@ -84,9 +84,9 @@ def test_host_that_ends_in_an_exchange_is_named_at_once(folder: Folder, name: st
     whole = folder()
     run_ranks(WORKER, hosts, whole, name, json.dumps({"ends_at": -1}))
     kinds = (whole / "moments").read_text().split()
-    of_kind = {kind: [at for at, each in enumerate(kinds) if each == kind] for kind in set(kinds)}
-    assert of_kind.keys() == MOMENTS.keys()
+    by_kind = {kind: [at for at, seen in enumerate(kinds) if seen == kind] for kind in set(kinds)}
+    assert by_kind.keys() == MOMENTS.keys()
     draw = random.Random(name)
     for kind, count in MOMENTS.items():
-        for moment in draw.sample(of_kind[kind], min(count, len(of_kind[kind]))):
+        for moment in draw.sample(by_kind[kind], min(count, len(by_kind[kind]))):
             assert ended(folder(), hosts, name, moment) == kind

@@ -46,19 +46,19 @@ def gradients(dtype: torch.dtype, compiled: bool) -> tuple[list[Tensor], int]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         function(x).square().sum().backward()
     copies = sum(event.name == "aliquot::transposed_copy" for event in seen.events())
-    found = [each.grad for each in (x, *layer.parameters())]
-    assert all(each is not None for each in found)
-    return found, copies  # type: ignore[return-value]
+    computed = [tensor.grad for tensor in (x, *layer.parameters())]
+    assert all(tensor is not None for tensor in computed)
+    return computed, copies  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
     ("dtype", "copies"), [pytest.param(torch.bfloat16, 2, marks=pytest.mark.long), (torch.float32, 0)]
 )
 def test_transposed_copies_give_the_gradients_of_plain_products(dtype: torch.dtype, copies: int) -> None:
-    found, made = gradients(dtype, compiled=True)
+    computed, made = gradients(dtype, compiled=True)
     expected, none = gradients(torch.float32, compiled=False)
     assert (made, none) == (copies, 0)
-    for ours, exact in zip(found, expected, strict=True):
+    for ours, exact in zip(computed, expected, strict=True):
         # bf16 rounds weights, inputs and each product to 8 bits.
         assert (ours.float() - exact).norm() <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm()
 

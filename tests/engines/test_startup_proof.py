@@ -23,15 +23,15 @@ NEED_FP32 = ("inkling2_text", "minimax", "xglm", "xlstm")  # as docs/models.md s
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("proof")
     run_worlds(Path(__file__).parent / "proof_worker.py", [World(2, folder, (*RIGHT, *WRONG))])
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_proof_passes_correct_engines(told: list[dict[str, str]], case: str) -> None:
-    assert [of_rank[case] for of_rank in told] == ["", ""]
+def test_proof_passes_correct_engines(outcomes: list[dict[str, str]], case: str) -> None:
+    assert [rank_outcomes[case] for rank_outcomes in outcomes] == ["", ""]
 
 
 def test_single_rank_computes_all_rows_of_the_proof(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_single_rank_computes_all_rows_of_the_proof(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_proof_names_planted_errors(told: list[dict[str, str]], case: str) -> None:
-    first, second = (of_rank[case] for of_rank in told)
+def test_proof_names_planted_errors(outcomes: list[dict[str, str]], case: str) -> None:
+    first, second = (rank_outcomes[case] for rank_outcomes in outcomes)
     assert first == second and "would be trained wrongly" in first
     assert "\n" not in first and ("the gradient of " in first or "loss is " in first)
 
@@ -53,8 +53,8 @@ def test_proof_names_planted_errors(told: list[dict[str, str]], case: str) -> No
 )
 def test_model_that_fails_in_bf16_is_refused_in_one_line(kind: str) -> None:
     config = small_config(kind, False)
-    found = traits(config)
+    model_traits = traits(config)
     if kind not in NEED_FP32:
-        return _run_in_bf16(config, found, found.plain_head)
+        return _run_in_bf16(config, model_traits, model_traits.plain_head)
     with pytest.raises(UnsupportedModelError, match=r"does not run with weights of bf16: .* train\.precision: fp32"):
-        _run_in_bf16(config, found, found.plain_head)
+        _run_in_bf16(config, model_traits, model_traits.plain_head)

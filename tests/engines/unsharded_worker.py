@@ -46,21 +46,21 @@ def whole_bytes(engine: FsdpEngine) -> tuple[int, int]:
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
             for parameter in [] if group is None else group.fsdp_params:
-                weights += sum(each.untyped_storage().size() for each in parameter.all_gather_outputs)
+                weights += sum(tensor.untyped_storage().size() for tensor in parameter.all_gather_outputs)
                 # In fp32 they are those of autograd.
-                own = parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
-                held = [each for each in (parameter.unsharded_accumulated_grad, own) if each is not None]
-                gradients += sum(each.nbytes for each in held)
+                autograd_sum = parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+                sums = [tensor for tensor in (parameter.unsharded_accumulated_grad, autograd_sum) if tensor is not None]
+                gradients += sum(tensor.nbytes for tensor in sums)
     return weights, gradients
 
 
-def train(kept: Unsharded, precision: str, rank: int, done: Counter[str]) -> dict[str, Any]:
+def train(unsharded: Unsharded, precision: str, rank: int, done: Counter[str]) -> dict[str, Any]:
     built = meta.build(AutoConfig.for_model("llama", **MODEL))
-    spec = EngineSpec(precision, 64, built.traits.plain_head, unsharded=kept)  # type: ignore[arg-type]
+    spec = EngineSpec(precision, 64, built.traits.plain_head, unsharded=unsharded)  # type: ignore[arg-type]
     engine = FsdpEngine.build(built.model, spec, Topology(rank, 2, rank, 2, 0, 1, "cpu", 1, ()))
     initialize.initialize(engine, built.fills, cases.SEED)
     engine.ready()
-    losses, norms, each, between, evaluated = [], [], [], (0, 0), []
+    losses, norms, counts, between, evaluated = [], [], [], (0, 0), []
     for step in range(STEPS):
         sequences = cases.documents(step)
         batches: list[MicroBatch | None] = [cases.micro_batch(sequences[2 * i + rank]) for i in range(2)]
@@ -70,29 +70,29 @@ def train(kept: Unsharded, precision: str, rank: int, done: Counter[str]) -> dic
         for i, batch in enumerate([*batches, None]):  # a rank may have fewer than others
             total += engine.backward(batch, 1 / 100, last=i == MICRO_BATCHES - 1)
             between = max(between, whole_bytes(engine)) if i < MICRO_BATCHES - 1 else between
-        each.append({**done, "wire": engine.counters().wire_bytes - before})
+        counts.append({**done, "wire": engine.counters().wire_bytes - before})
         dist.all_reduce(total)
         losses.append(float(total))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
         # What is kept must not outlive the update: two evaluations, and the next step goes on from them.
         evaluated += [float(engine.evaluate(cases.micro_batch(sequences[rank]))) for _ in range(2)]
-    found = {
-        "losses": losses, "norms": norms, "evaluated": evaluated, "collectives": each, "whole": between,
+    trained = {
+        "losses": losses, "norms": norms, "evaluated": evaluated, "collectives": counts, "whole": between,
         "gathered_bytes": engine.counters().gathered_bytes, "numel": built.numel,
     }  # fmt: skip
     engine.close()
-    return found
+    return trained
 
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     done: Counter[str] = Counter()
     count(done)
-    found = [
-        {"kept": asdict(kept), "precision": precision, **train(kept, precision, rank, done)}
+    trained = [
+        {"kept": asdict(unsharded), "precision": precision, **train(unsharded, precision, rank, done)}
         for precision in ("fp32", "bf16")
-        for kept in (Unsharded(), Unsharded(weights=True), Unsharded(gradients=True), Unsharded(True, True))
+        for unsharded in (Unsharded(), Unsharded(weights=True), Unsharded(gradients=True), Unsharded(True, True))
     ]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(trained))
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
         if isinstance(engine, FsdpEngine):
-            kept = (shard.parameter.grad for shard in engine._trainable)
-            places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in kept))
+            gradients = (shard.parameter.grad for shard in engine._trainable)
+            places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in gradients))
     assert len(places) == isinstance(engine, FsdpEngine), "gradients of engine fsdp stay where they are"
     assert (setup.on_disk != "nothing") == (engine.counters().disk_written_bytes > 0)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
@@ -153,9 +153,9 @@ def fill_again(engine: Engine) -> None:
 
 def on_disk(setup: EngineSetup, case: cases.Case, model: torch.nn.Module) -> OnDisk | None:
     """All but vectors, of deep models most layers, too; every second weight of two alike for states alone."""
-    of_matrices = [each for each in model.parameters() if each.ndim > 1]
-    matrices = Counter(tuple(each.shape) for each in of_matrices if each.requires_grad)
-    frozen = tuple({tuple(each.shape): None for each in of_matrices if not each.requires_grad})
+    matrix_parameters = [weight for weight in model.parameters() if weight.ndim > 1]
+    matrices = Counter(tuple(weight.shape) for weight in matrix_parameters if weight.requires_grad)
+    frozen = tuple({tuple(weight.shape): None for weight in matrix_parameters if not weight.requires_grad})
     if setup.on_disk == "everything" and setup.hosts == 1 and "deep" in case.name:
         streamed_layers.RESIDENT_LAYERS = 2
         WeightShard.release_pages = spoil  # type: ignore[method-assign]  # weights of this size fill no page

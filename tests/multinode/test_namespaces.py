@@ -49,7 +49,7 @@ def not_seeing(directory: Path, instead: Path | None = None) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
 
 
-# The short cases are "hosts" in tests/engines/test_host.py and two nodes of a job in test_launcher.py.
+# The short cases are "hosts" in tests/engines/test_host_engine.py and two nodes of a job in test_launcher.py.
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:

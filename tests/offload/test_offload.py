@@ -188,9 +188,9 @@ def test_sums_on_disk_equal_sums_in_memory(numels: list[int], rounds: int, steps
 @settings(max_examples=examples(60))
 def test_windows_cover_a_range_and_cut_no_block_of_int8(numel: int, states: str, row: int) -> None:
     numel -= numel % row
-    found = windows(numel, states, row)  # type: ignore[arg-type]
-    assert [start for start, _ in found] == [0, *(stop for _, stop in found)][: len(found)]
-    assert (found[-1][1] if found else 0) == numel
+    cut = windows(numel, states, row)  # type: ignore[arg-type]
+    assert [start for start, _ in cut] == [0, *(stop for _, stop in cut)][: len(cut)]
+    assert (cut[-1][1] if cut else 0) == numel
     placed = record(8 * PAGE_BYTES, {"a": 1, "b": PAGE_BYTES, "c": PAGE_BYTES + 1})
     assert placed.fields == {"a": (0, 1), "b": (PAGE_BYTES, PAGE_BYTES), "c": (2 * PAGE_BYTES, PAGE_BYTES + 1)}
     assert placed.size_bytes == 4 * PAGE_BYTES

@@ -51,8 +51,8 @@ def test_frugal_states_do_not_depend_on_sharding(states: str) -> None:
         for a, b in pairwise(edges):
             weights = WholeWeights(start.view(-1)[a * 512 : b * 512].clone())
             moments = [moment(states, (b - a) * 512, 512, squared) for squared in (False, True)]
-            own = gradient.view(-1)[a * 512 : b * 512].bfloat16()
-            shards.append(FlatShard(weights, *moments, own, True, a * 512))
+            shard_gradient = gradient.view(-1)[a * 512 : b * 512].bfloat16()
+            shards.append(FlatShard(weights, *moments, shard_gradient, True, a * 512))
         optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.0, frugal=True)
         for _ in range(6):
             optimizer.step(shards, 1e-2, 1.0, None)

@@ -244,9 +244,9 @@ def test_late_hosts_change_no_bit(runs: Runs[str], several: str, late: str, worl
 def test_flipped_bit_between_hosts_ends_the_run(runs: Runs[str], what: str, which: str) -> None:
     """TCP's checksum lets one of 65,536 through."""
     folder = runs[f"hosts-flipped-{what}"]
-    found, lost = (json.loads((folder / f"llama-bf16-{rank}.json").read_text())["error"] for rank in (1, 0))
-    assert found.startswith(f"SelfTestError: {'weights' if what == 'weights' else 'gradients'} of ")
-    assert f"{which} are not those that were sent" in found
+    measured, lost = (json.loads((folder / f"llama-bf16-{rank}.json").read_text())["error"] for rank in (1, 0))
+    assert measured.startswith(f"SelfTestError: {'weights' if what == 'weights' else 'gradients'} of ")
+    assert f"{which} are not those that were sent" in measured
     assert "SelfTestError" not in lost
 
 
@@ -297,8 +297,8 @@ def test_frugal_states_learn_as_exact_states(runs: Runs[str]) -> None:
 
 def test_int8_moments_are_codes_of_eight_bits(runs: Runs[str]) -> None:
     assert CASES["llama-int8"].states == "int8"
-    found = assembled(runs["host"], "llama-int8", "final", 2, "exp_avg_sq")
-    blocks = found["model.layers.0.mlp.down_proj.weight"].view(-1, 50)  # rows of 50: one block each
+    measured = assembled(runs["host"], "llama-int8", "final", 2, "exp_avg_sq")
+    blocks = measured["model.layers.0.mlp.down_proj.weight"].view(-1, 50)  # rows of 50: one block each
     levels = blocks / blocks.amax(1, keepdim=True)
     codes = levels.sqrt().sqrt() * 255
     assert (codes - codes.round()).abs().max() < 1e-2
@@ -310,13 +310,13 @@ def test_rank_holds_only_its_share(tmp_path: Path, states: str, bytes_per_parame
     """What is accounted for is what /proc says is private: no gradient, master or moment of another's part."""
     run_ranks(Path(__file__).parent / "memory_worker.py", 2, tmp_path, states)
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        accounted = sum(found["accounted"][name] for name in ("weights", "gradients", "moments"))
-        activations = found["accounted"]["activations"]
-        assert accounted == pytest.approx(bytes_per_parameter * found["numel"] / 2, rel=0.02)
+        measured = json.loads((tmp_path / f"{rank}.json").read_text())
+        accounted = sum(measured["accounted"][name] for name in ("weights", "gradients", "moments"))
+        activations = measured["accounted"]["activations"]
+        assert accounted == pytest.approx(bytes_per_parameter * measured["numel"] / 2, rel=0.02)
         # 8 layers' gradients, masters or moments too many would be 25 MiB at least (2 bytes of 3.1 M parameters each,
         # the half that is another rank's); an allocator's pages are a few MiB.
-        assert abs(found["private"] - accounted - activations) < 12 << 20
+        assert abs(measured["private"] - accounted - activations) < 12 << 20
 
 
 @pytest.mark.long
@@ -332,10 +332,10 @@ def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
 def test_kernels_are_made_with_the_first_row(kind: str, checkpointing: str, tmp_path: Path) -> None:
     """oneDNN keeps one for every shape: met one by one they were what a long run's memory grew by."""
     run_ranks(Path(__file__).parent / "kernels_worker.py", 1, tmp_path, kind, checkpointing)
-    found = json.loads((tmp_path / "0.json").read_text())
-    first, *later = found["kernels"]
+    measured = json.loads((tmp_path / "0.json").read_text())
+    first, *later = measured["kernels"]
     assert set(later) == {first} and first > 10
     # Memory for logits: before layers save anything, and no longer than the head needs it.
     once = ["taken", "layer", "used", "backward, gone"]
     if kind == "host" and checkpointing == "none":
-        assert found["logits"] == once * (1 + len(later))
+        assert measured["logits"] == once * (1 + len(later))

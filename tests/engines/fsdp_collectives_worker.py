@@ -26,10 +26,10 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     stage = None if kind is None else kind(Peers.join(rank, gather))
     try:
         check_collectives(torch.device("cpu"), stage)
-        found = "passed"
+        outcome = "passed"
     except TrainingError as error:
-        found = str(error)
-    (folder / f"{rank}.txt").write_text(found)
+        outcome = str(error)
+    (folder / f"{rank}.txt").write_text(outcome)
 
 
 if __name__ == "__main__":
