@@ -63,6 +63,7 @@ def test_transposed_copies_give_the_gradients_of_plain_products(dtype: torch.dty
         assert (ours.float() - exact).norm() <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm()
 
 
+@pytest.mark.long
 def test_rows_of_several_lengths_use_transposed_copies() -> None:
     """After the second length torch.compile takes one graph for all, in which the length has no number."""
     torch._dynamo.reset()

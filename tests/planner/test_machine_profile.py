@@ -241,6 +241,7 @@ def test_beaten_ceiling_is_measured_again(unknown: Path, tmp_path: Path) -> None
     assert max(rate for _, rate in products["4"]) > 1e6  # and later runs know it
 
 
+@pytest.mark.long
 def test_ceiling_of_a_busy_machine_is_measured_again(
     unknown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_the_second_plan_imports_no_torch(tmp_path: Path, capsys: pytest.Capture
     assert memory[0] == memory[1] != []
 
 
+@pytest.mark.long
 def test_cost_has_bytes_of_heaviest_row_and_mean_work() -> None:
     length = 1024
     short, long, middling = (tuple(range(0, length + 1, size)) for size in (32, 1024, 512))

@@ -138,6 +138,7 @@ def test_fastest_settings_fit_on_the_fewest_nodes() -> None:
     assert found[2] & too_large  # else nothing was shown
 
 
+@pytest.mark.long
 def test_too_few_remaining_nodes_are_refused() -> None:
     config = planned_config(LLAMA, launch={"nodes": "1:4", "ranks": 2})
     planner, workload = Planner(PlannedModel(config), SERVER), Workload.assumed(config)
@@ -148,6 +149,7 @@ def test_too_few_remaining_nodes_are_refused() -> None:
     assert {str(each.changes.get("launch.nodes")) for each in of_all} >= {"8", "2", "1"}
 
 
+@pytest.mark.long
 def test_disk_remedy_sets_engine_host() -> None:
     small = Machine.from_numbers(0.7, 4, 10)
     config = planned_config(LLAMA | {"num_hidden_layers": 24, "hidden_size": 512}, shard={"engine": "fsdp"})
@@ -164,7 +166,10 @@ def told_of(file: Path, *more: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("type_", "wanted"),
-    [("g6.12xlarge", "shard.offload=cpu"), ("p5.48xlarge", "cluster.ranks_per_node=8")],
+    [
+        ("g6.12xlarge", "shard.offload=cpu"),
+        pytest.param("p5.48xlarge", "cluster.ranks_per_node=8", marks=pytest.mark.long),
+    ],
 )
 def test_search_tries_idle_gpus_and_offload(type_: str, wanted: str) -> None:
     """The others of a node fit, or else what is beside them; what is proposed can be pasted, and fits."""

@@ -113,6 +113,7 @@ def test_flex_attention_itself_reads_the_mask_and_the_sinks_so(window: int | Non
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # fp32, two orders of summation
 
 
+@pytest.mark.long
 def test_flex_attention_is_compiled_as_one_graph_with_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as for a GPU, then computed step by step: torch has no kernel of a CPU for the gradient, and says so. By
     one compiled function, as in a run: the startup proof's numbers, then the model's, evaluations, a row of a token;

@@ -51,7 +51,10 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple
     return summed.detach(), *torch.autograd.grad(summed * scale, (hidden, weight))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+COMPILED = pytest.param("cuda-compiled", marks=pytest.mark.long)  # torch.compile takes half a minute
+
+
+@pytest.mark.parametrize("backend", [*list(BACKENDS)[:-1], COMPILED])
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_equals_autograd(backend: str, by_rows: bool) -> None:
     head_loss = BACKENDS[backend]
