@@ -232,7 +232,7 @@ def judge(model_type: str, runs: tuple[tuple[str, int], ...] = RUNS) -> Outcome:
             return outcome("refused", line=expected["refused"])
         if "failed" in expected:
             return outcome("wrong", line=f"plain loop: {expected['failed']}")
-        road, worst = "a call each" if expected["traits"]["why_alone"] else "packed", 0.0
+        road, worst = "a call each" if expected["traits"]["why_unpacked"] else "packed", 0.0
         for engine, world_size in runs:
             name, found = f"{engine} on {world_size}", trained(engine, world_size, False, expected["traits"])
             lines = [line for each in found for line in (each.get("refused"), each.get("failed")) if line]

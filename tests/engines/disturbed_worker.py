@@ -85,7 +85,7 @@ class Moments:
     def __init__(self, number: int, note: Path) -> None:
         self._number = number
         self._note = note  # the kind of each
-        self._met: list[str] = []
+        self._warm_shapes: list[str] = []
         self._steps = 0
         HostEngine.step = self._counted(HostEngine.step)  # type: ignore[method-assign]
         WeightPublication.wait_usable = self._before(WeightPublication.wait_usable, "needs")  # type: ignore[method-assign]
@@ -105,9 +105,9 @@ class Moments:
     def _before(self, method: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def counted_call(*arguments: Any) -> Any:
             if self._steps == 1:
-                self._met.append(kind)
-                self._note.write_text(" ".join(self._met))
-                if len(self._met) - 1 == self._number:
+                self._warm_shapes.append(kind)
+                self._note.write_text(" ".join(self._warm_shapes))
+                if len(self._warm_shapes) - 1 == self._number:
                     os._exit(0)  # as by SIGKILL nothing is told to anybody; the kernel closes what is open
             return method(*arguments)
 

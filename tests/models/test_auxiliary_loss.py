@@ -13,7 +13,7 @@ from aliquot.models.traits import redraw
 from aliquot.nn.attention.base import AttentionBackend, Documents
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
-from aliquot.nn.experts.routing import mean_balance, noted_balance
+from aliquot.nn.experts.routing import mean_balance, take_balance
 from aliquot.nn.loss.base import IGNORE
 
 
@@ -38,8 +38,8 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
     positions = torch.cat([torch.arange(20), torch.arange(3)])
     summed = model_calls.whole_logits_loss(own, row, positions, labels, documents)
     model_calls.with_auxiliary(own, summed / 19, 1 / 19, labels, documents).backward()
-    noted = noted_balance(own)
-    assert noted[1] == 19 and noted_balance(own) == []
+    noted = take_balance(own)
+    assert noted[1] == 19 and take_balance(own) == []
     other = [noted[0] * 4, noted[1] * 2]  # of a rank with twice as many tokens and twice the loss
     assert mean_balance([noted, [], other])["router_loss"] == pytest.approx(
         0.5 * float(output.aux_loss.detach()) * 5 / 3

@@ -87,7 +87,7 @@ def warm_up_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges:
         edges: where the documents of the row begin and end.
     """
     if isinstance(attention, TiledAttention) and caches_kernels(spec.precision):
-        attention.meet_all(edges, spec.document_tokens)
+        attention.warm_up_shapes(edges, spec.document_tokens)
 
 
 @functools.cache

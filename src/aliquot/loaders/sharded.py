@@ -1,4 +1,4 @@
-"""Fill a model that FSDP2 has sharded, in anybody's own script: every rank reads exactly its own rows."""
+"""Load weights into a model sharded by FSDP2, for scripts outside of aliquot: each rank reads only its rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel
 
-# What wrappers around a module add to the names of its weights.
+# Prefixes that wrappers of modules add to the names of weights.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -42,16 +42,20 @@ def load_sharded(
 ) -> nn.Module:
     """Load the safetensors in `directory` into a sharded model on the meta device, and return it. Collective.
 
-    `model`: one on the meta device to which `fully_shard` was applied, on any mesh: every parameter a DTensor that is
-    Shard(0) on at most one mesh dimension and Replicate on the others (a parameter that is no DTensor is read whole).
-    Or the configuration of a causal language model: then it is built, and each decoder layer and the root are sharded
-    over `mesh`, one dimension or (replicate, shard).
+    Buffers that checkpoints hold are read by every rank; other buffers are computed. Tied weights stay tied. Without a
+    process group this process loads the whole model.
 
-    `dtype` of the parameters: by default as they are, or what the configuration says. The files may have any other.
-    The memory comes from `mesh`'s device type, or that of the parameters' own mesh. Buffers that checkpoints hold are
-    read, by every rank; others are computed anew. Tied weights stay tied. `watch` is told of this rank's progress.
-    Without a process group the model is this process's alone. Raises UserError on every rank: files missing or
-    malformed, tensors that do not fit the model (all names listed), other placements, buffers that cannot be computed.
+    Args:
+        model: a model on the meta device after `fully_shard` on any mesh: each parameter is a DTensor with Shard(0) on
+            at most one mesh dimension and Replicate on the others (other parameters are read whole). Or the
+            configuration of a causal language model, which is built; each decoder layer and the root are sharded.
+        mesh: for a configuration: one dimension, or (replicate, shard). Its device type has the memory.
+        dtype: of the parameters; by default unchanged, or that of the configuration. Files may have any dtype.
+        watch: told of this rank's progress.
+
+    Raises:
+        UserError: on every rank: files are missing or malformed, tensors do not fit the model (all names listed),
+            placements are not supported, or buffers cannot be computed.
     """
     built = model if isinstance(model, nn.Module) else _build(model, mesh, dtype)
     tied = tied_weights(built)
@@ -74,7 +78,7 @@ def load_sharded(
 
 
 class HeldWeights:
-    """The parts of a model's weights that this rank has, each flat, as a store that can be filled and exported."""
+    """This rank's parts of a model's weights, flat, as a store for loading and export."""
 
     def __init__(self, held: Iterable[tuple[Part, Tensor]]) -> None:
         self._held = {part: values for part, values in held if part.numel}
@@ -101,7 +105,7 @@ class ShardedWeights(HeldWeights):
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
-    """Names and whole shapes of the weights and of the buffers that a checkpoint holds, each once."""
+    """Return names and whole shapes of weights and of buffers that a checkpoint holds, each once."""
     return [(_plain(name), tuple(weight.shape)) for name, weight in _stored(model)]
 
 
@@ -136,19 +140,21 @@ def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    own = next((weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)), mesh)
-    if own is None:
+    weight_mesh = next((weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)), mesh)
+    if weight_mesh is None:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if own.device_type == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if weight_mesh.device_type == "cuda" else torch.device("cpu")
+    )
 
 
 def whole(name: str, values: Tensor) -> tuple[Part, Tensor]:
-    """A tensor that each rank has all of, flat."""
+    """Return a tensor that every rank holds as a whole, as a flat part."""
     return Part(_plain(name), tuple(values.shape), "weight", 0, values.numel()), values.detach().view(-1)
 
 
 def _held(name: str, weight: Tensor) -> tuple[Part, Tensor]:
-    """The part of a weight that this rank has, and where it lies, flat."""
+    """Return this rank's part of a weight, and its flat values."""
     if not isinstance(weight, DTensor):
         return whole(name, weight)
     shape, start = tuple(weight.shape), 0
@@ -164,7 +170,7 @@ def _held(name: str, weight: Tensor) -> tuple[Part, Tensor]:
 
 
 def _plain(name: str) -> str:
-    """The name of a weight without what wrappers added."""
+    """Return the name of a weight without prefixes of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

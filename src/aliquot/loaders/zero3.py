@@ -45,17 +45,22 @@ def load_zero3(
     watch: Watch | None = None,
     **options: object,
 ) -> PreTrainedModel:
-    """A causal language model partitioned for ZeRO-3, each rank having read its own bytes only. Collective.
+    """Load a causal language model partitioned for ZeRO-3; each rank reads only its own bytes. Collective.
 
-    In place of `AutoModelForCausalLM.from_pretrained(directory)` in a script of DeepSpeed or HF Trainer; what is
-    returned goes to `deepspeed.initialize` or `Trainer` as it is. `model`: a directory of safetensors, or a
-    configuration and the `directory` apart. `config`: DeepSpeed's JSON or its path, which says where partitions lie;
-    by default that of HF Trainer (`TrainingArguments(deepspeed=...)` or `HfDeepSpeedConfig`), if there is one.
-    `dtype` must be the one that DeepSpeed trains in. `options` are transformers' (`attn_implementation`).
+    It replaces `AutoModelForCausalLM.from_pretrained(directory)` in a script of DeepSpeed or HF Trainer: give the
+    returned model to `deepspeed.initialize` or `Trainer`. Call deepspeed.init_distributed() before. The peak of private
+    memory is the rank's partitions + 64 MiB. With an untested version of DeepSpeed the largest tensor comes in addition
+    (a warning says so).
 
-    deepspeed.init_distributed() must have been called. Peak private memory: the own partitions + 64 MiB; with a
-    DeepSpeed that MetaInit was not tested with, the largest tensor more (a warning says so). Raises UserError: files
-    missing or malformed, tensors that do not fit the model, no deepspeed.
+    Args:
+        model: a directory of safetensors, or a configuration whose weights are in `directory`.
+        config: DeepSpeed's JSON or its path, which says where partitions lie; by default that of HF Trainer
+            (`TrainingArguments(deepspeed=...)` or `HfDeepSpeedConfig`), if there is one.
+        dtype: the dtype in which DeepSpeed trains.
+        options: of transformers (`attn_implementation`).
+
+    Raises:
+        UserError: files are missing or malformed, tensors do not fit the model, or DeepSpeed is not installed.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -85,7 +90,7 @@ def load_zero3(
 
 
 class ZeroWeights(HeldWeights):
-    """This rank's partitions of a model under ZeRO-3; the buffers that checkpoints hold are whole on every rank.
+    """This rank's partitions of a model under ZeRO-3; buffers that checkpoints hold are whole on every rank.
 
     DeepSpeed's partition is elements [rank x P, (rank + 1) x P) of the flat tensor, P = ceil(numel / ranks).
     """
@@ -96,9 +101,10 @@ class ZeroWeights(HeldWeights):
 
 
 def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:
-    """Put the meta parameters of `model` under ZeRO-3, not yet filled; its buffers go where weights are gathered.
+    """Put the meta parameters of `model` under ZeRO-3 without values, and its buffers on the device of gathered
+    weights.
 
-    Returns that device. `settings`: DeepSpeed's JSON; None: partitions lie on the same device.
+    Returns that device. `settings`: DeepSpeed's JSON; None: partitions are on the same device.
     """
     deepspeed = import_deepspeed()
     if deepspeed.__version__ not in _TESTED:
@@ -111,20 +117,20 @@ def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.dev
     else:
         init = _meta_init_class()
         _prove(init)
-        given = None if settings is None else dict(settings)
-        device = init(module=model, config_dict_or_path=given, mem_efficient_linear=False).local_device
+        config = None if settings is None else dict(settings)
+        device = init(module=model, config_dict_or_path=config, mem_efficient_linear=False).local_device
     replace_tensors(model, {name: buffer.to(device) for name, buffer in model.named_buffers()})
     return device
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Meta parameters of `dtype`. `model.to` would round the buffers too, the rotary frequencies among them."""
+    """Cast meta parameters to `dtype`. `model.to` would also round buffers, such as rotary frequencies."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 
 
 def import_deepspeed() -> Any:
-    """The package, quiet below warnings. Raises UserError where it is not installed."""
+    """Import DeepSpeed with its log at level warning. Raises UserError if it is not installed."""
     try:
         import deepspeed
     except ModuleNotFoundError as error:
@@ -140,7 +146,7 @@ def import_deepspeed() -> Any:
 
 
 def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The flat range of a tensor that DeepSpeed gives to `rank`, without its padding: the last may be empty."""
+    """Return the flat range of a tensor on `rank` in DeepSpeed, without padding; the last ranges may be empty."""
     share = -(-numel // world_size)
     return min(rank * share, numel), min((rank + 1) * share, numel)
 
@@ -149,7 +155,7 @@ def _meta_init_class() -> Any:
     from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus
 
     class MetaInit(Init):  # type: ignore[misc]
-        """zero.Init for a module on the meta device: each parameter becomes its partition without ever being whole."""
+        """zero.Init for a module on the meta device: each parameter becomes a partition and is never whole."""
 
         def _convert_to_zero_parameters(self, param_list: Any) -> None:
             for param in param_list:
@@ -186,9 +192,9 @@ def _meta_init_class() -> Any:
 
 
 def _prove(init: Any) -> None:
-    """Make a small module by `init` and by stock Init: the same partitions and attributes, and gathering works.
+    """Check on a small module that `init` and stock Init give the same partitions and attributes, and can gather.
 
-    Raises UserError where DeepSpeed has changed underneath.
+    Raises UserError if DeepSpeed has changed.
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -217,7 +223,7 @@ def _prove(init: Any) -> None:
 
 
 def _partition_whole(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:
-    """Stock zero.Init, one parameter at full size after another."""
+    """Run stock zero.Init, with one parameter at full size at a time."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     init = Init(config_dict_or_path=None if settings is None else dict(settings), mem_efficient_linear=False)
@@ -237,7 +243,7 @@ def _only(name: str, weight: nn.Parameter) -> nn.Module:
 
 
 def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, object]) -> PreTrainedModel:
-    """The model by its own class: from_config would enter stock zero.Init where HF's DeepSpeed settings are active."""
+    """Build the model by its class, because from_config would run stock zero.Init under HF's DeepSpeed settings."""
     from transformers import AutoModelForCausalLM
 
     if "attn_implementation" in options:
@@ -252,24 +258,24 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, 
 
 
 def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | None:
-    """What zero.Init needs of DeepSpeed's JSON: where partitions lie. The batch may be "auto" still. None: no JSON."""
+    """Return the settings of zero.Init in DeepSpeed's JSON, whose batch may still be "auto"; None without JSON."""
     from transformers.integrations.deepspeed import deepspeed_config
 
-    whole: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()
+    deepspeed_json: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()
     if isinstance(config, str | Path):
         try:
-            whole = decode_json(Path(config).read_text(encoding="utf-8"))
+            deepspeed_json = decode_json(Path(config).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DeepspeedConfigError(f"cannot read this DeepSpeed config: {error}", Path(config)) from None
-    if whole is None:
+    if deepspeed_json is None:
         return None
-    zero = whole.get("zero_optimization", {})
+    zero = deepspeed_json.get("zero_optimization", {})
     if zero.get("zero_hpz_partition_size", 1) > 1:
         raise DeepspeedConfigError(
             "zero_hpz_partition_size keeps a second copy that load_zero3 does not make: leave it out"
         )
-    kept = {key: zero[key] for key in ("offload_param", "memory_efficient_linear") if key in zero}
-    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **kept}}
+    zero_settings = {key: zero[key] for key in ("offload_param", "memory_efficient_linear") if key in zero}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero_settings}}
 
 
 def _held(name: str, weight: Any) -> tuple[Part, Tensor]:

@@ -1,4 +1,4 @@
-"""Chat templates are programs of strangers: one that loops for ever ends in an error."""
+"""Limit the time of chat templates, which are programs of model authors and may loop forever."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-CPU_SECONDS = 1.0  # a chat of megabytes takes a fifth of it
+CPU_SECONDS = 1.0  # five times as much as a chat of megabytes needs
 
 
 @contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """Raise TimeoutError where the block takes more than CPU_SECONDS of this process.
+    """Raise TimeoutError if the block needs more than CPU_SECONDS of this process.
 
-    The kernel counts them, and a stopped or starved process spends none. Python handles signals in the main thread
-    alone, so that nothing is bounded in another one. Neither is a single operation, as of a text of gigabytes.
+    The kernel counts CPU time, of which a stopped or starved process spends none. Python handles signals in the main
+    thread only, so that blocks in other threads have no limit, nor has a single long operation.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _obey()
+    _install_handler()
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     try:
         yield
@@ -31,8 +31,8 @@ def bounded_rendering() -> Iterator[None]:
 
 
 @functools.cache
-def _obey() -> None:
-    """Once: it takes longer than all the rest."""
+def _install_handler() -> None:
+    """Install the signal handler, once, because that takes longer than rendering."""
     signal.signal(signal.SIGVTALRM, _end)
 
 

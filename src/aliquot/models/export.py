@@ -19,7 +19,7 @@ from aliquot.models.adapter import BASE, STEM, saves_of
 from aliquot.models.merge import MergedWeights
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import model_on_meta
-from aliquot.models.stored_weights import StoredWeights, in_order
+from aliquot.models.stored_weights import StoredWeights, names_in_file_order
 from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.checksums import BlockChecksums, Piece
@@ -149,7 +149,7 @@ def export_checkpoint(
     config_files = options.config_files
     if config_files is None:
         config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
-    tensors = in_order(source)
+    tensors = names_in_file_order(source)
     checksums = BlockChecksums()
 
     def check(pieces: list[list[Piece]]) -> None:

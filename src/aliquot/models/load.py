@@ -182,5 +182,7 @@ def _grows(stored: Shape, shape: Shape) -> bool:
 
 
 def _is_published(stored: Mapping[str, TensorEntry], published: Sequence[Published], names: StoredNames) -> bool:
-    other_names = [tensor.name for tensor in published if names.as_held(tensor.name) != names.as_held(tensor.source)]
+    other_names = [
+        tensor.name for tensor in published if names.model_name(tensor.name) != names.model_name(tensor.source)
+    ]
     return bool(names.matched(stored, other_names))

@@ -15,7 +15,7 @@ from aliquot.core.errors import ModelFilesError, WeightsFileError
 from aliquot.models.model_files import with_ends
 from aliquot.models.model_identity import fingerprint
 from aliquot.models.source import HUB_FILES, local_directory, model_on_meta
-from aliquot.models.stored_weights import StoredNames, StoredWeights, in_order
+from aliquot.models.stored_weights import StoredNames, StoredWeights, names_in_file_order
 from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap
 from aliquot.tensor_io.jsonfile import parse_json, read_small
@@ -52,7 +52,7 @@ class MergedWeights:
             raise WeightsFileError("not the weights beside which the adapter was learned", self._directory)
         source = ByteMap.of_directory(self._directory)
         self._base = StoredWeights(source, reader)
-        self.tensors = in_order(source)
+        self.tensors = names_in_file_order(source)
         rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
         self._scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
         self._factors: dict[str, tuple[Tensor, Tensor]] = {}  # [rows, r] and [r, columns]

@@ -1,6 +1,6 @@
-"""A narrow copy of a model's configuration: the same class, switches and kinds of layers, with small numbers.
+"""Make a narrow copy of a model's configuration: the same class, switches and kinds of layers, with small sizes.
 
-What holds for the code of a model can be tried for real on it within milliseconds, whatever the size of the model.
+Properties of a model's code can be tried on a narrow copy within milliseconds, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 VOCABULARY = 128
 WINDOW = 5
 _WIDTH = 64
-_OF_A_KIND = 2  # layers
+_LAYERS_OF_A_KIND = 2
 _CAP = 1.0  # small enough to matter at the scores and logits of random weights
 
-# What transformers' configurations call what is made small.
+# Small sizes, and the keys of transformers' configurations that get them.
 _SIZES = {
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size"
     " ngram_vocab_size_base unpadded_vocab_size",
@@ -57,9 +57,9 @@ _NOT_NARROWED = ("rope_parameters", "rope_scaling", "id2label", "label2id")
 
 
 def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
-    """A configuration of the same class. Two layers of each kind that its lists of layers tell apart, else four.
+    """Return a narrow configuration of the same class, without dropout if `dropout` is false.
 
-    `dropout` false: none.
+    The copy has two layers of each kind that its lists of layers distinguish, else four layers.
     """
     values = _narrowed(config.to_dict())
     for key in ("rope_parameters", "rope_scaling"):
@@ -69,7 +69,7 @@ def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
 
 
 def for_training(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy without what is for generation alone."""
+    """Return a copy without settings for generation alone."""
     copied = copy.deepcopy(config)
     copied.use_cache = False
     if hasattr(copied, "rescale_every"):
@@ -78,7 +78,7 @@ def for_training(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """The model of a narrow configuration, for real, in fp32 on CPU. Raises whatever the model's code does."""
+    """Build the model of a narrow configuration in fp32 on CPU. Raises whatever the model's code raises."""
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
@@ -88,9 +88,9 @@ def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def is_dropout(key: str) -> bool:
-    """Whether a key of a configuration is how much is dropped, or blurred, at random in training."""
-    of_a_head = key.startswith(("summary", "classifier"))  # which is no part of a language model
-    return key.endswith(_DROPS) and not of_a_head
+    """Return whether a key of a configuration is a rate of dropout or of random noise in training."""
+    is_head_key = key.startswith(("summary", "classifier"))  # heads that language models lack
+    return key.endswith(_DROPS) and not is_head_key
 
 
 def has_dropout(config: PretrainedConfig) -> bool:
@@ -114,51 +114,53 @@ def _without_dropout(values: dict[str, Any]) -> dict[str, Any]:
 def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
     layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
     lists = {key: value for key, value in values.items() if isinstance(value, list) and layers == len(value) > 0}
-    kept = _positions(lists, layers)
+    positions = _positions(lists, layers)
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 0)
-    found: dict[str, Any] = {}
+    narrow_values: dict[str, Any] = {}
     for key, value in values.items():
         if key in lists:
-            found[key] = [_small(key, value[position], heads) for position in kept]
+            narrow_values[key] = [_small(key, value[position], heads) for position in positions]
         elif key == "per_layer_config" and isinstance(value, dict):
-            of_layer = {int(at): _narrowed(more) for at, more in value.items()}
-            found[key] = {at: of_layer[position] for at, position in enumerate(kept) if position in of_layer}
+            layer_configs = {int(at): _narrowed(layer_values) for at, layer_values in value.items()}
+            narrow_values[key] = {
+                at: layer_configs[position] for at, position in enumerate(positions) if position in layer_configs
+            }
         elif isinstance(value, dict) and key not in _NOT_NARROWED:
-            found[key] = _narrowed(value)
+            narrow_values[key] = _narrowed(value)
         elif key in _LAYERS and isinstance(value, int):
-            found[key] = len(kept)
+            narrow_values[key] = len(positions)
         else:
-            found[key] = _small(key, value, heads)
-    return {**found, **_derived(values, found, len(kept))}
+            narrow_values[key] = _small(key, value, heads)
+    return {**narrow_values, **_derived(values, narrow_values, len(positions))}
 
 
 def _fewer_factors(rope: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters with as many factors (longrope) as a narrow head has frequencies; of kinds of layers, each."""
+    """Return rotary parameters with one factor (longrope) for each frequency of a narrow head."""
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 1)
     width = values.get("qk_rope_head_dim") or values.get("head_dim") or values.get("hidden_size", _WIDTH) // heads
     share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     count = int(width * (1.0 if values.get("qk_rope_head_dim") else share)) // 2
-    found: dict[str, Any] = {}
+    narrow_rope: dict[str, Any] = {}
     for key, value in rope.items():
         if key in ("short_factor", "long_factor") and isinstance(value, list):
-            found[key] = [value[at * len(value) // count] for at in range(count)]
+            narrow_rope[key] = [value[at * len(value) // count] for at in range(count)]
         else:
-            found[key] = _fewer_factors(value, values) if isinstance(value, dict) else value
-    return found
+            narrow_rope[key] = _fewer_factors(value, values) if isinstance(value, dict) else value
+    return narrow_rope
 
 
 def _positions(lists: dict[str, list[Any]], layers: int) -> list[int]:
-    """Of the layers that are kept: the first ones of each kind, in order."""
-    of_kind: dict[str, list[int]] = {}
+    """Return the positions of the first layers of each kind, in order."""
+    positions_of_kind: dict[str, list[int]] = {}
     for position in range(layers):
-        of_kind.setdefault(repr([each[position] for each in lists.values()]), []).append(position)
-    most = _OF_A_KIND if len(of_kind) > 1 else 2 * _OF_A_KIND
-    return sorted(position for positions in of_kind.values() for position in positions[:most])
+        positions_of_kind.setdefault(repr([values[position] for values in lists.values()]), []).append(position)
+    limit = _LAYERS_OF_A_KIND if len(positions_of_kind) > 1 else 2 * _LAYERS_OF_A_KIND
+    return sorted(position for positions in positions_of_kind.values() for position in positions[:limit])
 
 
 def _small(key: str, value: Any, heads: int) -> Any:
-    if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
-        return [_small(key, each, heads) for each in value]
+    if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
+        return [_small(key, item, heads) for item in value]
     if key.endswith(("softcapping", "softcap", "soft_cap", "clip_qkv")) and value:
         return _CAP
     if not isinstance(value, int) or isinstance(value, bool):
@@ -170,28 +172,28 @@ def _small(key: str, value: Any, heads: int) -> Any:
     return min(value, _SIZE_OF[key]) if key in _SIZE_OF else value
 
 
-def _derived(values: dict[str, Any], found: dict[str, Any], layers: int) -> dict[str, Any]:
-    """What some configurations hold although other numbers of theirs fix it."""
-    more: dict[str, Any] = {}
-    width = found.get("hidden_size", _WIDTH)
-    if "head_dim" in values and values["head_dim"] is None and "num_attention_heads" in found:
-        more["head_dim"] = width // found["num_attention_heads"]
+def _derived(values: dict[str, Any], narrow_values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return values that follow from other values of a configuration."""
+    derived: dict[str, Any] = {}
+    width = narrow_values.get("hidden_size", _WIDTH)
+    if "head_dim" in values and values["head_dim"] is None and "num_attention_heads" in narrow_values:
+        derived["head_dim"] = width // narrow_values["num_attention_heads"]
     if "qk_rope_head_dim" in values and values.get("head_dim") == values["qk_rope_head_dim"]:
-        more["head_dim"] = found["qk_rope_head_dim"]
+        derived["head_dim"] = narrow_values["qk_rope_head_dim"]
     if "expand" in values and "num_heads" in values:
-        more["num_heads"] = values["expand"] * width // found["head_dim"]
+        derived["num_heads"] = values["expand"] * width // narrow_values["head_dim"]
     if values.get("attention_hidden_size"):
         inner = width * (values["attention_hidden_size"] // values["hidden_size"])
-        more["attention_hidden_size"] = inner
+        derived["attention_hidden_size"] = inner
         if "attention_head_dim" in values:
-            more["attention_head_dim"] = inner // found["num_attention_heads"]
+            derived["attention_head_dim"] = inner // narrow_values["num_attention_heads"]
     if values.get("mamba_d_ssm"):
-        more["mamba_d_ssm"] = found["mamba_n_heads"] * found["mamba_d_head"]
+        derived["mamba_d_ssm"] = narrow_values["mamba_n_heads"] * narrow_values["mamba_d_head"]
     if "mamba_headdim" in values:
-        more["mamba_headdim"] = values["mamba_expand"] * width // values["n_mamba_heads"]
+        derived["mamba_headdim"] = values["mamba_expand"] * width // values["n_mamba_heads"]
     if values.get("num_kv_shared_layers"):
-        more["num_kv_shared_layers"] = layers // 2
+        derived["num_kv_shared_layers"] = layers // 2
     if isinstance(values.get("hybrid_layer_ids"), list):
-        kinds = found.get("layers_block_type", [])
-        more["hybrid_layer_ids"] = [at for at, kind in enumerate(kinds) if kind == "hybrid"]
-    return more
+        kinds = narrow_values.get("layers_block_type", [])
+        derived["hybrid_layer_ids"] = [at for at, kind in enumerate(kinds) if kind == "hybrid"]
+    return derived

@@ -1,7 +1,7 @@
-"""A config.json that transformers 4.57 reads as version 5 does: keys that have new names are there under both.
+"""Write a config.json that transformers 4.57 reads as version 5 does: renamed keys stand under both names.
 
-Version 4 takes the default of a key that it does not find, so that a model loads without a word and computes something
-else. `pytest -m long tests/models/test_older_transformers.py` compares the logits of all types.
+Version 4 uses a default for a missing key: the model would load without a warning and compute something else. `pytest
+-m long tests/models/test_older_transformers.py` compares the logits of all types.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Of each type: what version 4 calls a key of this config, or of its rope_parameters.
+# By model type: names in version 4 of keys of the config, or of its rope_parameters.
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "gpt_neox_japanese": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
 }
-# Kinds of layers by the names that version 4 knows; version 5 reads them, too.
+# By model type: kinds of layers under the names of version 4, which version 5 reads, too.
 _KINDS: Mapping[str, Mapping[str, str]] = {
     "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
     "zamba": {"linear_attention": "mamba"},
     "zamba2": {"linear_attention": "mamba"},
 }
-# Of these a rope_scaling is that of layers with full attention alone, in both versions.
+# Model types whose rope_scaling applies to layers with full attention alone, in both versions.
 _SCALES_WHOLE = ("gemma3_text", "olmo3")
 _UNLIKE = "its code computes other numbers than that of version 5"
 _WITHOUT_KERNELS = "without CUDA kernels its code computes other numbers than that of version 5"
-# Types of which version 4.57 does not give the same, whatever the files say.
+# Model types that version 4.57 computes differently, whatever the files say.
 _CANNOT: Mapping[str, str] = {
     "apertus": _UNLIKE,
     "mamba2": _WITHOUT_KERNELS,
@@ -38,14 +38,16 @@ _CANNOT: Mapping[str, str] = {
 
 
 def older_transformers(model_type: str) -> str | None:
-    """What to say of an export of a type that transformers 4.57 knows and does not read as version 5 does; None: it
-    does, or does not know that type."""
+    """Return a warning about an export of a type that transformers 4.57 reads differently from version 5.
+
+    None if version 4.57 reads the type alike or does not know it.
+    """
     why = _CANNOT.get(model_type)
     return None if why is None else f"transformers 4 does not read this {model_type} export as version 5 does: {why}"
 
 
 def with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """The `fields` of a config.json, with what transformers 4.57 calls those that it knows by other names."""
+    """Return the `fields` of a config.json with the names of transformers 4.57 added."""
     fields = {key: _plain_floats(value) for key, value in _with_old_rope(fields).items()}
     model_type = str(fields.get("model_type"))
     for old, new in _KEYS.get(model_type, {}).items():
@@ -59,9 +61,9 @@ def with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_floats(value: Any) -> Any:
-    """Version 5 writes an infinity as {"__float__": "Infinity"}, and reads `Infinity`, as version 4 does."""
+    """Write infinities as `Infinity`, which both versions read, instead of {"__float__": "Infinity"}."""
     if isinstance(value, list):
-        return [_plain_floats(each) for each in value]
+        return [_plain_floats(item) for item in value]
     if isinstance(value, dict):
         return (
             float(value["__float__"])
@@ -72,7 +74,7 @@ def _plain_floats(value: Any) -> Any:
 
 
 def _with_old_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """With what transformers 4 calls the rotary embedding's numbers."""
+    """Add the names of transformers 4 for the numbers of the rotary embedding."""
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
         return fields

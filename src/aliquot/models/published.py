@@ -1,9 +1,8 @@
-"""How a model's weights are published where that differs from how it holds them: an expert's matrices one by one, or
-other names.
+"""The layout in which a model's weights are published, if it differs from the model's: single experts, or other names.
 
-transformers knows it, as the conversion that `save_pretrained` reverts. What becomes of each weight is found by having
-numbers converted that say where they were; a model of which a published tensor is not one range of one weight is
-stored as it is held.
+transformers defines the layout by the conversion that `save_pretrained` reverts. Converting numbers that encode their
+own places shows what becomes of each weight. If a published tensor is not one range of one weight, the model is stored
+in its own layout.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from aliquot.tensor_io.parts import Part, PartSource, PartStore, ViewableStore
 
 _log = logging.getLogger(__name__)
 
-_SMALL = (4, 2)  # of the dimensions of an expert's matrix: what a conversion may halve, and tell from the other
+_SMALL = (4, 2)  # sizes for an expert's matrix: a conversion may halve them, and they differ
 
 
 @dataclass(frozen=True)
 class Published:
-    """A tensor as it is published: elements [start, start + numel) of weight `source`."""
+    """A published tensor: elements [start, start + numel) of the weight `source`."""
 
     name: str
     shape: Shape
@@ -40,7 +39,7 @@ class Published:
 
 
 def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
-    """In the order of `tensors`. None: as they are held, or transformers' conversion is not one of ranges."""
+    """Return the published layout in the order of `tensors`; None if it is the model's, or not made of ranges."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -56,7 +55,7 @@ def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tupl
         places.append((start, end, name, shape, small))
     try:
         converted: Mapping[str, Tensor] = revert_weight_conversion(model, numbers)
-    except Exception as error:  # a conversion that needs more than numbers
+    except Exception as error:  # the conversion needs real weights
         _log.warning(
             "%s is stored as transformers holds it, not as it is published: its conversion fails on numbers (%s)",
             type(model).__name__,
@@ -65,7 +64,7 @@ def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tupl
         return None
     if converted.keys() == numbers.keys() and all(converted[name].equal(numbers[name]) for name in numbers):
         return None
-    found = []
+    layout = []
     for name, values in converted.items():
         flat = values.reshape(-1)
         first = int(flat[0])
@@ -75,43 +74,46 @@ def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tupl
         at = (first - start) * whole
         if not bool((flat.diff() == 1).all()) or int(flat[-1]) >= end or dimensions is None or at.denominator != 1:
             return None
-        found.append(Published(name, dimensions, source, int(at)))
+        layout.append(Published(name, dimensions, source, int(at)))
     order = {name: number for number, (name, _) in enumerate(tensors)}
-    found.sort(key=lambda each: (order[each.source], each.start))
-    covered = sum(each.stop - each.start for each in found) == sum(math.prod(shape) for _, shape in tensors)
-    return tuple(found) if covered else None
+    layout.sort(key=lambda tensor: (order[tensor.source], tensor.start))
+    is_complete = sum(tensor.stop - tensor.start for tensor in layout) == sum(math.prod(shape) for _, shape in tensors)
+    return tuple(layout) if is_complete else None
 
 
-def _scaled(found: Shape, shape: Shape, small: Shape) -> Shape | None:
-    """The shape of which `found` is what `small` is of `shape`, the first dimensions perhaps left out."""
-    left_out = len(small) - len(found)
-    if left_out < 0:
+def _scaled(converted: Shape, shape: Shape, small: Shape) -> Shape | None:
+    """Scale the `converted` shape as `shape` relates to `small`; first dimensions may be missing.
+
+    None if impossible.
+    """
+    missing = len(small) - len(converted)
+    if missing < 0:
         return None
-    scaled = [Fraction(f * of, s) for f, of, s in zip(found, shape[left_out:], small[left_out:], strict=True)]
-    return tuple(map(int, scaled)) if all(each.denominator == 1 for each in scaled) else None
+    scaled = [Fraction(f * of, s) for f, of, s in zip(converted, shape[missing:], small[missing:], strict=True)]
+    return tuple(map(int, scaled)) if all(size.denominator == 1 for size in scaled) else None
 
 
 def tensors_of(published: Sequence[Published]) -> list[tuple[str, Shape]]:
-    return [(each.name, each.shape) for each in published]
+    return [(tensor.name, tensor.shape) for tensor in published]
 
 
 class PublishedParts:
-    """The weights of a store as parts of what is published."""
+    """The weights of a store as parts of published tensors, for reading."""
 
     def __init__(self, store: PartSource, published: Sequence[Published]) -> None:
         self._store = store
-        of_source: dict[str, list[Published]] = {}
-        for each in published:
-            of_source.setdefault(each.source, []).append(each)
-        self._held = dict(self._cut(of_source))
+        by_source: dict[str, list[Published]] = {}
+        for tensor in published:
+            by_source.setdefault(tensor.source, []).append(tensor)
+        self._held = dict(self._cut(by_source))
 
-    def _cut(self, of_source: Mapping[str, Sequence[Published]]) -> Iterator[tuple[Part, tuple[Part, int]]]:
+    def _cut(self, by_source: Mapping[str, Sequence[Published]]) -> Iterator[tuple[Part, tuple[Part, int]]]:
         for held in self._store.parts():
-            for each in of_source.get(held.name, ()) if held.kind == "weight" else ():
-                start, stop = max(held.start, each.start), min(held.stop, each.stop)
+            for tensor in by_source.get(held.name, ()) if held.kind == "weight" else ():
+                start, stop = max(held.start, tensor.start), min(held.stop, tensor.stop)
                 if start < stop:
-                    part = Part(each.name, each.shape, held.kind, start - each.start, stop - each.start)
-                    yield part, (held, each.start)
+                    part = Part(tensor.name, tensor.shape, held.kind, start - tensor.start, stop - tensor.start)
+                    yield part, (held, tensor.start)
 
     def parts(self) -> Sequence[Part]:
         return list(self._held)
@@ -127,7 +129,7 @@ class PublishedParts:
 
 
 class PublishedStore(PublishedParts):
-    """The same, to be filled."""
+    """The weights of a store as parts of published tensors, for reading and writing."""
 
     def __init__(self, store: PartStore, published: Sequence[Published]) -> None:
         super().__init__(store, published)

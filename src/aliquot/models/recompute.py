@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from aliquot.core.errors import UnsupportedModelError
 
-# `selective` keeps the results that are dear to compute and recomputes the cheap ones: norms, rotary, activations.
+# `selective` keeps results that are expensive to compute and recomputes cheap ones: norms, rotary, activations.
 _KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -22,7 +22,7 @@ _KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-# Attention of a GPU and of a CPU: they do not exist before torch.nn.attention.varlen or our attention is imported.
+# Attention on GPUs and CPUs: these operations exist only after the import of their modules.
 _KEPT_BY_NAME = frozenset({"torch_attn::_varlen_attn", "aliquot::tiled_attention"})
 
 
@@ -33,7 +33,7 @@ def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
     if mode == "selective":
         if getattr(model.config, "clip_qkv", None) is not None:
-            # OLMo clamps what its products return in place: what is kept would be clamped, and no gradient stopped.
+            # OLMo clamps the results of products in place: kept results would be clamped, but gradients would pass.
             raise UnsupportedModelError(
                 f"{type(model).__name__} changes what selective checkpointing keeps (clip_qkv): set"
                 " train.gradient_checkpointing to none or full"
@@ -48,7 +48,7 @@ def enable(model: nn.Module, mode: Literal["none", "selective", "full"], dropout
 
 
 def keeps(operation: object) -> bool:
-    """Whether `selective` keeps what this operation of torch returns."""
+    """Return whether `selective` keeps the result of an operation of torch."""
     return operation in _KEPT or getattr(operation, "_name", None) in _KEPT_BY_NAME
 
 

@@ -1,6 +1,6 @@
-"""No Python that comes with a model or a tokenizer is ever run.
+"""Never run Python code that comes with a model or a tokenizer.
 
-Where a directory names such code (`auto_map`), transformers asks on standard input whether to run it.
+If a directory names such code (`auto_map`), transformers would ask on standard input whether to run it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def check_small_files(directory: Path) -> None:
 
 
 def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, one of transformers' `from_pretrained` or `from_config`, for what transformers has itself.
+    """Wrap `load`, a `from_pretrained` or `from_config` of transformers, so that it runs no code of a model.
 
-    Raises UserError for what it has not.
+    The wrapper raises UserError for models and tokenizers that need such code.
     """
 
     def loading(*arguments: Any, **options: Any) -> Any:

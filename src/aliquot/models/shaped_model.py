@@ -1,4 +1,4 @@
-"""A model on the meta device together with its shape: what the planner runs where it does not know a model yet."""
+"""A model on the meta device with its shape, which the planner runs to learn costs of an unknown model."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShapedModel:
-    """No bytes of its weights exist."""
+    """A model on the meta device, and its shape as numbers."""
 
     config: PretrainedConfig
     built: meta.MetaModel
     shape: ModelShape
-    evaluations: dict[Hashable, tuple[int, Any]] = field(default_factory=dict)  # bytes and work, by how and over what
+    evaluations: dict[Hashable, tuple[int, Any]] = field(
+        default_factory=dict
+    )  # results of meta runs: (bytes, work), by settings and inputs
 
     def as_llama(self) -> ShapedModel:
-        """A Llama of as many layers of about as many weights each, with the same vocabulary and width."""
+        """Return a Llama with the same vocabulary, width and number of layers, and about as many weights in a layer."""
         from transformers import AutoConfig
 
         shape = self.shape
         heads = int(getattr(self.config, "num_attention_heads", None) or max(1, shape.width // 64))
-        of_layers = sum(numel(weight) * len(kind.positions) for kind in shape.kinds for weight in kind.weights)
-        inner = (of_layers // shape.layers - 4 * shape.width**2) // (3 * shape.width)
+        layer_numel = sum(numel(weight) * len(kind.positions) for kind in shape.kinds for weight in kind.weights)
+        inner = (layer_numel // shape.layers - 4 * shape.width**2) // (3 * shape.width)
         config = AutoConfig.for_model(
             "llama",
             vocab_size=shape.vocabulary,
@@ -53,22 +55,22 @@ class ShapedModel:
 
 
 def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedModel:
-    """The model of `config`. Raises UserError as training it would.
+    """Build the model of `config` on the meta device. Raises UserError as training would.
 
-    `vocabulary`: rows of its embedding, where the tokenizer has told them.
+    `vocabulary`: rows of the embedding, if the tokenizer is known.
     """
     source = resolve(config.model, CONFIG_FILES)
     source.assume_vocabulary(vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size)
     source.check_length(config.data.sequence_length)
-    known = traits(source.config, config.data.sequence_length)
-    built = meta.build(source.config, known, config.adapter, config.train.freeze)
+    model_traits = traits(source.config, config.data.sequence_length)
+    built = meta.build(source.config, model_traits, config.adapter, config.train.freeze)
     model = built.model
     layers = decoder_layers(model)
-    found: dict[tuple[tuple[Shape, ...], tuple[Shape, ...], int | None], list[int]] = {}
+    positions_of_kind: dict[tuple[tuple[Shape, ...], tuple[Shape, ...], int | None], list[int]] = {}
     for position, layer in enumerate(layers):
         weights = tuple(tuple(parameter.shape) for parameter in layer.parameters())
         learned = tuple(tuple(parameter.shape) for parameter in layer.parameters() if parameter.requires_grad)
-        found.setdefault((weights, learned, _window(layer, source.config)), []).append(position)
+        positions_of_kind.setdefault((weights, learned, _window(layer, source.config)), []).append(position)
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = embedding if output is None else output.weight
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -77,15 +79,17 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
         name=built.name,
         weights=tuple(weight for _, weight in built.tensors),
         learned=tuple(weight for name, weight in built.tensors if name in built.learned),
-        kinds=tuple(LayerKind(*kind, tuple(at)) for kind, at in found.items()),
+        kinds=tuple(LayerKind(*kind, tuple(at)) for kind, at in positions_of_kind.items()),
         embedding=tuple(embedding.shape),
         head=None if head is embedding else tuple(head.shape),
         rest=tuple(tuple(parameter.shape) for parameter in rest),
         embedding_learns=embedding.requires_grad,
         head_learns=head.requires_grad,
         rest_learns=any(parameter.requires_grad for parameter in rest),
-        # Tied, it gets the head's gradient and rows that follow it to other hosts.
-        embedding_is_added_to=embedding.requires_grad and known.plain_head and known.looks_up != (head is embedding),
+        # A tied embedding gets the head's gradient, and separate rows that are sent to other hosts.
+        embedding_is_added_to=embedding.requires_grad
+        and model_traits.plain_head
+        and model_traits.looks_up != (head is embedding),
         dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
         packs=built.traits.packs,
     )
@@ -93,7 +97,7 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
 
 
 def _window(layer: nn.Module, config: PretrainedConfig) -> int | None:
-    """How many tokens back the attention of a layer sees: by its module, where that says so, else by the config."""
-    told = [module.sliding_window for module in layer.modules() if hasattr(module, "sliding_window")]
-    window = told[0] if told else getattr(config, "sliding_window", None)
+    """Return the attention window of a layer, by its module or else by the configuration; None without a window."""
+    windows = [module.sliding_window for module in layer.modules() if hasattr(module, "sliding_window")]
+    window = windows[0] if windows else getattr(config, "sliding_window", None)
     return cast("int | None", window)

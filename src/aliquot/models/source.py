@@ -1,4 +1,4 @@
-"""Where a model comes from: a Hugging Face directory or hub id, or a configuration alone (from scratch)."""
+"""The source of a model: a Hugging Face directory, a hub id, or a configuration alone (from scratch)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-# What a run needs of a hub repository; never code, pickles or other frameworks' weights.
+# Files of a hub repository that a run needs; never code, pickles or weights of other frameworks.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and tokenizer
 HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
-_OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights again, for other programs
+_OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights in formats for other programs
 CONFIG_FILES = ["config.json"]
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# RoBERTa and its kin number positions from the one behind the padding token's id.
+# RoBERTa and its relatives number positions from the id after the padding token's.
 _FROM_PADDING = {
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
@@ -44,13 +44,14 @@ _FROM_PADDING = {
 class ModelSource:
     """`directory` holds config, weights and tokenizer; None: the model starts from `config` alone.
 
-    `given` are the keys that the person wrote: what was not given is the tokenizer's to say (see adopt_tokenizer).
+    `configured_keys` are the keys that the person wrote: what was not configured_keys is the tokenizer's to say (see
+    adopt_tokenizer).
     """
 
     config: PretrainedConfig
     directory: Path | None
-    dtype: torch.dtype | None  # that the config names: building a model replaces it there
-    given: frozenset[str] = frozenset()
+    dtype: torch.dtype | None  # dtype of the config, which building a model replaces
+    configured_keys: frozenset[str] = frozenset()
 
     @property
     def from_scratch(self) -> bool:
@@ -58,44 +59,46 @@ class ModelSource:
 
     @property
     def largest_vocabulary(self) -> int:
-        """Rows that the embedding has, or may have where the tokenizer decides."""
-        open_ended = self.from_scratch and "vocab_size" not in self.given
+        """Rows of the embedding, or the most rows that it may have if the tokenizer decides."""
+        open_ended = self.from_scratch and "vocab_size" not in self.configured_keys
         return 1 << 31 if open_ended else int(self.config.vocab_size)
 
     def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase, largest: int, added: bool) -> None:
-        """From scratch, what the config leaves open follows the tokenizer: vocabulary size and special tokens. The
-        vocabulary of a pretrained model grows where tokens were `added`; else one that has no row, as Gemma 3's last,
-        is in no text. `largest`: the number of a token, which may be more than there are tokens."""
+        """Set the vocabulary size and the special tokens that the config of a model from scratch leaves open.
+
+        The vocabulary of a pretrained model grows if tokens were `added`; otherwise a token without a row, as the last
+        token of Gemma 3, stands in no text. `largest` is the largest token id, because vocabularies may have holes.
+        """
         if not self.from_scratch:
             if added:
                 self._grow(largest + 1)
             return
-        if "vocab_size" not in self.given:
-            # Rounded up: matrix products are fastest on whole blocks.
+        if "vocab_size" not in self.configured_keys:
+            # Rounded up, because matrix products are fastest on whole blocks.
             self.config.vocab_size = -(-(largest + 1) // 64) * 64
         for key in SPECIAL:
-            if key not in self.given and not self._adopt(key, getattr(tokenizer, key)):
+            if key not in self.configured_keys and not self._adopt(key, getattr(tokenizer, key)):
                 kind = self.config.model_type
                 raise ModelFilesError(f"{kind} needs {key}, and the tokenizer has none: give it", "model.config")
 
     def assume_vocabulary(self, size: int) -> None:
-        """What adopt_tokenizer will do with a tokenizer of that size, where none has been opened yet."""
+        """Do what adopt_tokenizer will do with a tokenizer of that size, before a tokenizer is loaded."""
         if not self.from_scratch:
             self._grow(size)
-        if not self.from_scratch or "vocab_size" in self.given:
+        if not self.from_scratch or "vocab_size" in self.configured_keys:
             return
         self.config.vocab_size = -(-size // 64) * 64
         for key in SPECIAL:
-            if key not in self.given:
+            if key not in self.configured_keys:
                 self._adopt(key, None)
 
     def _adopt(self, key: str, token: int | None) -> bool:
-        """False: a model of this kind cannot be without."""
+        """Set a special token. Return False if a model of this type needs the token and the tokenizer has none."""
         if token is None and key == "pad_token_id" and self.config.model_type in _FROM_PADDING:
             return False
         try:
             setattr(self.config, key, token)
-        except Exception:  # as transformers' configurations refuse a value, each in its own way
+        except Exception:  # each configuration refuses values in its own way
             return False
         return True
 
@@ -106,7 +109,7 @@ class ModelSource:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the weights as they are when this is first asked for; None: there are none."""
+        """Fingerprint of the weights at the first use of this property; None from scratch."""
         from aliquot.models.model_identity import fingerprint
 
         return None if self.directory is None else fingerprint(self.directory)
@@ -117,14 +120,14 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """That it knows; None: as many as it is given."""
+        """That it knows; None: as many as it is configured_keys."""
         positions = getattr(self.config, self._positions_key, None)
         if positions is not None and self.config.model_type in _FROM_PADDING:
             positions -= (self.config.pad_token_id or 0) + 1
         return positions if positions is not None and positions > 0 else None
 
     def check_length(self, sequence_length: int) -> None:
-        """Raises UserError where sequences are longer than the positions that the model knows."""
+        """Raise UserError if sequences have more tokens than the model has positions."""
         if (positions := self.positions) is not None and positions < sequence_length:
             raise ConfigError(
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
@@ -133,8 +136,9 @@ class ModelSource:
 
 
 def import_models() -> None:
-    """What `resolve` and building a model import, which takes seconds: ranks that resolve one after the other do this
-    at once before.
+    """Import the modules that `resolve` and building a model need.
+
+    The import takes seconds: ranks that resolve one after the other import at the same time before.
     """
     importlib.import_module("transformers.modeling_utils")
 
@@ -162,7 +166,7 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
 
 
 def model_on_meta(directory: Path) -> PreTrainedModel:
-    """Of the config.json in `directory`, for the names of its weights. Raises UserError as `resolve` does."""
+    """Build the model of the config.json in `directory` on the meta device. Raises UserError as `resolve` does."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -174,7 +178,7 @@ def model_on_meta(directory: Path) -> PreTrainedModel:
 
 
 def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
-    """The directory at `path`, or the local snapshot of the hub repository of that name, downloaded if need be."""
+    """Return the directory at `path`, or a local snapshot of the hub repository of that name, downloaded if needed."""
     directory = with_home(path)
     if directory.is_dir():
         return directory
@@ -206,14 +210,14 @@ def _read_json(file: Path, key: str) -> dict[str, Any]:
 
 
 def _with_special_floats(value: Any) -> Any:
-    """transformers 5 writes infinities as {"__float__": "Infinity"}."""
+    """Decode infinities, which transformers 5 writes as {"__float__": "Infinity"}."""
     if isinstance(value, list):
-        return [_with_special_floats(each) for each in value]
+        return [_with_special_floats(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__float__"}:
         return float(value["__float__"])
-    return {key: _with_special_floats(each) for key, each in value.items()}
+    return {key: _with_special_floats(item) for key, item in value.items()}
 
 
 def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:

@@ -23,21 +23,23 @@ if TYPE_CHECKING:
     from aliquot.tensor_io.header import TensorEntry
 
 
-# buffers that older versions of transformers saved and that are computed, not learned
+# Buffers that older versions of transformers saved and that models compute today.
 _COMPUTED = re.compile(
     r"(.*\.)?((rotary_emb|maybe_rotary)\.(inv_freq|cos_cached|sin_cached)|position_ids|embed_positions\.weights"
     r"|attn\.(bias|masked_bias|causal_mask))"
 )
-_MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # as a bias that is learned is called elsewhere
+_MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # other models have trained biases of this name
 
 
 @dataclass(frozen=True)
 class StoredNames:
-    """What a model of transformers says of names in files.
+    """Names that files may use for the weights of a model: its own, those of its base model, or older ones.
 
-    `passed_over`: patterns of names that published weights have and the model has not: layers that predict several
-    tokens (DeepSeek-V3, GLM-4.5), masks and positions that are computed now (Pythia). `base`: what the names of its
-    base model begin with.
+    Args:
+        passed_over: patterns of stored names that the model lacks: layers that predict several tokens (DeepSeek-V3,
+            GLM-4.5), masks and positions that are computed today (Pythia).
+        renamings: renamings by transformers.
+        base: prefix of the names of the base model.
     """
 
     passed_over: tuple[str, ...] = ()
@@ -54,38 +56,40 @@ class StoredNames:
         if not isinstance(model, PreTrainedModel):
             return cls()
         passed_over = sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+        renamings = [
+            conversion for conversion in get_model_conversion_mapping(model) if isinstance(conversion, WeightRenaming)
+        ]
         return cls(tuple(passed_over), tuple(renamings), model.base_model_prefix)
 
     def passes_over(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.passed_over)
 
     def matched(self, stored: Mapping[str, TensorEntry], names: Sequence[str]) -> dict[str, TensorEntry]:
-        """The stored tensor for each of `names`; a name that has none is left out."""
-        found = {}
+        """Return the stored tensor of each of `names`; names without a stored tensor are left out."""
+        entries = {}
         for name in names:
-            match = next((each for each in (name, name.partition(".")[2]) if each in stored), None)
+            match = next((candidate for candidate in (name, name.partition(".")[2]) if candidate in stored), None)
             if match is not None:
-                found[name] = stored[match]
-        if absent := [name for name in names if name not in found]:
-            used = {entry.name for entry in found.values()}
-            found |= self._renamed({name: entry for name, entry in stored.items() if name not in used}, absent)
-        return found
+                entries[name] = stored[match]
+        if absent := [name for name in names if name not in entries]:
+            used = {entry.name for entry in entries.values()}
+            entries |= self._renamed({name: entry for name, entry in stored.items() if name not in used}, absent)
+        return entries
 
     def _renamed(self, stored: Mapping[str, TensorEntry], names: Sequence[str]) -> dict[str, TensorEntry]:
-        """The stored tensor that is called like one of `names` when both are renamed, where there is just one."""
-        called = {self.as_held(name): name for name in names}
-        found: dict[str, list[TensorEntry]] = {}
+        """Return stored tensors whose renamed name equals a renamed name of `names`, if there is exactly one."""
+        renamed_names = {self.model_name(name): name for name in names}
+        candidates: dict[str, list[TensorEntry]] = {}
         for stored_name, entry in stored.items():
-            held = self.as_held(stored_name)
-            variants = (held, held.removeprefix(f"{self.base}."), f"{self.base}.{held}")
-            name = next((called[each] for each in variants if each in called), None)
+            model_name = self.model_name(stored_name)
+            variants = (model_name, model_name.removeprefix(f"{self.base}."), f"{self.base}.{model_name}")
+            name = next((renamed_names[variant] for variant in variants if variant in renamed_names), None)
             if name is not None:
-                found.setdefault(name, []).append(entry)
-        return {name: entries[0] for name, entries in found.items() if len(entries) == 1}
+                candidates.setdefault(name, []).append(entry)
+        return {name: entries[0] for name, entries in candidates.items() if len(entries) == 1}
 
-    def as_held(self, name: str) -> str:
-        """What transformers makes of a name in files, but for what becomes part of another tensor."""
+    def model_name(self, name: str) -> str:
+        """Return the name that transformers gives to a stored name, apart from merges into other tensors."""
         from transformers.core_model_loading import apply_renamings
 
         renamed: str = apply_renamings(name, list(self.renamings))
@@ -93,11 +97,13 @@ class StoredNames:
 
 
 def is_computed(name: str, entry: TensorEntry) -> bool:
-    """Whether a model computes what is stored under that name."""
+    """Return whether a stored tensor is one that models compute today."""
     return bool(_COMPUTED.fullmatch(name) or (_MASK.fullmatch(name) and len(entry.shape) in (0, 4)))
 
 
 class StoredWeights:
+    """The weights in files as parts: of each tensor the rows of this rank."""
+
     def __init__(self, source: ByteMap, reader: RangeReader, ranks: RankGroup = SingleRank()) -> None:  # noqa: B008 (it holds nothing)
         self.entries = source.entries
         self._reader = reader
@@ -114,8 +120,8 @@ class StoredWeights:
         self._reader.read(self.entries[part.name], start, out)
 
 
-def in_order(source: ByteMap) -> list[tuple[str, Shape]]:
-    """Names and shapes, as they lie in the files."""
+def names_in_file_order(source: ByteMap) -> list[tuple[str, Shape]]:
+    """Return names and shapes in the order of the files."""
     return [(entry.name, entry.shape) for entry in sorted(source.entries.values(), key=_position)]
 
 

@@ -1,4 +1,4 @@
-"""What a model is made of, by transformers' own words: its repeated layers, and what multiplies each token."""
+"""Find the parts of a transformers model: its decoder layers, and the matrices that multiply each token."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model, in order: the modules of a list that transformers says not to split, else those
-    of its longest list."""
+    """Return the repeated blocks of the model, in order.
+
+    These are the listed modules that transformers says not to split, else the modules of the longest list.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     named = [layer for layers in lists for layer in layers if type(layer).__name__ in names]
@@ -29,19 +31,22 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "atten
 
 
 def fp32_weights(model: nn.Module) -> frozenset[str]:
-    """Names of what transformers keeps in fp32 in a model of bf16: routers' biases, by which experts are chosen."""
+    """Return the names of weights that transformers keeps in fp32 in a bf16 model, such as biases of routers."""
     parts: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
     return frozenset(name for name in model.state_dict() if any(part in name for part in parts))
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
-    """Of experts, of which each token sees a few, as many as it sees."""
+    """Count the parameters that multiply each token; of experts, as many as a token uses."""
     return int(sum(numel for _, numel in _matrices(model)))
 
 
 def matmul_flops(model: PreTrainedModel) -> int:
-    """A token's, forward and backward: 2 a weight for what it gives, 2 more for the gradient of what it takes, where
-    something before it in the model's order learns, and 2 for its own, where it does."""
+    """Count the FLOPs of a token in matrices, forward and backward.
+
+    Each weight costs 2 for its output, 2 for the gradient of its input if an earlier weight learns, and 2 for its own
+    gradient if it learns.
+    """
     order = {id(parameter): at for at, parameter in enumerate(model.parameters())}
     first = min((at for at, parameter in enumerate(model.parameters()) if parameter.requires_grad), default=len(order))
     embedding = model.get_input_embeddings().weight
@@ -53,21 +58,23 @@ def matmul_flops(model: PreTrainedModel) -> int:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, float]]:
-    """What multiplies tokens, and how much of it a token."""
+    """Yield (matrix, number of its elements that multiply a token)."""
     config = model.config
     experts = next((n for key in EXPERTS if isinstance(n := getattr(config, key, None), int) and n), 0)
     chosen = next((n for key in CHOSEN if isinstance(n := getattr(config, key, None), int) and n), experts)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     for parameter in model.parameters():
-        of_experts = parameter.ndim >= 3 and parameter.shape[0] == experts
+        holds_experts = parameter.ndim >= 3 and parameter.shape[0] == experts
         if parameter.ndim >= 2 and (tied or parameter is not embedding.weight):
-            yield parameter, parameter.numel() * (chosen / experts if of_experts else 1)
+            yield parameter, parameter.numel() * (chosen / experts if holds_experts else 1)
 
 
 def attention_widths(config: PretrainedConfig) -> dict[int | None, int]:
-    """Layers x heads x head size by the layers' window (None: all keys): what one (query, key) pair costs in attention,
-    in multiply-adds of each product. Layers without attention (state-space, linear) are not in it.
+    """Return layers x heads x head size, by the window of the layers (None: all keys).
+
+    This is the cost of one (query, key) pair in attention, in multiply-adds of each product. Layers without attention
+    (state-space, linear) do not count.
     """
     config = config.get_text_config(decoder=True)
     heads = int(getattr(config, "num_attention_heads", None) or 0)

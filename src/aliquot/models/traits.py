@@ -1,9 +1,8 @@
-"""What the code of a model does, found by running a narrow copy of it: what no name or signature tells for sure.
+"""Traits of a model's code, measured on a narrow copy, because names and signatures do not show them.
 
-A model *packs* if several documents in one row, with attention that we hand it, give each document exactly what it
-gives alone under the model's own eager attention. Mixers of other kinds, masks of its own, attention that does not go
-through transformers' interface: whatever it is that does not, the numbers differ or an error comes, and the model is
-called once a document instead.
+A model *packs* if several documents in one row, with aliquot's attention, give each document the same logits as a call
+with that document alone under the model's own eager attention. Other mixers of tokens, special masks, or attention
+outside of transformers' interface change the logits or raise an error: then each document is a call of its own.
 """
 
 from __future__ import annotations
@@ -30,46 +29,56 @@ from aliquot.nn.attention.plain_attention import ReferenceAttention
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Of two documents: one longer than a window or chunk of the narrow copy and one shorter than its convolutions.
+# Two documents: one longer than a window or chunk of the narrow copy, one shorter than its convolutions.
 LENGTHS = (13, 3)
-_TOLERANCE = 1e-4  # of the largest logit, in fp32: a thousand roundings; what mixes tokens changes the first digits
+_TOLERANCE = 1e-4  # of the largest logit: fp32 rounding is far below, mixing of tokens far above
 
 
 @dataclass(frozen=True)
 class Traits:
-    attention: str  # the implementation to build it with: ours where it packs, else one of transformers'
-    why_alone: str | None  # why it does not pack; None: it does
-    plain_head: bool  # logits are the head's product with what the decoder returns: no bias, soft-cap or scale
-    looks_up: bool  # embeddings handed to the decoder give what ids give
+    attention: str  # the attention implementation: aliquot's if the model packs, else one of transformers'
+    why_unpacked: str | None  # the reason if the model does not pack; None if it packs
+    plain_head: bool  # logits are head x decoder output, without bias, soft-cap or scale
+    looks_up: bool  # the decoder gives the same for ids and for their embeddings
 
     @property
     def packs(self) -> bool:
-        return self.why_alone is None
+        return self.why_unpacked is None
 
 
 def traits(config: PretrainedConfig, longest: int | None = None) -> Traits:
-    """Of a model that is given documents of at most `longest` tokens; None: of any length.
+    """Return the traits of a model for documents of at most `longest` tokens; None: of any length.
 
-    Raises UnsupportedModelError for a model that transformers cannot run or that sees what follows a token.
+    Raises UnsupportedModelError for a model that transformers cannot run, or that attends to later tokens.
     """
     kind: Any = type(config)
-    # The ids of special tokens, which a run and its plan may know differently, change none of it.
+    # Ids of special tokens, which may differ between a run and its plan, have no effect on traits.
     values = {key: value for key, value in config.to_dict().items() if not key.endswith("_token_id")}
-    found = _traits(kind, json.dumps(values, sort_keys=True, default=str))
-    if found.packs and (limit := _length_that_changes_frequencies(config)) and (longest is None or longest > limit):
+    model_traits = _traits(kind, json.dumps(values, sort_keys=True, default=str))
+    if (
+        model_traits.packs
+        and (limit := _length_that_changes_frequencies(config))
+        and (longest is None or longest > limit)
+    ):
         why = f"its rotary frequencies depend on whether a document has more than {limit} tokens"
-        return replace(found, attention=_own_attention(config), why_alone=why)
-    return found
+        return replace(model_traits, attention=_transformers_attention(config), why_unpacked=why)
+    return model_traits
 
 
 def _length_that_changes_frequencies(config: PretrainedConfig) -> int | None:
-    """None: none does."""
+    """Return the document length at which rotary frequencies change; None if they never change."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    told = [each for each in kinds if each.get("rope_type") in ("dynamic", "longrope")]
-    known = [getattr(text, "original_max_position_embeddings", None), getattr(text, "max_position_embeddings", None)]
-    limits = [each.get("original_max_position_embeddings") or known[0] or known[1] or 1 for each in told]
+    scaled_ropes = [rope_of_kind for rope_of_kind in kinds if rope_of_kind.get("rope_type") in ("dynamic", "longrope")]
+    original_lengths = [
+        getattr(text, "original_max_position_embeddings", None),
+        getattr(text, "max_position_embeddings", None),
+    ]
+    limits = [
+        rope_of_kind.get("original_max_position_embeddings") or original_lengths[0] or original_lengths[1] or 1
+        for rope_of_kind in scaled_ropes
+    ]
     return min(limits, default=None)
 
 
@@ -79,13 +88,18 @@ def _traits(kind: Any, values: str) -> Traits:
     register()
     with quiet(), _one_thread():
         model = eager_copy(config)
-        alone = _logits_alone(model)
+        logits = _logits_by_document(model)
         _check_keeps_weights(model)
-        _check_causal(model, alone)
+        _check_causal(model, logits)
         hidden = _decoded(model)
-        plain_head, looks_up = _plain_head(model, alone, hidden), _looks_up(model, hidden)
-        why_alone = _why_alone(config, model, alone)
-        return Traits(IMPLEMENTATION if why_alone is None else _own_attention(config), why_alone, plain_head, looks_up)
+        plain_head, looks_up = _plain_head(model, logits, hidden), _looks_up(model, hidden)
+        why_unpacked = _why_unpacked(config, model, logits)
+        return Traits(
+            IMPLEMENTATION if why_unpacked is None else _transformers_attention(config),
+            why_unpacked,
+            plain_head,
+            looks_up,
+        )
 
 
 def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedModel:
@@ -101,7 +115,7 @@ def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedMode
 
 
 def redraw(model: nn.Module) -> None:
-    """Weights of a size at which attention, gates and caps matter; the usual initialisation leaves them hardly any."""
+    """Draw weights large enough for attention, gates and caps to matter; the usual ones are too small."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -113,20 +127,20 @@ def redraw(model: nn.Module) -> None:
 
 
 def example(model: PreTrainedModel) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Ids and positions [T] of a row of two documents, and its edges."""
+    """Return ids [T], positions [T] and edges of a row of two documents."""
     vocabulary = min(VOCABULARY, model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocabulary // 2, vocabulary, (sum(LENGTHS),), generator=generator)
     return ids, torch.cat([torch.arange(length) for length in LENGTHS]), (0, LENGTHS[0], sum(LENGTHS))
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
-    return bool(((found - expected).abs() <= _TOLERANCE * expected.abs().max()).all())
+def agree(values: Tensor, expected: Tensor) -> bool:
+    return bool(((values - expected).abs() <= _TOLERANCE * expected.abs().max()).all())
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of transformers about what narrow copies lack, and without a trace in random numbers."""
+    """Silence warnings of transformers about narrow copies, and restore the state of random numbers afterwards."""
     logger = logging.getLogger("transformers")
     before, logger.level = logger.level, logging.CRITICAL
     state = torch.random.get_rng_state()
@@ -140,7 +154,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products of narrow copies take longer to hand out than to compute."""
+    """Use one thread, because products of narrow copies are too small to divide."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,41 +163,41 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _logits_alone(model: PreTrainedModel) -> Tensor:
+def _logits_by_document(model: PreTrainedModel) -> Tensor:
     ids, positions, edges = example(model)
     try:
         with torch.no_grad():
-            found = model_calls.logits(model, ids, positions, Documents(edges, None))
+            logits = model_calls.logits(model, ids, positions, Documents(edges, None))
     except Exception as error:
         kind = type(model).__name__
         raise UnsupportedModelError(f"{kind} does not run on token ids alone: {_line(error)}") from error
-    return found
+    return logits
 
 
 def _check_keeps_weights(model: PreTrainedModel) -> None:
-    """Weights are in one memory of all ranks of a host: what a rank wrote there in passing, all would train on."""
+    """Raise UnsupportedModelError if calls change weights, which all ranks of a host share in one memory."""
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for training in (True, False):
-        _logits_alone(model.train(training))
+        _logits_by_document(model.train(training))
     changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
     if changed:
         raise UnsupportedModelError(f"{type(model).__name__} changes its weights when it is called: {changed[0]}")
 
 
-def _check_causal(model: PreTrainedModel, alone: Tensor) -> None:
+def _check_causal(model: PreTrainedModel, logits: Tensor) -> None:
     ids, positions, edges = example(model)
-    seen = LENGTHS[0] // 2
-    ids[seen : LENGTHS[0]] = ids[: LENGTHS[0] - seen].clone()
+    prefix_length = LENGTHS[0] // 2
+    ids[prefix_length : LENGTHS[0]] = ids[: LENGTHS[0] - prefix_length].clone()
     with torch.no_grad():
         changed = model_calls.logits(model, ids, positions, Documents(edges, None))
-    if not agree(changed[:, :seen], alone[:, :seen]):
+    if not agree(changed[:, :prefix_length], logits[:, :prefix_length]):
         raise UnsupportedModelError(
             f"{type(model).__name__} sees tokens that follow: there is nothing to predict. Not a causal language model"
         )
 
 
 def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
-    """What the decoder alone gives for ids, or for their embeddings; None: it cannot be called so."""
+    """Return the output of the decoder for ids, or for their embeddings; None if the decoder cannot be called."""
     ids, positions, edges = example(model)
     with torch.no_grad():
         tokens = F.embedding(ids, model.get_input_embeddings().weight) if embed else ids
@@ -194,27 +208,27 @@ def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
             TypeError,
             ValueError,
             RuntimeError,
-        ):  # each in its own way; whole logits are taken then
+        ):  # each model fails in its own way; training then uses whole logits
             return None
 
 
-def _plain_head(model: PreTrainedModel, alone: Tensor, hidden: Tensor | None) -> bool:
+def _plain_head(model: PreTrainedModel, logits: Tensor, hidden: Tensor | None) -> bool:
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         return False
     return (
-        hidden is not None and hidden.shape[-1] == head.in_features and agree(F.linear(hidden, head.weight), alone[0])
+        hidden is not None and hidden.shape[-1] == head.in_features and agree(F.linear(hidden, head.weight), logits[0])
     )
 
 
-def _looks_up(model: PreTrainedModel, of_ids: Tensor | None) -> bool:
-    if type(model.get_input_embeddings()) is not nn.Embedding:  # a subclass may do more than look up
+def _looks_up(model: PreTrainedModel, from_ids: Tensor | None) -> bool:
+    if type(model.get_input_embeddings()) is not nn.Embedding:  # a subclass may do more than a look-up
         return False
-    of_rows = _decoded(model, embed=True)
-    return of_ids is not None and of_rows is not None and agree(of_rows, of_ids)
+    from_embeddings = _decoded(model, embed=True)
+    return from_ids is not None and from_embeddings is not None and agree(from_embeddings, from_ids)
 
 
-def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) -> str | None:
+def _why_unpacked(config: PretrainedConfig, model: PreTrainedModel, logits: Tensor) -> str | None:
     if not model_calls.accepts(model, "position_ids"):
         return "it takes no positions"
     try:
@@ -222,7 +236,7 @@ def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) 
         packed.load_state_dict(model.state_dict())
         ids, positions, edges = example(model)
         with torch.no_grad():
-            # In training: what is dropped in attention is asked for there.
+            # In training mode, because attention asks for dropout there.
             packed.train()
             model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
             packed.eval()
@@ -231,20 +245,20 @@ def _why_alone(config: PretrainedConfig, model: PreTrainedModel, alone: Tensor) 
         return str(error)
     except Exception as error:
         return f"its attention cannot be replaced: {_line(error)}"
-    if agree(row, alone):
+    if agree(row, logits):
         return None
     return "something in it but attention mixes tokens, or attention needs more than it is told"
 
 
-def _own_attention(config: PretrainedConfig) -> str:
-    """torch's, where the model has that way and it gives what its eager one does."""
+def _transformers_attention(config: PretrainedConfig) -> str:
+    """Return "sdpa" if the model supports it with the same logits as its eager attention, else "eager"."""
     model = eager_copy(config)
     try:
-        other = built(narrow(config), "sdpa").eval()
-    except ValueError:  # transformers says so of a model that has no such way
+        sdpa_model = built(narrow(config), "sdpa").eval()
+    except ValueError:  # transformers refuses sdpa for models without it
         return "eager"
-    other.load_state_dict(model.state_dict())
-    return "sdpa" if agree(_logits_alone(other), _logits_alone(model)) else "eager"
+    sdpa_model.load_state_dict(model.state_dict())
+    return "sdpa" if agree(_logits_by_document(sdpa_model), _logits_by_document(model)) else "eager"
 
 
 def _line(error: Exception) -> str:

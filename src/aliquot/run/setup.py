@@ -316,6 +316,7 @@ def _attention_note(built: meta.MetaModel) -> list[str]:
     if built.traits.packs:
         return []
     return [
-        f"attention: each document is a call of its own ({built.traits.attention}), because {built.traits.why_alone};"
+        f"attention: each document is a call of its own ({built.traits.attention}), because"
+        f" {built.traits.why_unpacked};"
         " short documents cost more than in packed rows"
     ]

@@ -16,7 +16,7 @@ from aliquot.data.batches import StepBatch
 from aliquot.distributed.signals import Terminated
 from aliquot.models.structure import attention_widths
 from aliquot.nn.experts.expert_modules import has_experts
-from aliquot.nn.experts.routing import counted, mean_balance, noted_balance, spread
+from aliquot.nn.experts.routing import mean_balance, spread, take_balance, take_counts
 from aliquot.observe.throughput import model_flops
 from aliquot.run.evaluate import Evaluator
 from aliquot.run.run_checkpoints import RunCheckpoints
@@ -194,7 +194,7 @@ class TrainingLoop:
         model = self._training.model.built.model
         if not has_experts(model):
             return {}
-        reports = self._run.ranks.gather([counted(model), noted_balance(model)])
+        reports = self._run.ranks.gather([take_counts(model), take_balance(model)])
         return spread([counts for counts, _ in reports]) | mean_balance([balance for _, balance in reports])
 
     def _diverged(self, reason: str) -> DivergedError:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.nn.attention.base import AttentionBackend, Documents, Scoring
 from aliquot.nn.attention.plain_attention import ReferenceAttention
-from aliquot.nn.attention.tile_sizes import kept_numel
+from aliquot.nn.attention.tile_sizes import saved_numel
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.attention.tiles import cut
 
@@ -116,7 +116,7 @@ def test_what_a_row_keeps_does_not_depend_on_its_documents(lengths: list[int], w
         results(TiledAttention(), tuple(lengths), window, HEADS["grouped"], torch.float32)
     heads, kv_heads = HEADS["grouped"]
     of_inputs = (heads + 2 * kv_heads) * HEAD_DIM
-    assert sum(each.numel() for each in kept) == sum(lengths) * of_inputs + kept_numel(sum(lengths)) * heads
+    assert sum(each.numel() for each in kept) == sum(lengths) * of_inputs + saved_numel(sum(lengths)) * heads
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_after_the_first_row_no_row_needs_another_kernel(
     def step(edges: tuple[int, ...]) -> None:
         query, key, value = (torch.randn(1, count, edges[-1], 4, requires_grad=True) for count in heads)
         attention.attend(query, key, value, Documents(edges, attention), Scoring(0.3, window)).sum().backward()
-        attention.meet_all(edges, most=edges[-1])
+        attention.warm_up_shapes(edges, most=edges[-1])
 
     with Products() as products:
         step((0, LONGEST_BINNED, TOKENS))
@@ -112,10 +112,10 @@ def test_products_of_blocks_are_not_made_where_all_documents_are_short() -> None
     attention.attend(query, query, query, Documents(few, attention), Scoring(0.3)).sum().backward()
     for edges, longest in ((few, LONGEST_BINNED), ((0, TOKENS), TOKENS)):
         with Products() as products:
-            attention.meet_all(edges, TOKENS)
+            attention.warm_up_shapes(edges, TOKENS)
         assert largest_side(products) == longest
     with Products() as products:
-        attention.meet_all(few, TOKENS)
+        attention.warm_up_shapes(few, TOKENS)
     assert not products.shapes  # all are there
 
 
@@ -125,7 +125,7 @@ def test_no_document_is_longer_than_a_sequence_however_many_are_in_a_row() -> No
     query = torch.randn(1, 1, edges[-1], 4, requires_grad=True)
     with Products() as products:
         attention.attend(query, query, query, Documents(edges, attention), Scoring(0.3)).sum().backward()
-        attention.meet_all(edges, most=700)
+        attention.warm_up_shapes(edges, most=700)
     assert len(products.shapes) <= 4 * tile_shapes(edges[-1], 700, None)  # three, and products of both sides' orders
     assert largest_side(products) == 768  # in whole blocks
 
@@ -136,7 +136,7 @@ def test_blocks_are_met_up_to_the_next_power_of_two(longest: int) -> None:
     query = torch.randn(1, 1, longest, 4, requires_grad=True)
     attention.attend(query, query, query, Documents((0, longest), attention), Scoring(0.3)).sum().backward()
     with Products() as products:
-        attention.meet_all((0, longest), most=4096)
+        attention.warm_up_shapes((0, longest), most=4096)
     assert largest_side(products) == (512 if longest == 300 else 1024)
 
 

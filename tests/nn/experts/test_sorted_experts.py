@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from aliquot.nn.experts.expert_modules import send_to, weights_of
-from aliquot.nn.experts.routing import counted, route, spread
+from aliquot.nn.experts.routing import route, spread, take_counts
 from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, register, suits
 from aliquot.nn.row_counts import filled_up, row_counts
 
@@ -121,13 +121,13 @@ def test_what_tokens_chose_is_counted_over_ranks() -> None:
     model = nn.Sequential(nn.Linear(2, 2), module)
     ran(module, IMPLEMENTATION, torch.tensor([[0, 2], [2, 0], [0, 4]]))
     ran(module, IMPLEMENTATION, torch.tensor([[0, 2]]))
-    first = counted(model)
-    assert first == [[4, 0, 3, 0, 1]] and counted(model) == []
+    first = take_counts(model)
+    assert first == [[4, 0, 3, 0, 1]] and take_counts(model) == []
     assert spread([first, [], [[0, 0, 1, 0, 1]]]) == {"busiest_expert": [2.0], "unused_experts": 2}
     assert spread([[], []]) == {}
 
 
-class Kept:
+class SavedProbabilities:
     """Gradients in blocks of two experts; or whole, where it is not its turn."""
 
     def __init__(self, weight: Tensor, turn: bool) -> None:
@@ -154,7 +154,7 @@ def test_gradients_go_where_they_are_sent(turn: bool) -> None:
     expected = ran(module, IMPLEMENTATION, chosen)
     weights = weights_of(module)
     assert weights is not None
-    sinks = [Kept(weight, turn) for weight in weights]
+    sinks = [SavedProbabilities(weight, turn) for weight in weights]
     for weight, sink in zip(weights, sinks, strict=True):
         send_to(weight, sink)
     found = ran(module, IMPLEMENTATION, chosen)
@@ -173,7 +173,7 @@ def test_experts_learn_where_nothing_before_them_does() -> None:
     module, chosen = module_of("silu"), choices("random")
     weights = weights_of(module)
     assert weights is not None
-    sink = Kept(weights[1], True)
+    sink = SavedProbabilities(weights[1], True)
     for weight in weights:
         send_to(weight, sink)
     module.config._experts_implementation = IMPLEMENTATION  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What an attention backend is, and the row of packed documents that carries one through a model's forward pass."""
+"""The interface of attention backends, and the row of packed documents that carries a backend through a model."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a layer does to the products of queries and keys before and in the softmax."""
+    """How a layer turns products of queries and keys into attention scores."""
 
     scaling: float
-    window: int | None = None  # tokens that a token sees, itself included
+    window: int | None = None  # tokens that a token attends to, with itself
     softcap: float | None = None  # scores become softcap x tanh(scores / softcap): Gemma 2
-    sinks: Tensor | None = None  # [H]: a score a head that takes its share of the softmax and has no value: gpt-oss
+    sinks: Tensor | None = (
+        None  # [H]: a score of each head without a value, which takes a share of the softmax (gpt-oss)
+    )
 
 
 class AttentionBackend(Protocol):
-    """Causal attention within each document. What it works out of a row is kept with the row: results depend on
-    nothing that came before."""
+    """Causal attention within each document.
+
+    A backend stores what it computes from a row in the row itself, so that results do not depend on earlier rows.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         """query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v] -> [1, T, H, D_v].
 
-        A token sees itself and those before it in its document.
+        A token attends to itself and to earlier tokens of its document.
         """
         ...
 
     def on_meta(self) -> AttentionBackend:
-        """What the planner runs on meta tensors to learn what `attend` keeps, multiplies and needs as scratch."""
+        """Return a backend for meta tensors, from which the planner learns memory and products of `attend`."""
         ...
 
 
 class Documents:
-    """Where the documents of a row lie: 0 = e0 < e1 < ... = T, and what attends within them.
+    """The edges of documents in a row, 0 = e0 < e1 < ... = T, and the backend that attends within them.
 
-    Without a backend the model cannot have several documents in a row: it is called once for each, as it is.
+    Without a backend the model cannot attend to several documents in a row: each document is a call of the model.
     """
 
     def __init__(self, edges: tuple[int, ...], backend: AttentionBackend | None) -> None:
         self.edges = edges
         self.backend = backend
-        # How the backend cuts the row for a window: by the first of the layers that share it.
+        # The backend's cut of the row, by (window, dtype): the first layer computes it for all layers.
         self.cuts: dict[tuple[int | None, torch.dtype], Any] = {}
-        # Of each call of a mixture of experts that is to balance them: [tokens, experts] of each layer.
+        # Router logits of each call of a mixture of experts with an auxiliary loss: [tokens, experts] of each layer.
         self.router_logits: list[tuple[Tensor, ...]] = []

@@ -1,7 +1,8 @@
 """Attention over packed documents on a GPU: a row is one call of a kernel.
 
-`varlen_attn` where flash attention can (grouped heads, windows), `flex_attention` with a mask of documents where it
-cannot: soft-caps, sinks, values of another width than keys, fp32. Heads too narrow for both go document by document.
+`varlen_attn` runs if flash attention supports the layer (grouped heads, windows). `flex_attention` with a mask of
+documents runs for soft-caps, sinks, values of another width than keys, and fp32. Heads that are too narrow for both run
+document by document.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from aliquot.nn.attention.plain_attention import causal
 if TYPE_CHECKING:
     from aliquot.nn.attention.base import Documents, Scoring
 
-_FLASH_HEAD_DIM = 256  # at most
-_FLEX_HEAD_DIM = 16  # at least
-_GRAPHS = 64  # of flex_attention, at most: torch's 8 are too few
+_FLASH_HEAD_DIM = 256  # the widest head of flash attention
+_FLEX_HEAD_DIM = 16  # the narrowest head of flex_attention
+_GRAPHS = 64  # limit of compiled graphs of flex_attention; torch's 8 are too few
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @cache
 def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
-    """Uncompiled it would write all scores of the row to memory: so what cannot be compiled is an error.
+    """Compile flex_attention. A failure is an error, because the uncompiled function would store all scores.
 
-    Graphs differ by windows or none, scale, whether gradients are wanted, heads, dtype (the startup proof's are fp32),
-    and for rows of one token and of one block.
+    Graphs differ by window, scale, need of gradients, heads, dtype (the startup proof uses fp32), and for rows of one
+    token or one block.
     """
     return compile_function(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
 
@@ -72,7 +73,7 @@ class CudaAttention:
         kind = (scoring.window, torch.bool)
         if kind not in documents.cuts:
             documents.cuts[kind] = _mask(documents.edges, scoring.window, query.device)
-        # A tensor: a number that is another one in the next call becomes one to be asked for, and ends the graph.
+        # A tensor, because a number that changes between calls would break the graph.
         number = torch.promote_types(query.dtype, torch.float32)
         cap = None if scoring.softcap is None else torch.full((), scoring.softcap, dtype=number, device=query.device)
 
@@ -93,7 +94,7 @@ class CudaAttention:
 
 
 class FlashOfDocuments:
-    """What the planner runs on meta tensors: products and what is kept are those of flash attention, by document."""
+    """The backend for meta tensors: products and saved tensors are those of flash attention, by document."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         def flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -126,26 +127,29 @@ def _flash_can(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """On the device; a GPU is not waited for, as it is where `torch.tensor` puts them there."""
+    """Copy to the device without waiting for a GPU, in contrast to `torch.tensor` on the device."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
-    """A token sees itself and those of its document before it, `window` in all."""
+    """Return the mask of documents: a token attends to itself and earlier tokens of its document, `window` in all."""
     length = edges[-1]
     ends = _sent(torch.tensor(edges[1:]), device)
     document = torch.bucketize(torch.arange(length, device=device), ends, right=True)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (document[query] == document[key]) & (query >= key)
-        return seen if window is None else seen & (query - key < window)
+        visible = (document[query] == document[key]) & (query >= key)
+        return visible if window is None else visible & (query - key < window)
 
     return create_block_mask(sees, None, None, length, length, device=device)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
-    """The kernel that a GPU would choose: on meta tensors torch would multiply out all scores. There it gives the width
-    of the query, also where values are narrower (DeepSeek's latent attention)."""
+    """Run the kernel that a GPU would choose, because torch would compute all scores on meta tensors.
+
+    On meta tensors the kernel returns the width of the query, even if values are narrower (DeepSeek's latent
+    attention).
+    """
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     out: Tensor = flash(query, key, value, 0.0, True, False, scale=scale)[0]
     return out[..., : value.shape[-1]]

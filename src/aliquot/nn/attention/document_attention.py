@@ -1,7 +1,7 @@
-"""Attention per document: packed sequences attend within their own documents only, without an S x S mask.
+"""Attention per document: packed sequences attend within their documents only, without an S x S mask.
 
-Registered through transformers' AttentionInterface; the row and its backend travel as a keyword argument of the model's
-forward, so that activation checkpointing replays them.
+transformers calls it by its AttentionInterface. The row with its backend is a keyword argument of the model's forward,
+so that activation checkpointing replays it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aliquot.nn.attention.base import AttentionBackend, Documents
 
 IMPLEMENTATION = "aliquot_documents"
-# What models hand on to attention that changes nothing in it: positions are in queries and keys by then.
+# Keyword arguments of models that have no effect on attention: queries and keys contain positions already.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids", "position_embeddings", "use_cache", "cache_position", "past_key_values", "past_key_value",
@@ -30,20 +30,23 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def attention_on(device: str, packs: bool = True, selective: bool = False) -> AttentionBackend | None:
-    """None: the model's own attention, a call a document. `selective`: under selective activation checkpointing."""
+    """Return the backend of a device; None if each document is a call with the model's own attention.
+
+    `selective`: selective activation checkpointing is on.
+    """
     if not packs:
         return None
     if device == "cuda":
-        from aliquot.nn.attention.cuda_attention import CudaAttention  # brings torch's compiler with it
+        from aliquot.nn.attention.cuda_attention import CudaAttention  # imports torch's compiler
 
         return CudaAttention()
     return TiledAttention(selective)
 
 
 def register(compiled: bool = False) -> None:
-    """Make `attn_implementation=IMPLEMENTATION` known to transformers; it then builds no mask for it.
+    """Register `attn_implementation=IMPLEMENTATION` with transformers, which builds no mask for it.
 
-    `compiled`: torch.compile leaves it as it is: its products depend on where the documents lie.
+    `compiled`: exclude it from torch.compile, because its products depend on the edges of documents.
     """
     from transformers import AttentionInterface
 
@@ -63,8 +66,12 @@ def document_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> ([1, T, H, D_v], None).
 
-    Without `documents` (generation) the row is one document whose last T of T_kv positions are queried. Raises
-    UnsupportedModelError for what it would have to leave out.
+    Args:
+        options: `sliding_window`, `softcap`, `s_aux` (sinks) and `documents`. Without `documents` (generation) the row
+            is one document, and its last T of T_kv positions are queries.
+
+    Raises:
+        UnsupportedModelError: the model asks for an option that aliquot's attention lacks.
     """
     window, softcap, sinks = (options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     documents: Documents | None = options.pop("documents", None)

@@ -1,12 +1,12 @@
 """How attention over packed documents is cut into a few dense products on CPU.
 
-Short documents are sorted by length and packed into bins: each bin is a small dense matrix with a mask inside, and bins
-of one width are batched products. A long document is cut into blocks of queries, each against all keys that it can see.
-Both are laid out in *slots*: the row's tokens reordered, with a few padding slots.
+Short documents are sorted by length and packed into bins. Each bin is a small dense matrix with a mask, and bins of one
+width are multiplied as a batch. A long document is cut into blocks of queries, each of which is multiplied with all
+visible keys. Both are laid out in *slots*: the tokens of the row in another order, with a few padding slots.
 
-Packings change with every step, and the library below (oneDNN) keeps a compiled kernel of some 200 KiB for every shape
-of product that it has met. So the shapes are few, whatever the documents: bins are multiplied in batches of a few fixed
-sizes, and long documents are padded to whole blocks.
+Packings change with every step, and oneDNN caches a compiled kernel of about 200 KiB for every shape of product. The
+shapes must therefore be few for any documents: bins are multiplied in batches of a few fixed sizes, and long documents
+are padded to whole blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from aliquot.nn.attention.tile_sizes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP, kept_numel
+from aliquot.nn.attention.tile_sizes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP, saved_numel
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Block:
     first: int
     last: int
     key: int
-    bias: Tensor  # [last - first, the last of these keys], 0 or -inf; all queries see those before
+    bias: Tensor  # [last - first, last keys], 0 or -inf; all queries attend to earlier keys
 
 
 @dataclass(frozen=True)
 class Long:
-    """A document of its own and the padding behind it, at slots [start, start + length)."""
+    """A long document and the padding after it, at slots [start, start + length)."""
 
     start: int
     length: int
@@ -57,16 +57,19 @@ class Long:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of one row of T tokens. `tokens` [slots] and `slots` [T] are None where the order is the row's own."""
+    """The cut of one row of T tokens.
+
+    `tokens` [slots] and `slots` [T] are None if slots follow the order of the row.
+    """
 
     bins: tuple[Bins, ...]
     longs: tuple[Long, ...]
-    tokens: Tensor | None  # which token lies in each slot; 0 in padding slots
-    slots: Tensor | None  # in which slot each token lies
+    tokens: Tensor | None  # the token of each slot; 0 in padding slots
+    slots: Tensor | None  # the slot of each token
     padding: Tensor | None  # the padding slots
 
     def layout(self) -> list[int]:
-        """With `biases`, bins and long documents as an operation of torch can be given them: see `of`."""
+        """Return the tiles as numbers, which an operation of torch accepts together with `biases`; see `of`."""
         numbers = [len(self.bins)]
         for bins in self.bins:
             numbers += [bins.start, bins.count, bins.width]
@@ -81,7 +84,7 @@ class Tiles:
 
     @staticmethod
     def of(layout: list[int], biases: list[Tensor], tokens: Tensor | None, slots: Tensor | None) -> Tiles:
-        """The inverse, but for padding, which only backward needs."""
+        """Make tiles from `layout` and `biases`, without padding, which only backward needs."""
         number, bias = iter(layout), iter(biases)
         bins = tuple(Bins(next(number), next(number), next(number), next(bias)) for _ in range(next(number)))
         longs = []
@@ -93,9 +96,9 @@ class Tiles:
 
 
 def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
-    """Documents at `edges`, causal within each, seeing at most `window` tokens back (themselves included).
+    """Cut a row with documents at `edges` for causal attention over at most `window` tokens.
 
-    Biases are of the dtype of `like`, and all tensors on its device.
+    Biases have the dtype of `like`; all tensors are on its device.
     """
     lengths = [b - a for a, b in pairwise(edges)]
     order: list[int] = []  # token of each slot, -1 for padding
@@ -110,14 +113,14 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
                 bias[number, at : at + length, at : at + length] = _causal_bias(length, length, window, like)
                 order.extend(range(edges[document], edges[document + 1]))
                 at += length
-            # A padding slot sees itself: a row of -inf only would be nan.
+            # A padding slot attends to itself, because a row of -inf would become nan.
             bias[number].diagonal()[at:] = 0
             order.extend([-1] * (width - at))
-        bins += _in_batches(Bins(start, len(filled), width, bias), kept_numel(edges[-1]))
+        bins += _in_batches(Bins(start, len(filled), width, bias), saved_numel(edges[-1]))
     longs = []
     for document, length in enumerate(lengths):
         if length > LONGEST_BINNED:
-            # Padding comes after all that is real, so that no real token sees it.
+            # Padding follows all real tokens, so that no real token attends to it.
             padded = -(-length // QUERY_BLOCK) * QUERY_BLOCK
             longs.append(Long(len(order), padded, _blocks(padded, window, like)))
             order.extend(range(edges[document], edges[document + 1]))
@@ -133,18 +136,18 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
     return Tiles(tuple(bins), tuple(longs), tokens, slots, padding if len(padding) else None)
 
 
-def _in_batches(bins: Bins, kept: int) -> Iterator[Bins]:
-    """So small that one of them fits into what is `kept` of all, for it is kept whole or not at all."""
+def _in_batches(bins: Bins, saved: int) -> Iterator[Bins]:
+    """Divide bins into batches that fit into the `saved` probabilities: a batch is saved as a whole or not at all."""
     done = 0
     for size in BATCHES:
-        while bins.count - done >= size and (size == 1 or size * bins.width**2 <= kept):
+        while bins.count - done >= size and (size == 1 or size * bins.width**2 <= saved):
             yield Bins(bins.start + done * bins.width, size, bins.width, bins.bias[done : done + size])
             done += size
 
 
 def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
-    """Width -> bins of document numbers; longest first, each into the fullest bin that still has room."""
-    room: dict[int, list[list[int]]] = defaultdict(list)  # free slots -> bins that have them
+    """Return width -> bins of document numbers: longest documents first, each in the fullest bin with room."""
+    room: dict[int, list[list[int]]] = defaultdict(list)  # free slots -> bins with this room
     filled: dict[int, list[list[int]]] = defaultdict(list)
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length = lengths[document]
@@ -177,7 +180,7 @@ def _blocks(length: int, window: int | None, like: Tensor) -> tuple[Block, ...]:
 
 
 def _causal_bias(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    """[queries, keys]: the queries are the last ones of the keys."""
+    """Return a causal bias [queries, keys] for queries at the last positions of the keys."""
     bias = like.new_full((queries, keys), float("-inf")).triu_(keys - queries + 1)
     if window is not None and keys > window:
         beyond = like.new_ones((queries, keys), dtype=torch.bool).tril_(keys - queries - window)
@@ -186,7 +189,7 @@ def _causal_bias(queries: int, keys: int, window: int | None, like: Tensor) -> T
 
 
 def to_slots(x: Tensor, tiles: Tiles) -> Tensor:
-    """[T, heads, D] -> [slots, heads, D]."""
+    """Reorder tokens to slots: [T, heads, D] -> [slots, heads, D]."""
     return x if tiles.tokens is None else x.index_select(0, tiles.tokens)
 
 
@@ -223,10 +226,12 @@ def long_keys(x: Tensor, long: Long) -> Tensor:
     return x[long.start : long.start + long.length].transpose(0, 1).contiguous()
 
 
-def transposed(x: Tensor, seen: slice) -> Tensor:
-    """[H_kv, length, D] -> [H_kv, D, those that are seen], always a view of rows that lie in one piece: of others torch
-    makes a copy that is transposed, for which oneDNN needs a kernel of another kind."""
-    rows = x[:, seen]
+def transposed(x: Tensor, keys: slice) -> Tensor:
+    """Transpose visible keys: [H_kv, length, D] -> [H_kv, D, keys], always as a view of contiguous rows.
+
+    Of other rows torch would make a transposed copy, for which oneDNN needs another kind of kernel.
+    """
+    rows = x[:, keys]
     in_one_piece = rows.stride(0) == rows.shape[1] * rows.shape[2]
     return (rows if in_one_piece else rows.clone(memory_format=torch.contiguous_format)).mT
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def weights_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """The two large weights of a module of experts that transformers hands to `sorted_experts`; None: it is none."""
+    """Return the two large weights of a module of experts; None for another module."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
         return None
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj  # type: ignore[return-value]
@@ -22,10 +22,10 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def experts_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Large weights of experts that learn and belong to one module alone."""
+    """Return the trained large weights of experts that belong to one module alone."""
     pairs = [weights for module in model.modules() if (weights := weights_of(module)) is not None]
     names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return [each for pair in pairs if all(names[id(w)] == 1 and w.requires_grad for w in pair) for each in pair]
+    return [weight for pair in pairs if all(names[id(w)] == 1 and w.requires_grad for w in pair) for weight in pair]
 
 
 Passes = Callable[[range], Iterable[int]]
@@ -35,25 +35,25 @@ _PASSES = "aliquot_expert_passes"
 
 
 class ExpertGradients(Protocol):
-    """Of one weight. In a backward pass either all blocks, in order, or the whole."""
+    """Receives the gradient of one weight in a backward pass: all blocks in order, or the whole."""
 
     def begin(self) -> Iterable[tuple[int, int]] | None:
-        """It is about to come. Experts [a, b) of each block; None: not this weight's turn, it must come as a whole."""
+        """Begin a gradient: return experts [a, b) of each block; None if the gradient must come as a whole."""
         ...
 
     def buffer(self, first: int, last: int) -> Tensor:
-        """Room for the gradient of experts [first, last), of the weight's dtype; then comes `publish`."""
+        """Return a buffer for the gradient of experts [first, last), in the weight's dtype; `publish` follows."""
         ...
 
     def publish(self, present: bool) -> None:
-        """The buffer is filled; not `present`: no expert of it had a token, and it was left as it is."""
+        """Publish the filled buffer; it is unfilled if `present` is false, because no expert had a token."""
         ...
 
     def whole(self, gradient: Tensor) -> None: ...
 
 
 def send_to(weight: nn.Parameter, gradients: ExpertGradients | None) -> None:
-    """The gradient of `weight` goes there instead of to autograd from now on; None: to autograd."""
+    """Send the gradient of `weight` to `gradients` instead of autograd; None: to autograd again."""
     if gradients is not None:
         setattr(weight, _ATTRIBUTE, gradients)
     elif hasattr(weight, _ATTRIBUTE):

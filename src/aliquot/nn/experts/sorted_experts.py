@@ -1,8 +1,8 @@
-"""The experts of a mixture on CPU: each computes once, over all tokens that chose it, from a view of its own weights.
+"""Experts of a mixture on CPU: each expert computes once, over all tokens that chose it, from a view of its weights.
 
-Registered through transformers' ExpertsInterface, with the signature and the attributes that it defines. Forward keeps
-the first product alone; backward is written out: the scores' gradient needs no second product again, and the gradients
-of the weights go expert by expert to wherever the engine wants them.
+transformers calls them by its ExpertsInterface, which defines signature and attributes. Forward saves the first product
+alone. Backward is written out, so that the gradient of scores needs no second product, and gradients of weights go to
+the engine expert by expert.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from aliquot.nn.experts.routing import Routing, count, route
 
 class Activation(Protocol):
     def forward(self, before: Tensor) -> Tensor:
-        """What the first product gave [n, W] -> what the second is given [n, I]."""
+        """Map the result of the first product [n, W] to the input of the second product [n, I]."""
         ...
 
     def backward(self, before: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
-        """`gradient` [n, I] -> into `out` that of `before` [n, W]; returns what `forward` gave."""
+        """Write the gradient of `before` [n, W] to `out`, from `gradient` [n, I]; return the result of `forward`."""
         ...
 
 
 def activation_of(module: nn.Module) -> Activation:
     from transformers.integrations import moe
 
-    usual = getattr(moe, "_default_apply_gate", None)  # a private name: without it the models' own code is run
+    usual = getattr(moe, "_default_apply_gate", None)  # a private name; without it the model's own code runs
     if module.has_gate and getattr(type(module), "_apply_gate", None) is usual and isinstance(module.act_fn, nn.SiLU):
         return GatedSilu()
-    return OwnActivation(module)
+    return AutogradActivation(module)
 
 
 class GatedSilu:
@@ -47,29 +47,29 @@ class GatedSilu:
 
     def backward(self, before: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
         gate, up = before.chunk(2, 1)
-        of_gate, of_up = out.chunk(2, 1)
+        gate_gradient, up_gradient = out.chunk(2, 1)
         silu = F.silu(gate)
-        torch.mul(gradient, silu, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        torch.mul(gradient, silu, out=up_gradient)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_gradient)
         return silu.mul_(up)
 
 
-class OwnActivation:
-    """Whatever the module's own code does, through autograd."""
+class AutogradActivation:
+    """The module's own activation, with its gradient by autograd."""
 
     def __init__(self, module: Any) -> None:
         self._run = module._apply_gate if module.has_gate else module.act_fn
 
     def forward(self, before: Tensor) -> Tensor:
-        found: Tensor = self._run(before)
-        return found
+        result: Tensor = self._run(before)
+        return result
 
     def backward(self, before: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
         with torch.enable_grad():
             first = before.detach().requires_grad_()
             acted = self.forward(first)
-        (found,) = torch.autograd.grad(acted, first, gradient)
-        out.copy_(found)
+        (input_gradient,) = torch.autograd.grad(acted, first, gradient)
+        out.copy_(input_gradient)
         return acted.detach()
 
 
@@ -77,9 +77,9 @@ IMPLEMENTATION = "aliquot_experts"
 
 
 def register(compiled: bool = False) -> None:
-    """Make `experts_implementation=IMPLEMENTATION` known to transformers.
+    """Register `experts_implementation=IMPLEMENTATION` with transformers.
 
-    `compiled`: torch.compile leaves it as it is: its products depend on what tokens choose.
+    `compiled`: exclude it from torch.compile, because its products depend on the choices of tokens.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -88,7 +88,7 @@ def register(compiled: bool = False) -> None:
 
 
 def suits(module: nn.Module) -> bool:
-    """Whether `sorted_experts` computes what this module of experts does; of no others transformers asks it."""
+    """Return whether `sorted_experts` computes the same as a module of experts."""
     return not getattr(module, "has_post_expert_norm", False)
 
 
@@ -97,8 +97,8 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     if hidden.is_cuda and not any(map(_is_misaligned, module.parameters())):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, chosen, scores)
-        return found
+        result_of_kernel: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, chosen, scores)
+        return result_of_kernel
     weights = weights_of(module)
     assert weights is not None
     up, down = weights
@@ -106,7 +106,7 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     if module.has_bias:
         name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
         biases = [getattr(module, name), module.down_proj_bias]  # type: ignore[list-item]
-    # Where nothing before them learns, only autograd of the weights themselves brings backward here.
+    # If no earlier weight learns, backward comes here only by autograd of the experts' weights.
     learning = torch.is_grad_enabled() and (hidden.requires_grad or scores.requires_grad)
     sinks = [gradients_of(weight) if learning else None for weight in weights]
     if None in sinks:
@@ -120,7 +120,7 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
 
 
 def _is_misaligned(weight: Tensor) -> bool:
-    """Whether torch's grouped product refuses its rows."""
+    """Return whether the rows of a weight are misaligned for torch's grouped product."""
     return weight.ndim == 3 and any(weight.element_size() * size % 16 for size in weight.shape[1:])
 
 
@@ -135,7 +135,7 @@ class _Mixture:
     down_gradients: ExpertGradients | None
 
     def used(self) -> Iterator[tuple[int, slice]]:
-        """The experts that were chosen, and their slots."""
+        """Yield chosen experts with their slots."""
         for expert in self.passes(range(len(self.routing.spans))):
             start, stop = self.routing.spans[expert]
             if start < stop:
@@ -146,7 +146,7 @@ class _Mixture:
         return weight if self.transposed else weight.t()
 
     def to_gradient(self, inputs: Tensor, gradient: Tensor, out: Tensor) -> None:
-        """Of the weight that took `inputs` [n, in] to what has `gradient` [n, out]."""
+        """Write the gradient of the weight that maps `inputs` [n, in] to outputs with `gradient` [n, out]."""
         if self.transposed:
             torch.mm(inputs.t(), gradient, out=out)
         else:
@@ -166,20 +166,20 @@ class _SortedExperts(torch.autograd.Function):
         mixture: _Mixture,
     ) -> Tensor:
         routing = mixture.routing
-        of_slots = routing.scores(scores)[:, None]
+        slot_scores = routing.scores(scores)[:, None]
         width = up.shape[2 if mixture.transposed else 1]
         before = hidden.new_empty(routing.size, width)
         results = hidden.new_empty(routing.size + 1, hidden.shape[1])
-        results[-1].zero_()  # of a choice of none
+        results[-1].zero_()  # for choices of no expert
         for expert, span in mixture.used():
             rows = hidden.index_select(0, routing.tokens[span])
             torch.mm(rows, mixture.forward_of(up[expert]), out=before[span])
             if up_bias is not None:
                 before[span] += up_bias[expert]
-            acted = mixture.activation.forward(before[span]) * of_slots[span]
+            acted = mixture.activation.forward(before[span]) * slot_scores[span]
             torch.mm(acted.to(hidden.dtype), mixture.forward_of(down[expert]), out=results[span])
             if down_bias is not None:
-                results[span] += down_bias[expert] * of_slots[span]
+                results[span] += down_bias[expert] * slot_scores[span]
         ctx.save_for_backward(hidden, scores, up, down, up_bias, down_bias, before)
         ctx.mixture = mixture
         return _summed(routing.slots, results)
@@ -190,7 +190,7 @@ class _SortedExperts(torch.autograd.Function):
         mixture: _Mixture = ctx.mixture
         routing = mixture.routing
         count(mixture.module, routing.counts)  # here and not in forward, which may run twice
-        of_slots = routing.scores(scores)[:, None]
+        slot_scores = routing.scores(scores)[:, None]
         score_gradients = torch.zeros(routing.size + 1, device=hidden.device)
         before_gradients = torch.empty_like(before)
         bias_gradients = [None if bias is None else torch.zeros_like(bias) for bias in (up_bias, down_bias)]
@@ -199,45 +199,55 @@ class _SortedExperts(torch.autograd.Function):
             span = slice(*routing.spans[expert])
             rows = gradient.index_select(0, routing.tokens[span])
             unscored = torch.mm(rows, mixture.forward_of(down[expert]).t())
-            scored = (unscored * of_slots[span]).to(before.dtype)
+            scored = (unscored * slot_scores[span]).to(before.dtype)
             acted = mixture.activation.backward(before[span], scored, before_gradients[span])
-            of_score = (unscored * acted).sum(1, dtype=torch.float32)
+            score_gradient = (unscored * acted).sum(1, dtype=torch.float32)
             if out is not None:
-                mixture.to_gradient((acted * of_slots[span]).to(rows.dtype), rows, out)
+                mixture.to_gradient((acted * slot_scores[span]).to(rows.dtype), rows, out)
             if down_bias is not None:
-                of_score += (rows @ down_bias[expert]).float()
-                bias_gradients[1][expert] = (rows * of_slots[span]).sum(0)  # type: ignore[index]
-            score_gradients[span] = of_score
+                score_gradient += (rows @ down_bias[expert]).float()
+                bias_gradients[1][expert] = (rows * slot_scores[span]).sum(0)  # type: ignore[index]
+            score_gradients[span] = score_gradient
 
         row_gradients = hidden.new_empty(routing.size + 1, hidden.shape[1])
         row_gradients[-1].zero_()
 
         def through_up(expert: int, out: Tensor | None) -> None:
             span = slice(*routing.spans[expert])
-            of_before = before_gradients[span]
+            before_gradient = before_gradients[span]
             if out is not None:
-                mixture.to_gradient(hidden.index_select(0, routing.tokens[span]), of_before, out)
+                mixture.to_gradient(hidden.index_select(0, routing.tokens[span]), before_gradient, out)
             if up_bias is not None:
-                bias_gradients[0][expert] = of_before.sum(0)  # type: ignore[index]
-            torch.mm(of_before, mixture.forward_of(up[expert]).t(), out=row_gradients[span])
+                bias_gradients[0][expert] = before_gradient.sum(0)  # type: ignore[index]
+            torch.mm(before_gradient, mixture.forward_of(up[expert]).t(), out=row_gradients[span])
 
         needs = ctx.needs_input_grad
-        of_down = _by_expert(mixture, down, mixture.down_gradients, needs[3], through_down)
-        of_up = _by_expert(mixture, up, mixture.up_gradients, needs[2], through_up)
-        of_scores = score_gradients[routing.slots.reshape(-1)].view_as(scores).to(scores.dtype)
-        return _summed(routing.slots, row_gradients), of_scores, of_up, of_down, *bias_gradients, None
+        down_gradient = _run_experts(mixture, down, mixture.down_gradients, needs[3], through_down)
+        up_gradient = _run_experts(mixture, up, mixture.up_gradients, needs[2], through_up)
+        choice_gradients = score_gradients[routing.slots.reshape(-1)].view_as(scores).to(scores.dtype)
+        return (
+            _summed(routing.slots, row_gradients),
+            choice_gradients,
+            up_gradient,
+            down_gradient,
+            *bias_gradients,
+            None,
+        )
 
 
-def _by_expert(
+def _run_experts(
     mixture: _Mixture,
     weight: Tensor,
     sink: ExpertGradients | None,
-    wanted: bool,
+    needs_gradient: bool,
     work: Callable[[int, Tensor | None], None],
 ) -> Tensor | None:
-    """Calls `work(expert, room for its weight's gradient)` for each that was chosen. What is left for autograd."""
+    """Call `work(expert, buffer for the gradient of its weight)` for each chosen expert.
+
+    Return the gradient of the whole weight for autograd; None if `sink` has it or no gradient is needed.
+    """
     counts = mixture.routing.counts
-    if sink is None and not wanted:
+    if sink is None and not needs_gradient:
         for expert, _ in mixture.used():
             work(expert, None)
         return None
@@ -250,12 +260,12 @@ def _by_expert(
                 _fill(room[expert - first], counts[expert], expert, work)
             sink.publish(present)
         return None
-    whole = torch.empty_like(weight)
+    gradient = torch.empty_like(weight)
     for expert in mixture.passes(range(len(counts))):
-        _fill(whole[expert], counts[expert], expert, work)
+        _fill(gradient[expert], counts[expert], expert, work)
     if sink is None:
-        return whole
-    sink.whole(whole)
+        return gradient
+    sink.whole(gradient)
     return None
 
 
@@ -267,5 +277,5 @@ def _fill(room: Tensor, tokens: int, expert: int, work: Callable[[int, Tensor | 
 
 
 def _summed(slots: Tensor, rows: Tensor) -> Tensor:
-    """slots [T, K], rows [S, H] -> [T, H]: of each token the sum of its rows, in fp32 and in order."""
+    """Sum the rows of each token in order, in fp32: slots [T, K], rows [S, H] -> [T, H]."""
     return F.embedding_bag(slots, rows, mode="sum")

@@ -1,4 +1,4 @@
-"""What a head loss is: the output head and cross-entropy as one step, summed over the tokens that have a label."""
+"""The interface of a head loss: output head and cross-entropy in one step, summed over tokens with a label."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from torch import Tensor
 
-    RowBuffer = Callable[[int, int], Tensor]  # room for the gradient of rows [a, b)
+    RowBuffer = Callable[[int, int], Tensor]  # buffer for the gradient of rows [a, b)
     Publish = Callable[[], None]
 
-IGNORE = -100  # the label of a token after which nothing is to be predicted
+IGNORE = -100  # the label of a token without a prediction
 
 
 class GradientRows:
-    """Where the gradient of the head goes, block of rows by block of rows, where it is not to exist as a whole."""
+    """Receives the gradient of the head in blocks of rows, so that the gradient never exists as a whole."""
 
     def __init__(self, edges: tuple[int, ...], buffer: RowBuffer, publish: Publish) -> None:
         self.edges = edges  # 0 = e0 < e1 < ... = V
@@ -32,11 +32,10 @@ class GradientRows:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tokens of a row that a loss works on. Found where labels lie in CPU memory: a GPU that is asked for numbers
-    must be waited for."""
+    """The tokens of a row that a loss works on, computed from labels in CPU memory to avoid waiting for a GPU."""
 
-    rows: Tensor | None  # int64, which tokens, those that have a label first; None: all
-    learned: int  # how many have a label
+    rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
+    learned: int  # number of tokens with a label
 
 
 class HeadLoss(Protocol):
@@ -51,9 +50,9 @@ class HeadLoss(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
 
-        -> the summed cross-entropy, a detached fp32 scalar, and `scale` times it, to call backward() on, which must not
-        be scaled further. Without autograd the second is the first. With `rows` the gradient of `weight` goes there
-        during this call and autograd sees none. `chosen`: of `labels`, where it is known.
+        Returns (summed cross-entropy as a detached fp32 scalar, `scale` times the sum). Call backward() on the second
+        value, without further scaling. Without autograd both are the same. With `rows` the gradient of `weight` goes
+        there during this call, and autograd gets none. `chosen`: the choice of tokens by `labels`, if it is known.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""The head loss that engines train with: logits never exist as a whole in fp32, nor all at once where they are many.
+"""The head loss of engines: logits never exist as a whole in fp32, and large ones are computed in chunks.
 
-The gradients of the head are computed in the forward pass, so logits live once, in place, in the compute dtype, and
-only for tokens with a label and a few others. Where even that is too much they are computed twice, in chunks.
+The forward pass computes the gradients of the head, so that logits exist once, in place, in the compute dtype, and only
+for tokens with a label and a few others. If these logits are too large, they are computed twice, in chunks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy with labels int64 [N].
 
-    -> that sum, and the log of the sum of the exponentials [N], in fp32.
+    Return the sum, and the log of the sum of exponentials [N], in fp32.
     """
-    values, wanted = logits.float(), labels[:, None]
-    targets, largest = values.gather(1, wanted), values.amax(1, keepdim=True)
+    values, columns = logits.float(), labels[:, None]
+    targets, largest = values.gather(1, columns), values.amax(1, keepdim=True)
     probabilities = torch.softmax(values, 1)
     # The largest probability is 1 / the sum of exp(logit - largest), and never tiny.
     normalizers = largest - probabilities.amax(1, keepdim=True).log()
     summed = (normalizers - targets).sum()
-    probabilities.mul_(scale).scatter_add_(1, wanted, torch.full_like(targets, -scale))
+    probabilities.mul_(scale).scatter_add_(1, columns, torch.full_like(targets, -scale))
     logits.copy_(probabilities)
     return summed, normalizers[:, 0]
 
@@ -56,14 +56,14 @@ def _compiled() -> Callable[..., Any]:
 
 
 def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same. What has been compiled takes any number of rows, and any scale: as a number it would be a constant."""
+    """Compute `to_gradient_` by a compiled kernel, for any number of rows; the scale is a tensor, else a constant."""
     result: tuple[Tensor, Tensor] = _compiled()(logits, labels, torch.full((), scale, device=logits.device))
     return result
 
 
 _LOGITS_COLUMNS = 4096
-_ALIGNED_ROWS = 16  # of any number of columns they begin where a compiled kernel can read 16 bytes at once
-_COLUMNS = 512  # of a product that is transposed afterwards: it stays in the cache until then
+_ALIGNED_ROWS = 16  # rows that begin at a multiple of 16 bytes for any number of columns
+_COLUMNS = 512  # of a product that stays in the cache until it is transposed
 
 
 def head_loss_on(
@@ -85,11 +85,11 @@ def head_loss_on(
 
 @dataclass(frozen=True)
 class FusedLoss:
-    scratch_bytes: int  # fp32 rows that one pass over the logits works on
-    logits_bytes: int = HOST_BYTES  # at most this much of them at once
-    blocks: Blocks = iter  # the passes over the logits: the planner makes two and counts them as all
-    copies_transposed: bool = False  # products are made as AMX has them fastest, from copies where that pays
-    compiled: bool = False  # what each of those passes does is
+    scratch_bytes: int  # bytes of fp32 rows in one pass over the logits
+    logits_bytes: int = HOST_BYTES  # the most bytes of logits at once
+    blocks: Blocks = iter  # passes over the logits; the planner runs two and extrapolates
+    copies_transposed: bool = False  # multiply transposed copies if that is faster with AMX
+    compiled: bool = False  # whether passes are compiled
 
     def __call__(
         self,
@@ -101,8 +101,8 @@ class FusedLoss:
         chosen: Chosen | None = None,
         room: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A HeadLoss. `room`: of `self.room`, for the logits; what was in it is overwritten."""
-        hidden = hidden.to(weight.dtype)  # as transformers does: what a Mamba returns is fp32, whatever its weights are
+        """Compute a HeadLoss. `room`: a buffer from `self.room` for the logits, which are overwritten."""
+        hidden = hidden.to(weight.dtype)  # as transformers does: Mamba returns fp32 for weights of any dtype
         chosen = chosen or choose(labels)
         if chosen.rows is not None:
             hidden, labels = hidden[chosen.rows], labels[chosen.rows]
@@ -110,7 +110,7 @@ class FusedLoss:
             total = torch.zeros((), device=hidden.device)
             labels = labels.to(hidden.device)  # the planner's are on CPU
             for a, b in self.row_chunks(hidden, weight):
-                total += self.of_logits(self.logits(hidden[a:b], weight, room), labels[a:b])
+                total += self.loss_of_logits(self.logits(hidden[a:b], weight, room), labels[a:b])
             return total, total
         summed: Tensor
         scaled: Tensor
@@ -120,14 +120,18 @@ class FusedLoss:
         return summed.detach(), scaled
 
     def room(self, chosen: Chosen, labels: Tensor, weight: Tensor) -> Tensor:
-        """What the logits of one chunk need, not filled: for a caller who takes it before the layers save anything.
-        Afterwards there may be no hole of that size between what they have saved, and the heap grows by as much."""
+        """Return an empty buffer for the logits of one chunk, to be allocated before layers save activations.
+
+        Later the heap may have no free range of that size between saved activations, and would grow.
+        """
         rows = len(labels) if chosen.rows is None else len(chosen.rows)
         return weight.new_empty(min(rows, self._chunk_rows(weight)), len(weight))
 
     def logits(self, hidden: Tensor, weight: Tensor, room: Tensor | None = None) -> Tensor:
-        """[N, V], in `room` if there is one. oneDNN's AMX kernels take up to half as long again for all columns at once
-        as for some at a time (`benchmarks/parts.py`)."""
+        """Return logits [N, V], in `room` if it is set.
+
+        AMX kernels of oneDNN take up to 1.5 times as long for all columns at once (`benchmarks/parts.py`).
+        """
         if room is None:
             room = hidden.new_empty(len(hidden), len(weight))
         logits = room[: len(hidden)]
@@ -139,7 +143,7 @@ class FusedLoss:
         return logits
 
     def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-        """At least one chunk, of no rows if there are none."""
+        """Yield ranges of rows, at least one, which is empty without rows."""
         count = self._chunk_rows(weight)
         for start in range(0, max(1, len(hidden)), count):
             yield start, min(start + count, len(hidden))
@@ -153,9 +157,11 @@ class FusedLoss:
         for start in range(0, weight.shape[0], count):
             yield start, min(start + count, weight.shape[0])
 
-    def of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The summed cross-entropy of logits [N, V]. In passes: all of them in fp32 would be the largest block of
-        memory of a run, for which there is no room between what its steps have left."""
+    def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed cross-entropy of logits [N, V], in passes.
+
+        All logits in fp32 would be the largest block of memory of a run, for which a fragmented heap has no room.
+        """
         summed = torch.zeros((), device=logits.device)
         count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
         for start in self.blocks(range(0, len(logits), count)):
@@ -163,7 +169,7 @@ class FusedLoss:
         return summed
 
     def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
-        """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; that sum, in fp32.
+        """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; return the sum, in fp32.
 
         `normalizers` [N] is set to the log of the sum of the exponentials.
         """
@@ -174,24 +180,26 @@ class FusedLoss:
             count = max(_ALIGNED_ROWS, count // _ALIGNED_ROWS * _ALIGNED_ROWS)
         for start in self.blocks(range(0, len(logits), count)):
             stop = start + count
-            of_rows, normalizers[start:stop] = convert(logits[start:stop], labels[start:stop], scale)
-            summed += of_rows
+            loss_of_rows, normalizers[start:stop] = convert(logits[start:stop], labels[start:stop], scale)
+            summed += loss_of_rows
         return summed
 
 
 def choose(labels: Tensor) -> Chosen:
-    """What the loss of labels [T] works on, on their device."""
+    """Choose the tokens of labels [T] that the loss works on, on the device of the labels."""
     labelled = labels != IGNORE
     learned = int(labelled.sum())
     return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned)
 
 
 def _labelled_first(labelled: Tensor) -> Tensor:
-    """The tokens that have a label, then some that have none: so many that together they are a multiple of an eighth of
-    all. Every number of rows would be another shape of product, of which oneDNN keeps a kernel."""
-    own, others = labelled.nonzero().flatten(), (~labelled).nonzero().flatten()
+    """Return the tokens with a label, and then tokens without, up to a multiple of an eighth of all tokens.
+
+    oneDNN keeps a kernel for every shape of product, so that the number of rows must have few values.
+    """
+    with_label, without_label = labelled.nonzero().flatten(), (~labelled).nonzero().flatten()
     step = -(-len(labelled) // ROW_COUNTS)
-    return torch.cat([own, others[: -len(own) % step]])
+    return torch.cat([with_label, without_label[: -len(with_label) % step]])
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -210,12 +218,12 @@ class _HeadLoss(torch.autograd.Function):
         chunks = list(fused.row_chunks(hidden, weight))
         summed = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # The log of the sum of exp(logits); infinite where nothing is learned: all probabilities are 0 there.
+        # The log of the sum of exp(logits); infinite for tokens without a label, whose probabilities become 0.
         normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:
             logits = fused.logits(hidden[a:b], weight, room)
-            end = min(max(a, learned), b)  # those that have a label come first
+            end = min(max(a, learned), b)  # tokens with a label come first
             summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
             logits[end - a :].zero_()
             if hidden_gradient is not None:
@@ -256,7 +264,7 @@ class _HeadLoss(torch.autograd.Function):
 def _columns(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, normalizers: Tensor, a: int, b: int
 ) -> Tensor:
-    """Columns [a, b) of the gradient of the logits, [T, b - a], computed again where they could not be kept."""
+    """Recompute columns [a, b) of the gradient of the logits, [T, b - a]."""
     values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None]).exp_().mul_(scale)
     inside = (labels >= a) & (labels < b)
     values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], torch.where(inside, -scale, 0.0)[:, None])
@@ -264,8 +272,7 @@ def _columns(
 
 
 def _transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out [V, E] = (left [E, T] @ right [T, V]) transposed. Neither side of the product is: of all that could be
-    transposed instead, its result is the smallest."""
+    """Compute out [V, E] = (left [E, T] @ right [T, V]) transposed: the result is the smallest matrix to transpose."""
     for a in range(0, right.shape[1], _COLUMNS):
         b = min(a + _COLUMNS, right.shape[1])
         out[a:b] = torch.mm(left, right[:, a:b]).t()
