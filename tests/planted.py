@@ -195,7 +195,7 @@ FAULTS = (
     Fault(
         "experts-take-others-tokens", "nn/experts/routing.py",
         "an expert computes from the rows of other tokens than those that chose it",
-        "of_slots[places] = order // per_token", "of_slots[places] = order % tokens",
+        "token_of_slot[places] = order // per_token", "token_of_slot[places] = order % tokens",
         ("tests/experts",),
     ),
     Fault(
