@@ -1,4 +1,4 @@
-"""The plan that a training run makes of itself before it allocates anything, and the refusal of runs that cannot fit."""
+"""The plan that a training run makes before it allocates anything, and the refusal of runs that cannot fit."""
 
 from __future__ import annotations
 
