@@ -6,7 +6,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -60,6 +60,8 @@ THOROUGH = Effort((128, 256, 512, 1024, 2048), 2.0, (64 << 10, 1 << 20, 4 << 20,
 
 _BATCHED = (64, 256, 64, 64)  # a product of attention, [batch, m, k, n]
 _STAGED_NUMEL = 1 << 20  # of a gradient in bf16 that is added to its sum in fp32: 10 bytes read and written
+# A step reads a tensor after others of this size, and writes small results where it wrote shortly before.
+_BETWEEN_BYTES, _SMALL_BYTES, _REUSED = 16 << 20, 1 << 20, 4
 _SOCKET_BYTES = 16 << 20
 _CALLS = 10  # operations of torch in one timed expression, backward pass included
 
@@ -123,8 +125,10 @@ def measure_rates(agree: Agree, effort: Effort, core_share: float = 1.0) -> Meas
         for size in effort.tensor_bytes:
             room.fill_(1)  # products and doubling overflow, and infinities are slow
             tensors = room[: len(room) * 2 // size * size // 2].view(-1, size // 1024, 512)
-            pairs = cycle(list(zip(tensors[::2], tensors[1::2], strict=False)))
-            seconds, _ = timed(lambda pairs=pairs, run=operations[kind]: run(*next(pairs)))  # type: ignore[misc]
+            half = len(tensors) // 2
+            sources = cycle(tensors[: max(1, min(half, _BETWEEN_BYTES // size))])
+            targets = cycle(tensors[half:][: _REUSED if size <= _SMALL_BYTES else half])
+            seconds, _ = timed(partial(_run_next, operations[kind], sources, targets))
             rates.append((float(size), 2 * size / seconds))
         memory[kind] = tuple(rates)
     room.fill_(1)
@@ -157,6 +161,10 @@ def _medians(values: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return [_medians([value[index] for value in values]) for index in range(len(first))]
     return statistics.median(values)
+
+
+def _run_next(operation: Callable[[Tensor, Tensor], Any], sources: Iterator[Tensor], targets: Iterator[Tensor]) -> None:
+    operation(next(sources), next(targets))
 
 
 def _next_product(room: Tensor, side: int, as_layer: bool) -> Callable[[], None]:
@@ -202,11 +210,16 @@ def _socket_rate() -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
+    chunk, buffer = bytes(1 << 20), bytearray(1 << 20)
+
+    def send() -> None:
+        for _ in range(_SOCKET_BYTES // len(chunk)):
+            sender.sendall(chunk)
+
     with sender, receiver:
-        start = time.perf_counter()
-        thread = threading.Thread(target=sender.sendall, args=(bytes(_SOCKET_BYTES),))
+        thread = threading.Thread(target=send)
+        start, left = time.perf_counter(), _SOCKET_BYTES
         thread.start()
-        buffer, left = bytearray(1 << 20), _SOCKET_BYTES
         while left:
             left -= receiver.recv_into(buffer)
         thread.join()
