@@ -85,12 +85,12 @@ def test_the_loss_waits_for_nothing(compiled: bool) -> None:
 
 def test_parts_are_copied_beside_the_kernels() -> None:
     values = torch.randn(1 << 20, device=DEVICE)
-    copies = copier_for(DEVICE)()
-    room = copies.room(values.numel())
-    assert room.is_pinned() == (DEVICE == "cuda")
-    with copies.copying():
-        room.copy_(values)
-    assert torch.equal(room, values.cpu())
+    copier = copier_for(DEVICE)()
+    buffer = copier.buffer(values.numel())
+    assert buffer.is_pinned() == (DEVICE == "cuda")
+    with copier.copies():
+        buffer.copy_(values)
+    assert torch.equal(buffer, values.cpu())
 
 
 def test_time_is_that_of_the_device() -> None:

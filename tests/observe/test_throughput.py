@@ -43,7 +43,7 @@ def test_warm_up_and_pauses_are_not_counted() -> None:
 
 
 def test_steps_to_come_do_not_wait_for_the_save_that_a_step_waited_for() -> None:
-    """Saves that are left are counted by themselves (remaining.py)."""
+    """RemainingWork counts the saves that are left."""
     now = [0.0]
     meter = Meter(None, warmup_steps=0, clock=lambda: now[0])
     for saving_s in (0.0, 150.0):
