@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 
 from aliquot.checkpoint import restore as restore_module
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import complete_directories, newest, retain, step_of
+from aliquot.checkpoint.directories import complete_directories, newest, step_of
 from aliquot.checkpoint.restore import restore, restore_newest
+from aliquot.checkpoint.retention import retain
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import SingleRank

@@ -19,10 +19,11 @@ from torch import Tensor
 from aliquot.checkpoint import remote_upload
 from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import complete_directories, retain
+from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.remote_download import fetch_newer, fetch_replacement, fetched_weights
 from aliquot.checkpoint.remote_files import complete_steps
 from aliquot.checkpoint.remote_upload import Uploader
+from aliquot.checkpoint.retention import retain
 from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError

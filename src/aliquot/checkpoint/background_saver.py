@@ -16,8 +16,8 @@ from typing import Any
 
 from aliquot.checkpoint.background_task import BackgroundTask, SaveEvents, TaskReport, first_failure, wait_on_all_ranks
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import Retention
 from aliquot.checkpoint.live_parts import CpuCopier, HostCopier, LiveParts
+from aliquot.checkpoint.retention import Retention
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, UserError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aliquot.checkpoint.directories import name_best, newest, step_of
+from aliquot.checkpoint.directories import newest, step_of
 from aliquot.checkpoint.remote_files import (
     FileRange,
     complete_steps,
@@ -18,6 +18,7 @@ from aliquot.checkpoint.remote_files import (
     transfer_in_threads,
     verified_block,
 )
+from aliquot.checkpoint.retention import name_best
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, writing
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0

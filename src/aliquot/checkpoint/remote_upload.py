@@ -24,7 +24,7 @@ from aliquot.checkpoint.background_task import (
     first_failure,
     wait_on_all_ranks,
 )
-from aliquot.checkpoint.directories import Retention, directory_of, is_name, newest, retain
+from aliquot.checkpoint.directories import directory_of, is_name, newest
 from aliquot.checkpoint.remote_files import (
     FileRange,
     complete_steps,
@@ -33,6 +33,7 @@ from aliquot.checkpoint.remote_files import (
     transfer_in_threads,
     verified_block,
 )
+from aliquot.checkpoint.retention import Retention, retain
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, TrainingError, UserError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import STATE, Retention, newest, tidy
+from aliquot.checkpoint.directories import STATE, newest
 from aliquot.checkpoint.evaluation_history import EvaluationHistory
 from aliquot.checkpoint.remote_files import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
+from aliquot.checkpoint.retention import Retention, tidy
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0

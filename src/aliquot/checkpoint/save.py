@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts
-from aliquot.checkpoint.directories import STATE, STEMS, Retention, clean, directory_of, tidy
+from aliquot.checkpoint.directories import STATE, STEMS, directory_of
+from aliquot.checkpoint.retention import Retention, clean, tidy
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
 from aliquot.tensor_io.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.tensor_io.manifest import MANIFEST, FileRecord, checksum, manifest_bytes

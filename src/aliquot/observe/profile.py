@@ -21,9 +21,16 @@ _MAX_OPERATORS = 40
 
 
 class Profile:
-    """Traces `steps` steps. Call `step` before each step and `finish` after the last one. 0 steps: traces nothing."""
+    """Traces steps. Call `step` before each step and `finish` after the last one."""
 
     def __init__(self, directory: Path, rank: int, steps: int, clock: StepClock) -> None:
+        """Prepare the trace.
+
+        Args:
+            directory: receives the trace and the table of this rank.
+            steps: number of steps to trace; 0: none.
+            clock: measures the parts of a step, and labels them in the trace.
+        """
         self._directory = directory
         self._rank = rank
         self._clock = clock
