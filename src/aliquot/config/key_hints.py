@@ -137,7 +137,7 @@ _EQUIVALENTS = {
 _UNSUPPORTED = {
     "bf16 needs no loss scaling: use train.precision: bf16": "fp16 float16 fp16_full_eval half",
     "products are computed in train.precision, bf16 or fp32": "tf32 allow_tf32 float32_matmul_precision",
-    "weights are trained in train.precision, and none are of 8 or 4 bits": "fp8 fp8_config load_in_8bit load_in_4bit"
+    "weights are trained in train.precision, never in 8 or 4 bits": "fp8 fp8_config load_in_8bit load_in_4bit"
     " quantization quantization_bit quantization_method bnb_config_kwargs quantization_type double_quantization gptq"
     " qat loftq_config loftq_bits model_quantization_config",
     "an evaluation takes train.per_device_train_batch_size sequences at a time, in train.precision":
@@ -148,7 +148,8 @@ _UNSUPPORTED = {
     " compute_metrics",
     "the loss is cross-entropy, a mean over all real tokens of the global batch": "label_smoothing_factor loss_type"
     " label_smoothing average_tokens_across_devices use_dft_loss use_eaft",
-    "what does not fit a sequence is cut into pieces, and none is lost": "truncation_mode excess_length_strategy"
+    "a document longer than a sequence is cut into pieces, and no piece is lost":
+    "truncation_mode excess_length_strategy"
     " min_sample_len max_prompt_len",
     "all documents are read: give fewer in data.path": "max_samples max_train_samples max_eval_samples streaming"
     " buffer_size dataset_shard_num dataset_shard_idx",
@@ -157,48 +158,51 @@ _UNSUPPORTED = {
     "batches are made from mapped tokens without worker processes, and nothing is dropped": "dataloader_num_workers"
     " dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last drop_last"
     " dataloader_multiprocessing_context dataloader_in_order remove_unused_columns accelerator_config",
-    "a run goes on where it was, and what is drawn at random needs no state": "ignore_data_skip"
+    "a resumed run continues with the next batch, and random draws need no state": "ignore_data_skip"
     " restore_callback_states_from_checkpoint",
-    "the same run is the same curve anyway": "full_determinism deterministic cudnn_deterministic",
+    "every run is deterministic": "full_determinism deterministic cudnn_deterministic",
     "the optimizer is AdamW with one rate for all": "optim_target_modules use_muon use_adam_mini use_galore momentum"
     " galore_rank use_apollo use_badam use_lomo embedding_lr lr_groups adam_beta3 loraplus_lr_ratio"
     " loraplus_lr_embedding embedding_lr_scale",
-    "weights and embeddings take part as they are": "neftune_noise_alpha noisy_embedding_alpha ema_decay",
+    "weights and embeddings are trained without noise and without averages":
+    "neftune_noise_alpha noisy_embedding_alpha ema_decay",
     "kernels of attention, loss and experts follow from device and model": "use_liger_kernel liger_kernel_config"
     " enable_liger_kernel flash_attention flash_attn attn_implementation use_flash_attention use_flash_attention_2"
     " xformers_attention sdp_attention flex_attention eager_attention experts_implementation use_unsloth use_kernels"
     " cut_cross_entropy chunked_cross_entropy use_unsloth_gc sage_attention shift_attn",
-    "train.gradient_checkpointing alone says what is recomputed": "gradient_checkpointing_kwargs use_reentrant_gc"
+    "train.gradient_checkpointing alone sets what is recomputed": "gradient_checkpointing_kwargs use_reentrant_gc"
     " activation_checkpointing_kwargs disable_gradient_checkpointing",
-    "memory is accounted before the start": "torch_empty_cache_steps gc_steps gc_collect_steps gc_freq"
+    "the plan accounts for memory before the start": "torch_empty_cache_steps gc_steps gc_collect_steps gc_freq"
     " low_cpu_mem_usage skip_memory_metrics",
     "training keeps no keys and values": "use_cache use_kv_cache",
-    "every logged step tells tokens, and a loss that is not finite ends the run": "logging_nan_inf_filter debug"
+    "every logged step has its number of tokens, and a loss that is not finite ends the run":
+    "logging_nan_inf_filter debug"
     " include_num_input_tokens_seen include_tokens_per_second include_tkps detect_anomaly loss_watchdog_threshold"
     " include_effective_tokens_per_second loss_watchdog_patience",
     "rank 0 alone writes on the console": "log_on_each_node",
-    "a checkpoint is complete, and lies where all nodes see it": "save_only_model save_on_each_node save_optimizer",
+    "a checkpoint is complete, in a directory that all nodes share": "save_only_model save_on_each_node save_optimizer",
     "nothing is uploaded to a hub: upload the export": "push_to_hub hub_model_id hub_token hub_private_repo"
     " hub_always_push push_dataset_to_hub hf_hub_token hf_use_auth_token hub_organization",
-    "of a hub id the newest revision is taken: download another one and give its directory": "model_revision"
+    "a hub id means the newest revision: download another revision and give its directory": "model_revision"
     " hub_revision",
     "Python that comes with a model is never run": "trust_remote_code",
     "the command is `aliquot train`": "do_train stage trainer_cls",
     "reinforcement learning and preferences are out of scope": "rl trl reward_model pref_beta dpo_beta rl_beta vllm"
     " dpo_loss_type simpo_gamma orpo_alpha kto_desirable_weight ref_model",
-    "the section launch says how ranks find each other": "local_rank ddp_backend backend ddp",
-    "engines reduce gradients in their own way": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers"
+    "the section launch sets how ranks connect": "local_rank ddp_backend backend ddp",
+    "each engine has its way of reducing gradients":
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers"
     " ddp_static_graph gradient_allreduce_op",
     "all ranks share the state, 1/N each: there is no tensor, pipeline, context or expert parallelism":
     "tensor_parallel_degree tensor_parallel_size pipeline_parallel_degree pipeline_parallel_size parallelism tp_size"
     " context_parallel_degree context_parallel_size sequence_parallel_degree expert_parallel_degree pp_size cp_size"
     " ep_size data_parallel_replicate_degree dp_replicate_size enable_sequence_parallel sequence_parallel_size",
-    "a mixture's auxiliary loss is as config.json, or model.config, says": "router_aux_loss_coef moe_aux_loss_coef"
+    "config.json, or model.config, sets the auxiliary loss of a mixture": "router_aux_loss_coef moe_aux_loss_coef"
     " output_router_logits",
     "set it in the model's config.json, or in model.config": "model_init_kwargs mixture_of_depths",
-    "the tokenizer's files say it": "pad_token unk_token",
+    "the tokenizer's files set it": "pad_token unk_token",
     "frozen weights are in bf16; adapter.type: lora": "qlora",
-    "LoRA is of the plain kind": "use_dora peft_use_dora pissa_init relora",
+    "the adapter is plain LoRA": "use_dora peft_use_dora pissa_init relora",
 }  # fmt: skip
 
 EQUIVALENTS = {name: key for key, names in _EQUIVALENTS.items() for name in names.split()}
