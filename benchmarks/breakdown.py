@@ -212,15 +212,15 @@ def marks() -> list[tuple[Any, str, str]]:
     """Where a function is called, its name, and the part that its time belongs to."""
     from aliquot.distributed.collectives.peers import Peers
     from aliquot.engines.host import host_engine
+    from aliquot.engines.host.gradient_sums import GradientSums
     from aliquot.engines.host.host_gradients import HostGradients
-    from aliquot.engines.host.host_sums import HostSums
     from aliquot.optim.adamw import BlockedAdamW
 
     return [
         (Peers, "wait", _WAIT),
         *((HostGradients, method, _STAGE) for method in ("stage", "add_rows", "buffer", "publish", "finish")),
         *((HostGradients, method, _SUM) for method in ("_sum", "_rows_of_owners", "_add_rows")),
-        (HostSums, "squares", _NORM),
+        (GradientSums, "squares", _NORM),
         (host_engine, "global_norm", _NORM),
         (BlockedAdamW, "step", _UPDATE),
         (host_engine.HostEngine, "_mark_updated", _PUBLISH),

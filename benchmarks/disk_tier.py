@@ -263,12 +263,12 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     import torch
 
     from aliquot.distributed.collectives.shared_memory import SharedMemory
+    from aliquot.engines.host.gradient_sums import GradientSums
     from aliquot.engines.host.host_disk import HostDisk, StateFormat
     from aliquot.engines.host.host_states import HostStates
-    from aliquot.engines.host.host_sums import HostSums
     from aliquot.engines.host.shared_weights import Counterparts, Weight, WeightShard
     from aliquot.engines.state_placement import OnDisk
-    from aliquot.offload.stream import Move, Stream
+    from aliquot.offload.scratch_stream import Move, ScratchStream
     from aliquot.optim.adamw import BlockedAdamW
 
     torch.set_num_threads(1)
@@ -277,7 +277,7 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     on_disk = OnDisk(everything, everything)
     alone = Counterparts([0], 0)
     disk = HostDisk(folder, on_disk, weights, -1, alone, StateFormat("fp32", splits=True, sum_itemsize=4))
-    sums = HostSums(weights, alone, torch.float32, "fp32", disk)
+    sums = GradientSums(weights, alone, torch.float32, "fp32", disk)
     sums.zero(0, 0)
     sums.flush()
     memory = SharedMemory.create(2 * numel)
@@ -295,7 +295,7 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
         return time.perf_counter() - began
 
     def plain() -> None:
-        for _ in Stream(disk.scratch, moves):
+        for _ in ScratchStream(disk.scratch, moves):
             pass
 
     def updated() -> None:

@@ -14,9 +14,9 @@ import torch
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import Peers
+from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.engines.host.weight_order import GradientOrder
 from aliquot.engines.state_placement import OnDisk
@@ -34,7 +34,7 @@ def gradients(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostGr
     if request.param == "disk":
         on_disk = OnDisk(((SHAPE, 3),), ((SHAPE, 2),))
         disk = HostDisk(tmp_path, on_disk, weights, 0, Counterparts([0], 0), StateFormat("fp32", False, 4))
-    summed = HostSums(weights, Counterparts([0], 0), torch.float32, "fp32", disk)
+    summed = GradientSums(weights, Counterparts([0], 0), torch.float32, "fp32", disk)
     yield HostGradients(hosts, weights, summed, GradientOrder([2, 1, 0]), torch.float32, tokens=4, width=2)
     hosts.peers.close()
     if disk is not None:
@@ -116,7 +116,7 @@ def rounded_sums(pauses: list[float], micro_batches: int = 6) -> list[torch.Tens
 
     def rank(member: int) -> list[torch.Tensor]:
         hosts = Hosts(peers[member], ((0, 1), (2, 3)), 0, (0, 0), None)
-        host_sums = HostSums(
+        host_sums = GradientSums(
             weights, Counterparts([member, 2 + member], 0), torch.float32, "fp32", None, sent_dtype=torch.bfloat16
         )
         gradients = HostGradients(hosts, weights, host_sums, GradientOrder([1, 0]), torch.float32, tokens=4, width=2)
@@ -141,7 +141,7 @@ def test_bf16_sums_keep_growing() -> None:
     """Frugal states: 256 + 1 is 256 in bf16, to nearest."""
     hosts = Hosts.join(0, 0, lambda value: [value])
     weights = [Weight(name, (64, 64), ((0, 64 * 64),), True, torch.bfloat16) for name in ("dense", "looked up")]
-    host_sums = HostSums(weights, Counterparts([0], 0), torch.bfloat16, "bf16", None)
+    host_sums = GradientSums(weights, Counterparts([0], 0), torch.bfloat16, "bf16", None)
     gradients = HostGradients(hosts, weights, host_sums, GradientOrder([0]), torch.float32, tokens=64, width=64)
     for number in range(600):
         gradients.begin_micro_batch(1, last=number == 599)

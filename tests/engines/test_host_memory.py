@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import host_memory
-from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.engines.host.weight_order import GradientOrder
 from aliquot.engines.state_placement import OnDisk
@@ -62,5 +62,5 @@ def test_planned_sums_for_other_hosts_equal_the_engine_s(model: dict[str, Any], 
         for name, parameter in built.named_parameters()
     ]
     passing = order.complete_at_once if micro_batches == 1 else ()
-    sums = HostSums(weights, Counterparts([0, 1], 0), torch.float32, "fp32", None, transient=passing)
+    sums = GradientSums(weights, Counterparts([0, 1], 0), torch.float32, "fp32", None, transient=passing)
     assert host_memory(config, shaped.shape, layout, OnDisk()).gradients == sums.size_bytes

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from aliquot.core.errors import StorageError
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.offload.stream import Move, Stream, disk_rate
+from aliquot.offload.scratch_stream import Move, ScratchStream, disk_rate
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import PAGE_BYTES, paged, record, windows
 from aliquot.optim.squared_norm import block_squares
@@ -34,8 +34,8 @@ def scratch(tmp_path: Path) -> Iterator[ScratchFile]:
     file.close()
 
 
-def pieces(scratch: ScratchFile, count: int, written_from: int | None = 0) -> Stream:
-    return Stream(scratch, [Move(at * PAGE_BYTES, PAGE_BYTES, written_from) for at in range(count)])
+def pieces(scratch: ScratchFile, count: int, written_from: int | None = 0) -> ScratchStream:
+    return ScratchStream(scratch, [Move(at * PAGE_BYTES, PAGE_BYTES, written_from) for at in range(count)])
 
 
 def test_written_bytes_are_read_and_the_rest_is_zeros(scratch: ScratchFile) -> None:
@@ -178,7 +178,7 @@ def test_sums_on_disk_equal_sums_in_memory(numels: list[int], rounds: int, steps
                     expected[key] = values if number == 0 else expected[key] + values
             sums.flush()
             for key, (offset, numel) in places.items():
-                (stored,) = Stream(scratch, [Move(offset, paged(4 * numel), None)])
+                (stored,) = ScratchStream(scratch, [Move(offset, paged(4 * numel), None)])
                 assert torch.equal(stored[: 4 * numel].view(torch.float32), expected[key])
                 assert sums.squares[key] == block_squares(expected[key])
         scratch.close()

@@ -21,8 +21,8 @@ from torch import Tensor
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.messages import BufferPool, Tally
 from aliquot.distributed.collectives.wire import Wire, add_hosts
+from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
-from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.engines.host.sparse_rows_codec import (
     Rows,
@@ -49,7 +49,7 @@ class ExchangePiece:
 
 
 @dataclass
-class _Arrival:
+class _SumsArrival:
     """A piece of this rank's own sums, and the buffers in which other hosts' sums of the piece arrive."""
 
     piece: ExchangePiece  # counted from the first element that this rank owns
@@ -64,7 +64,7 @@ class GradientExchange:
         self,
         wire: Wire,
         weights: Sequence[Weight],
-        sums: HostSums,
+        sums: GradientSums,
         counterparts: Counterparts,
         pieces: Sequence[ExchangePiece],
         looked_up: Mapping[int, Sequence[Tensor]],
@@ -90,7 +90,7 @@ class GradientExchange:
         self._completed = 0
         self._local_completed = 0
         self._to_receive: Iterator[ExchangePiece] = iter(())
-        self._arrivals: deque[_Arrival] = deque()
+        self._arrivals: deque[_SumsArrival] = deque()
         self._arriving_bytes = 0
         self._added = 0
         self._departures: deque[tuple[Future[None], Tensor, bool]] = deque()  # the last: the tensor is of the pool
@@ -194,10 +194,10 @@ class GradientExchange:
         while self._arriving_bytes < EXCHANGE_BYTES and (piece := next(self._to_receive, None)) is not None:
             buffers = {host: self._receive_buffer(piece) for host in self._wire.peer_hosts}
             transfers = [self._wire.receive(buffer, host) for host, buffer in buffers.items()]
-            self._arrivals.append(_Arrival(piece, buffers, transfers))
+            self._arrivals.append(_SumsArrival(piece, buffers, transfers))
             self._arriving_bytes += sum(buffer.nbytes for buffer in buffers.values())
 
-    def _add(self, arrival: _Arrival) -> None:
+    def _add(self, arrival: _SumsArrival) -> None:
         for transfer in arrival.transfers:
             self._wire.wait(transfer)
         piece, buffers = arrival.piece, arrival.buffers

@@ -25,10 +25,10 @@ from torch import nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
+from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
-from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight, WeightShard
 from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
 from aliquot.engines.host.weight_order import ForwardOrder, GradientOrder
@@ -46,7 +46,7 @@ class HostParts:
     shared: SharedWeights
     disk: HostDisk | None
     cuts_look_up: bool  # the engine looks up embeddings itself, so that their gradient arrives as rows
-    sums: HostSums
+    sums: GradientSums
     gradients: HostGradients
     states: HostStates
     optimizer: BlockedAdamW
@@ -83,7 +83,7 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
     order = GradientOrder.from_model(model, head, looked_up, spec.packs)
     sent_dtype = torch.bfloat16 if spec.reduce_dtype == "bf16" else sum_dtype
     transient = order.complete_at_once if spec.micro_batches == 1 else ()
-    sums = HostSums(weights, counterparts, sum_dtype, states, disk, sent_dtype, transient)
+    sums = GradientSums(weights, counterparts, sum_dtype, states, disk, sent_dtype, transient)
     width = 1 if looked_up is None else looked_up.shape[1]
     gradients = HostGradients(hosts, weights, sums, order, spec.compute_dtype, spec.micro_batch_tokens, width)
     serve = gradients.ring.read_published  # while a rank waits, the others may wait for it to read

@@ -24,8 +24,8 @@ from aliquot.distributed.collectives.reduce import RoundingNoise, add_rows_round
 from aliquot.distributed.collectives.ring import Piece, Ring
 from aliquot.distributed.collectives.wire import TensorSums, Wire
 from aliquot.engines.host.gradient_exchange import ExchangePiece, GradientExchange
+from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
-from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.engines.host.sparse_rows_codec import Rows, sum_rows
 from aliquot.engines.host.weight_order import GradientOrder
@@ -40,7 +40,7 @@ class HostGradients:
         self,
         hosts: Hosts,
         weights: Sequence[Weight],
-        sums: HostSums,
+        sums: GradientSums,
         order: GradientOrder,
         compute_dtype: torch.dtype,
         tokens: int,

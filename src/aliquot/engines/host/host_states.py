@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, Window
-from aliquot.engines.host.host_sums import HostSums
 from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.offload.stream import Move, Stream
+from aliquot.offload.scratch_stream import Move, ScratchStream
 from aliquot.offload.windows import paged
 from aliquot.optim.adamw import FlatShard
 from aliquot.optim.master_weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
@@ -34,7 +34,7 @@ class HostStates:
     def __init__(
         self,
         shards: Sequence[WeightShard],
-        sums: HostSums,
+        sums: GradientSums,
         states: States,
         disk: HostDisk | None,
         streamed: Collection[int],
@@ -97,7 +97,9 @@ class HostStates:
         """
         self.put_away()
         visits = [(index, window) for index in order for window in self._updated_on_disk.get(index, ())]
-        stream = None if self._scratch is None else Stream(self._scratch, [_move(window) for _, window in visits])
+        stream = (
+            None if self._scratch is None else ScratchStream(self._scratch, [_move(window) for _, window in visits])
+        )
         for index in order:
             if index in self._resident:
                 yield index, self._resident[index]

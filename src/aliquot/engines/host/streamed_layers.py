@@ -26,7 +26,7 @@ from aliquot.engines.host.host_memory import RESIDENT_LAYERS
 from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.engines.state_placement import first_of, streamed_layers
 from aliquot.models.structure import decoder_layers
-from aliquot.offload.stream import Move, Stream
+from aliquot.offload.scratch_stream import Move, ScratchStream
 from aliquot.offload.windows import paged
 
 _READ, _USED = 0, 1  # counters of a rank: finished readings, and started uses of layers
@@ -189,7 +189,7 @@ class StreamedLayers:
         for _, window in places:
             at, size = window.record.fields["compute"]
             moves.append(Move(window.record.offset + at, paged(size), None))
-        for (index, window), buffer in zip(places, Stream(self._disk.scratch, moves), strict=True):
+        for (index, window), buffer in zip(places, ScratchStream(self._disk.scratch, moves), strict=True):
             for copy in self._shards[index].copies:
                 target = copy[window.start : window.stop]
                 target.copy_(buffer[: target.nbytes].view(target.dtype))

@@ -118,7 +118,7 @@ class OverlappedUpdate:
 
 
 @dataclass
-class _Arrival:
+class _WeightsArrival:
     """A piece of a weight of another host: a buffer for its changed bits, or, if None, the weights themselves."""
 
     index: int
@@ -166,7 +166,7 @@ class WeightPublication:
         self._arrived = 0  # weights of this publication that are complete on this rank
         self._usable = 0  # weights of this publication that are complete on all ranks of the host, for all we know
         self._to_receive: Iterator[tuple[int, int, int, int]] = iter(())
-        self._arrivals: deque[_Arrival] = deque()
+        self._arrivals: deque[_WeightsArrival] = deque()
         self._arriving_bytes = 0
         self._departures: deque[Future[None]] = deque()
         self._pool = BufferPool(torch.uint8, EXCHANGE_BYTES)
@@ -274,11 +274,11 @@ class WeightPublication:
             if self._raw:
                 sums = torch.empty(-(-(stop - start) // PATCH_BLOCK), dtype=torch.int64)
                 self._wire.receive(self._copies(index, host)[0][start:stop], host)
-                self._arrivals.append(_Arrival(*piece, None, sums, self._wire.receive(sums, host)))
+                self._arrivals.append(_WeightsArrival(*piece, None, sums, self._wire.receive(sums, host)))
                 continue
             size = max_patch_bytes(stop - start)
             buffer = self._pool.take(size)
-            self._arrivals.append(_Arrival(*piece, buffer, None, self._wire.receive(buffer, host)))
+            self._arrivals.append(_WeightsArrival(*piece, buffer, None, self._wire.receive(buffer, host)))
             self._arriving_bytes += size
         self._arrived = self._places[self._arrivals[0].index] if self._arrivals else len(self._order)
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.shared_weights import Counterparts, Weight
-from aliquot.offload.stream import Move, Stream
+from aliquot.offload.scratch_stream import Move, ScratchStream
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import paged, windows
 from aliquot.optim.sizes import States
 from aliquot.optim.squared_norm import block_squares
 
 
-class HostSums:
+class GradientSums:
     """Sums by host and weight; `host` is always the one whose rank owns the range."""
 
     def __init__(
@@ -154,7 +154,7 @@ class HostSums:
         assert self._disk is not None and self._window_sums is not None
         visited = [(index, *entry) for index in self.on_disk for entry in enumerate(self._windows[host][index])]
         moves = [Move(*self._place(host, i, number), written_from=0 if changes else None) for i, number, _ in visited]
-        stream = iter(Stream(self._disk.scratch, moves))
+        stream = iter(ScratchStream(self._disk.scratch, moves))
         for index, number, (start, stop) in visited:
             values = next(stream)[: (stop - start) * self._itemsize].view(self.dtype)
             if changes:

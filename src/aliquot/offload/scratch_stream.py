@@ -29,7 +29,7 @@ class Move:
     written_from: int | None
 
 
-class Stream:
+class ScratchStream:
     """An iterator over pieces, which begins to read at once. Iterating raises StorageError if the disk fails."""
 
     def __init__(self, scratch: ScratchFile, moves: Sequence[Move]) -> None:
@@ -84,7 +84,7 @@ def disk_rate(directory: Path) -> float:
         moves = [Move(at * _MEASURED_PIECE_BYTES, _MEASURED_PIECE_BYTES, 0) for at in range(_MEASURED_PIECES)]
         for _ in range(2):  # the first round allocates blocks; reading unwritten ones would not touch the disk
             before, began = scratch.read_bytes + scratch.written_bytes, time.perf_counter()
-            for piece in Stream(scratch, moves):
+            for piece in ScratchStream(scratch, moves):
                 piece[0] = 1
             took = time.perf_counter() - began
         return (scratch.read_bytes + scratch.written_bytes - before) / took
