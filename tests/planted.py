@@ -84,13 +84,13 @@ FAULTS = (
         "missing-barrier", "distributed/collectives/peers.py",
         "a barrier among the ranks of a host does not wait",
         "        self.wait(_BARRIER, self.sent[_BARRIER])", "        self.received(_BARRIER)",
-        ("tests/collectives", "tests/engines/test_host_engine.py"),
+        ("tests/distributed/collectives", "tests/engines/test_host_engine.py"),
     ),
     Fault(
         "last-host-left-out", "distributed/collectives/wire.py",
         "the sum over hosts leaves out the last one",
         "        if host > local_host:\n", "        if local_host < host < max(received):\n",
-        ("tests/collectives", "tests/engines/test_host_engine.py"),
+        ("tests/distributed/collectives", "tests/engines/test_host_engine.py"),
     ),
     Fault(
         "layer-does-not-wait", "engines/host/host_engine.py",
@@ -108,7 +108,7 @@ FAULTS = (
         "mask-leaks-a-token", "nn/attention/tiles.py",
         "a query sees the token after it",
         ".triu_(keys - queries + 1)", ".triu_(keys - queries + 2)",
-        ("tests/attention",),
+        ("tests/nn/attention",),
     ),
     Fault(
         "sign-in-chunked-loss", "nn/loss/head_loss.py",
@@ -165,7 +165,7 @@ FAULTS = (
         "plan-forgets-other-hosts", "engines/host/host_memory.py",
         "the plan forgets the gradient sums that a rank holds for its counterparts on other hosts",
         "gradients=gradients + others * waiting * sent_itemsize(config) + summing,", "gradients=gradients + summing,",
-        ("tests/engines/test_host_memory.py", "tests/plan"),
+        ("tests/engines/test_host_memory.py", "tests/planner"),
     ),
     Fault(
         "free-shm-not-looked-at", "doctor/memory_checks.py",
@@ -196,7 +196,7 @@ FAULTS = (
         "experts-take-others-tokens", "nn/experts/routing.py",
         "an expert computes from the rows of other tokens than those that chose it",
         "token_of_slot[places] = order // per_token", "token_of_slot[places] = order % tokens",
-        ("tests/experts",),
+        ("tests/nn/experts",),
     ),
     Fault(
         "experts-in-the-models-order", "models/published.py",

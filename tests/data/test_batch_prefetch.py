@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.data.batch_prefetch import BatchPrefetcher, GpuCopier
-from aliquot.data.batches import Batches, StepBatch
+from aliquot.data.batches import Batches, BatchPrefetcher, GpuCopier, StepBatch
 from tests.data.stores import numbered
 from tests.data.test_batches import batches, facts
 

@@ -97,11 +97,13 @@ def test_a_token_of_the_model_s_own_tokenizer_may_lack_a_row_where_no_text_holds
     tokenizer = byte_level()
     rows = len(tokenizer)
     tokenizer.add_tokens(["<image>"])
-    assert not check_vocabulary(tokenizer, rows, own=True) and check_vocabulary(tokenizer, rows + 1, own=True)
+    assert not check_vocabulary(tokenizer, rows, is_models_own=True) and check_vocabulary(
+        tokenizer, rows + 1, is_models_own=True
+    )
     with pytest.raises(UserError, match=f"tokenizer has {rows + 1} tokens"):
         check_vocabulary(tokenizer, rows)
     with pytest.raises(UserError, match=f"tokenizer has {rows + 1} tokens"):
-        check_vocabulary(tokenizer, rows - 1, own=True)
+        check_vocabulary(tokenizer, rows - 1, is_models_own=True)
     model, text = tmp_path / "model", tmp_path / "a.txt"
     tokenizer.pad_token = "<image>"
     tokenizer.save_pretrained(model)

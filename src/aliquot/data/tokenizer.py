@@ -189,16 +189,16 @@ def largest_token(tokenizer: Any) -> int:
     return max(len(tokenizer) - 1, *vocabulary.values())
 
 
-def check_vocabulary(tokenizer: Any, vocab_size: int, own: bool = False) -> bool:
+def check_vocabulary(tokenizer: Any, vocab_size: int, is_models_own: bool = False) -> bool:
     """Return whether all tokens have a row in the model's embedding of `vocab_size` rows.
 
-    Raises UserError for tokens without a row, unless they are added tokens of the model's `own` tokenizer: the last
-    token of Gemma 3 has no row and stands in no text.
+    Raises UserError for tokens without a row, unless they are added tokens of the model's own tokenizer
+    (`is_models_own`): the last token of Gemma 3 has no row and stands in no text.
     """
     vocabulary = tokenizer.get_vocab()
     needed = largest_token(tokenizer) + 1
     outside = {token for token, number in vocabulary.items() if number >= vocab_size}
-    if own and outside <= tokenizer.get_added_vocab().keys():
+    if is_models_own and outside <= tokenizer.get_added_vocab().keys():
         return not outside
     if needed > vocab_size:
         raise TokenizerError(

@@ -167,18 +167,18 @@ def _meta_init_class() -> Any:
             aligned = self._aligned_size(param)
             share = aligned // self._partition_world_size(param)
             device = self.local_device if param.ds_persist else self.remote_device
-            own: Any = torch.empty(share, dtype=param.dtype, device=device)
-            if self.pin_memory and own.device.type == "cpu":
+            shard: Any = torch.empty(share, dtype=param.dtype, device=device)
+            if self.pin_memory and shard.device.type == "cpu":
                 from deepspeed.accelerator import get_accelerator
 
-                own = get_accelerator().pin_memory(own)
+                shard = get_accelerator().pin_memory(shard)
             start, stop = partition_range(
                 param.ds_numel, self._partition_rank(param), self._partition_world_size(param)
             )
-            own[stop - start :].zero_()  # the padding, which stock Init leaves as it comes
-            own.requires_grad = False
-            own.ds_numel, own.status, own.final_location = share, PartitionedParamStatus.AVAILABLE, None
-            param.ds_tensor, param.ds_numel_aligned = own, aligned
+            shard[stop - start :].zero_()  # the padding, which stock Init leaves as it comes
+            shard.requires_grad = False
+            shard.ds_numel, shard.status, shard.final_location = share, PartitionedParamStatus.AVAILABLE, None
+            param.ds_tensor, param.ds_numel_aligned = shard, aligned
             # A meta tensor cannot be exchanged for one with memory through `.data`; swapping keeps the object, which
             # modules and tied names refer to.
             attributes = dict(param.__dict__)

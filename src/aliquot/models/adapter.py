@@ -18,6 +18,7 @@ from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection
 from aliquot.core.errors import ConfigError, MissingToolError
 from aliquot.core.paths import with_home
 from aliquot.models.initialize import Fills, record_added
+from aliquot.models.linear_layers import fuse
 from aliquot.models.published import Published, published_of
 from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.tensor_io.bytemap import Shape
@@ -64,8 +65,6 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import Linear, LoraLayer
         from transformers.pytorch_utils import Conv1D
-
-        from aliquot.models.fused_lora import fuse
     except ImportError as error:
         raise MissingToolError("adapter: LoRA needs peft: pip install 'aliquot[lora]'") from error
     if section.path is None:  # a saved adapter may name layers of other models; its weights show what it adapts

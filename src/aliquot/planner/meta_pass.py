@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from aliquot.engines.host.host_memory import piece_edges
 from aliquot.models import model_calls
-from aliquot.models.copying_linear import copy_in_backward
+from aliquot.models.linear_layers import copy_in_backward
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel

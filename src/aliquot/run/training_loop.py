@@ -11,8 +11,7 @@ import torch
 from aliquot.checkpoint.directories import newest
 from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
-from aliquot.data.batch_prefetch import BatchPrefetcher, GpuCopier
-from aliquot.data.batches import StepBatch
+from aliquot.data.batches import BatchPrefetcher, GpuCopier, StepBatch
 from aliquot.distributed.signals import Terminated
 from aliquot.models.structure import attention_widths
 from aliquot.nn.experts.expert_modules import has_experts

@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradients come from copies against plain ones."""
+"""Linear layers give the results and gradients of plain ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
 from aliquot.machine import matmul
-from aliquot.models.copying_linear import CopyingLinear, copy_in_backward, weight_gradient
+from aliquot.models.linear_layers import CopyingLinear, copy_in_backward, fuse, fused_lora_layer, weight_gradient
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +62,24 @@ def test_few_tokens_are_multiplied_as_they_are() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matmul, "_SMALLEST_RIGHT_SIDE", 100 * 256 + 1)
         assert torch.equal(weight_gradient(gradient, x), torch.mm(gradient.t(), x))
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    """As OLMo does: `q_proj(x).clamp_(...)`."""
+    torch.manual_seed(0)
+    base, x = nn.Sequential(nn.Linear(8, 12)), torch.randn(2, 5, 8)
+    results: list[list[Tensor]] = []
+    for fused in (True, False):
+        settings = LoraConfig(r=4, target_modules=["0"])
+        if fused:
+            fuse(settings)
+        torch.manual_seed(1)
+        layer = get_peft_model(copy.deepcopy(base), settings).base_model.model[0]  # type: ignore[arg-type]
+        assert isinstance(layer, fused_lora_layer()) is fused
+        nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+        given = x.clone().requires_grad_()
+        result = layer(given).clamp_(-0.5, 0.5)
+        result.square().sum().backward()
+        results.append([result, given.grad, layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
