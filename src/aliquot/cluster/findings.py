@@ -16,28 +16,28 @@ class Rule:
 
 RULES: dict[str, Rule] = {
     # manifests
-    "unknown-field": Rule("error", "the API server refuses or drops it, and what it was to say does not hold"),
-    "malformed": Rule("error", "the API server refuses a value of another kind, and the other rules do not see it"),
-    "missing-field": Rule("error", "the API server refuses an object without what its kind needs"),
+    "unknown-field": Rule("error", "the API server refuses or drops the field, so it has no effect"),
+    "malformed": Rule("error", "the API server refuses a value of the wrong type, and other rules cannot check it"),
+    "missing-field": Rule("error", "the API server refuses an object without the required fields of its kind"),
     "field-value": Rule("error", "the API server refuses a value that the field's schema does not allow"),
-    "cel-rule": Rule("error", "a rule of the kind's own (CEL), which the API server evaluates"),
+    "cel-rule": Rule("error", "the object violates a CEL rule of its kind, which the API server evaluates"),
     "unknown-kind": Rule("error", "the API server refuses an object of a kind that does not exist"),
-    "not-judged": Rule("warning", "what could not be evaluated here may be wrong"),
+    "not-judged": Rule("warning", "a rule that could not be evaluated may be violated"),
     "not-read": Rule("warning", "this kind is not checked"),
     # nodes
-    "label-value": Rule("error", "Karpenter finds it at run time and ignores the whole NodePool"),
-    "instance-type": Rule("error", "no such EC2 type: a requirement that nothing meets"),
+    "label-value": Rule("error", "Karpenter detects the error at run time and ignores the whole NodePool"),
+    "instance-type": Rule("error", "EC2 has no such type, so no node meets the requirement"),
     "no-type-left": Rule("error", "no EC2 type meets all requirements: the pool never makes a node"),
     "unequal-nodes": Rule("warning", "the ranks of a job wait for the slowest node, and a pod must fit the smallest"),
     "not-sold": Rule("error", "EC2 does not sell these types in this way or region: the pool never makes a node"),
     "no-amx": Rule("warning", "without AMX a bf16 matmul is many times slower"),
     "node-class": Rule("warning", "the NodePool refers to an EC2NodeClass that is not among the manifests"),
-    "node-image-kind": Rule("error", "GPU images and CPU nodes do not go together, nor the other way round"),
+    "node-image-kind": Rule("error", "GPU nodes need a GPU image, and CPU nodes an image without GPU drivers"),
     "node-image-eks": Rule("error", "an image without the EKS bootstrap never joins the cluster"),
     "node-image-drift": Rule("warning", "the image changes under the pool, and Karpenter replaces nodes as drifted"),
-    "user-data-packages": Rule("warning", "what is installed on a node is not in the containers"),
-    "discontinued": Rule("warning", "it is no longer maintained, or part of PyTorch itself"),
-    "node-expiry": Rule("warning", "Karpenter replaces a node at that age, whatever runs on it"),
+    "user-data-packages": Rule("warning", "packages on a node are not available in containers"),
+    "discontinued": Rule("warning", "the package is no longer maintained, or is part of PyTorch"),
+    "node-expiry": Rule("warning", "Karpenter replaces a node at that age even while a job runs on it"),
     "consolidation": Rule("warning", "Karpenter may move pods to save money, and a moved rank ends the run"),
     "spot": Rule("warning", "a reclaimed node costs everything since the last checkpoint"),
     # job and nodes together
@@ -49,8 +49,8 @@ RULES: dict[str, Rule] = {
     "efa": Rule("error", "a pod that asks for more EFA interfaces than a node has never schedules"),
     "efa-unused": Rule("warning", "NCCL falls back to TCP over the same network"),
     # job
-    "processes": Rule("error", "`auto` starts one process a CPU; a plan is for an integer"),
-    "threads": Rule("error", "more threads than CPUs: each waits for the others"),
+    "processes": Rule("error", "`auto` starts one process per CPU; a plan needs an integer"),
+    "threads": Rule("error", "more threads than CPUs delay each other"),
     "name-too-long": Rule("error", "JobSet's webhook refuses a job whose pods' names would have more than 63 letters"),
     "no-trainer": Rule("error", "without spec.trainer the controller sets no PET_* variables: every node trains alone"),
     "trainer-dialect": Rule("error", "2.1 knows podTemplateOverrides only, 2.2 and later runtimePatches only"),
@@ -79,7 +79,7 @@ RULES: dict[str, Rule] = {
     "secret-value": Rule("error", "whoever may read the manifest has the token"),
     # config
     "resume": Rule("error", "a restarted job refuses a run directory that exists"),
-    "not-shared": Rule("error", "only what lies on the shared file system outlives a pod and is seen by all"),
+    "not-shared": Rule("error", "only files on the shared file system outlive a pod and are visible to all pods"),
     "credentials": Rule("warning", "nothing gives the pods an identity in AWS, and without one S3 refuses them"),
     "no-checkpoints": Rule("error", "a lost node costs the whole run"),
     # storage
@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = {
     "versions": Rule("error", "these versions are not made for each other"),
     "refused-by-server": Rule("error", "the API server would not take it"),
     "quota": Rule("error", "the namespace's quota is smaller than the job"),
-    "permission": Rule("warning", "not allowed to look: this was not checked"),
+    "permission": Rule("warning", "access was refused, so this was not checked"),
 }
 
 
