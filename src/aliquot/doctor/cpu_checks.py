@@ -24,12 +24,12 @@ def check_isa(subject: Subject) -> Finding:
     cpu, fp32 = subject.cpu, "set train.precision=fp32, or take a CPU with AVX-512 or AMX"
     observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
     if cpu.isa and cpu.has_bf16_instructions:
-        return Finding("isa", "instructions", "ok", observed, "bf16 products have instructions of their own")
+        return Finding("isa", "instructions", "ok", observed, "the CPU has instructions for bf16 products")
     if "avx512f" in cpu.isa or "avx2" in cpu.isa:
         meaning = "no bf16 instructions: bf16 products are converted to fp32 and are slower than fp32"
         return Finding("isa", "instructions", "warning", observed, meaning, fp32)
     if platform.machine() == "aarch64":
-        return Finding("isa", "instructions", "ok", cpu.model, "an ARM CPU: see `kernels` for what really runs")
+        return Finding("isa", "instructions", "ok", cpu.model, "an ARM CPU: `kernels` shows the kernels in use")
     return Finding("isa", "instructions", "problem", observed, "torch has no fast kernels for this CPU", fp32)
 
 
@@ -63,12 +63,16 @@ def check_kernels(subject: Subject) -> Finding:
     observed = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
     best = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
     if best is None or best in kernel or "amx" in kernel:
-        meaning = "products run on the best kernel that this CPU has" if best else "products run on what there is"
+        meaning = (
+            "products run on the best kernel that this CPU has" if best else "matrix products use the available kernel"
+        )
         return Finding("kernels", "matmul kernels", "ok", observed, meaning)
     fix = "install the torch of `pip install torch`; see `amx` for its permission"
     if limit := subject.environ.get("ONEDNN_MAX_CPU_ISA"):
         observed, fix = f"{observed} (ONEDNN_MAX_CPU_ISA={limit})", "unset ONEDNN_MAX_CPU_ISA"
-    return Finding("kernels", "matmul kernels", "warning", observed, f"the CPU has {best}, and it is not used", fix)
+    return Finding(
+        "kernels", "matmul kernels", "warning", observed, f"the CPU has {best}, and torch does not use it", fix
+    )
 
 
 def check_cores(subject: Subject) -> Finding:
@@ -86,10 +90,10 @@ def check_cores(subject: Subject) -> Finding:
         level, meaning = "problem", "less than one CPU: training stalls most of the time"
         fix = "raise the container's CPU limit"
     elif allowed < online:
-        level, meaning = "warning", f"{online - allowed} CPUs are kept from this process; {meaning}"
-        fix = "start it without taskset, or widen the cpuset, unless that is meant"
+        level, meaning = "warning", f"{online - allowed} CPUs are not available to this process; {meaning}"
+        fix = "unless this is intended, start without taskset, or widen the cpuset"
     elif cpu.is_throttled and cpu.quota is not None:
-        level, meaning = "warning", f"{meaning}, and ranks are not pinned: the cores are also other containers'"
+        level, meaning = "warning", f"{meaning}, and ranks are not pinned, because other containers use the same cores"
         fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own"
     return Finding("cores", "cores", level, observed, meaning, fix)
 
@@ -103,7 +107,7 @@ def check_smt(subject: Subject) -> Finding:
         return Finding("smt", "SMT", "ok", observed, "every logical CPU is a core of its own")
     halves = sum(1 for core in cores if not core <= subject.allowed)
     if halves:
-        meaning = f"{halves} of {len(cores)} cores are shared: the other half may be somebody else's, at half the speed"
+        meaning = f"{halves} of {len(cores)} cores are shared: a process on their second thread halves the speed"
         fix = "give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings"
         return Finding("smt", "SMT", "warning", observed, meaning, fix)
     return Finding("smt", "SMT", "ok", observed, "a matmul fills a core: ranks take one thread of each")
@@ -113,15 +117,17 @@ def check_numa(subject: Subject) -> Finding:
     """Check the NUMA nodes, and whether a process may prefer memory of one."""
     nodes = sorted(set(numa_nodes(subject.root).get(cpu, 0) for cpu in subject.allowed))
     if len(nodes) == 1:
-        return Finding("numa", "NUMA", "ok", "one NUMA node", "all memory is equally near")
+        return Finding("numa", "NUMA", "ok", "one NUMA node", "memory access is uniform")
     observed = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
-    meaning = "a rank stays on one node, with one copy of the weights on each; ranks: auto starts at least one a node"
+    meaning = "ranks stay on one node, which has a copy of the weights; launch.ranks: auto starts at least one per node"
     if has_memory_policy():
         observed += ", a memory policy is set (numactl?)"
-        return Finding("numa", "NUMA", "ok", observed, "it stands: ranks do not choose where their memory lies")
+        return Finding(
+            "numa", "NUMA", "ok", observed, "aliquot keeps the policy and does not choose a node for a rank's memory"
+        )
     if not set_preferred_node(nodes[0]):
         fix = "allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)"
-        meaning = "memory is near only as long as a node has any: the kernel does not let a process keep to one"
+        meaning = "the kernel refuses a memory policy: a rank's memory may lie on another node"
         return Finding("numa", "NUMA", "warning", observed, meaning, fix)
     set_preferred_node(None)
     return Finding("numa", "NUMA", "ok", observed, meaning)
@@ -138,12 +144,16 @@ def check_threads(subject: Subject) -> Finding:
     observed = f"{ranks} x {threads} threads for {cpu.usable_cores} cores, from {source}"
     used, fix = ranks * threads, f"unset {source}: threads are chosen to fill the cores"
     if source.endswith("_THREADS") and threads < cpu.usable_cores and (threads == 1 or used < cpu.usable_cores):
-        meaning = f"{source}={threads}: a rank computes on {threads} of {cpu.usable_cores} cores, however few ranks"
+        meaning = (
+            f"{source}={threads}: a rank computes on {threads} of {cpu.usable_cores} cores, however many ranks run"
+        )
         return Finding("threads", "threads", "warning", observed, meaning, fix)
     if used > cpu.usable_cores:
-        meaning = "threads take turns on a core, and wait for each other at the end of every operation"
+        meaning = "threads take turns on a core, and every operation waits for the slowest thread"
         return Finding("threads", "threads", "warning", observed, meaning, fix)
-    return Finding("threads", "threads", "ok", observed, "what `launch.ranks: auto` starts where there is work for all")
+    return Finding(
+        "threads", "threads", "ok", observed, "`launch.ranks: auto` starts these ranks, if there is work for all"
+    )
 
 
 def check_pinning(subject: Subject) -> Finding:
@@ -154,10 +164,12 @@ def check_pinning(subject: Subject) -> Finding:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:
         fix = "allow sched_setaffinity in the sandbox"
-        return Finding("pinning", "pinning", "warning", f"refused: {error.strerror}", "ranks wander over cores", fix)
+        return Finding(
+            "pinning", "pinning", "warning", f"refused: {error.strerror}", "the kernel moves ranks between cores", fix
+        )
     sets = core_sets(cpu, ranks, max(1, cpu.usable_cores // ranks))
     if ranks == 1:
-        return Finding("pinning", "pinning", "ok", "one rank: no fence needed", "it may use every core")
+        return Finding("pinning", "pinning", "ok", "one rank: no pinning needed", "it may use every core")
     if not sets[0]:
         observed, meaning = (
             "not possible under a CPU quota",
@@ -166,4 +178,4 @@ def check_pinning(subject: Subject) -> Finding:
         fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager"
         return Finding("pinning", "pinning", "warning", observed, meaning, fix)
     observed = " | ".join(format_cpu_list(cpus) for cpus in sets)
-    return Finding("pinning", "pinning", "ok", f"cores {observed}", "each rank keeps its cores and their caches")
+    return Finding("pinning", "pinning", "ok", f"cores {observed}", "every rank has cores and caches of its own")

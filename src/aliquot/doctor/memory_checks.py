@@ -20,13 +20,15 @@ def check_memory(subject: Subject) -> Finding:
     limit, left = memory_limit(subject.root), _available(subject)
     source = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
     observed = f"{_gib(limit)} by {source}, {_gib(left)} of it free"
-    fix = "raise the container's memory limit, or end what holds memory"
+    fix = "raise the container's memory limit, or end other processes that use memory"
     if left < _LEAST_BYTES:
         meaning = "too little for one rank: Python, torch and a small model take about 2 GiB"
         return Finding("memory", "memory", "problem", observed, meaning, fix)
     if left < _GOOD_BYTES:
         return Finding("memory", "memory", "warning", observed, "enough for small models with few ranks only", fix)
-    return Finding("memory", "memory", "ok", observed, "16 bytes a parameter over all ranks, and activations, must fit")
+    return Finding(
+        "memory", "memory", "ok", observed, "16 bytes per parameter over all ranks, and activations, must fit"
+    )
 
 
 def _available(subject: Subject) -> int:
@@ -56,9 +58,11 @@ def check_huge_pages(subject: Subject) -> Finding:
     observed = setting[1] if setting else "not told by this kernel"
     if observed == "never":
         fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node"
-        meaning = "large tensors are faulted in 4 KiB at a time: the first steps are slower, the others hardly"
+        meaning = "pages of large tensors are faulted in 4 KiB at a time: the first steps are slower"
         return Finding("huge-pages", "transparent huge pages", "warning", observed, meaning, fix)
-    return Finding("huge-pages", "transparent huge pages", "ok", observed, "at most a few percent of a step either way")
+    return Finding(
+        "huge-pages", "transparent huge pages", "ok", observed, "the setting changes a step by a few percent at most"
+    )
 
 
 def check_allocator(subject: Subject) -> Finding:
@@ -77,7 +81,7 @@ def check_allocator(subject: Subject) -> Finding:
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
         return Finding("allocator", "allocator", "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix)
     observed = f"ranks start with {preloaded}"
-    return Finding("allocator", "allocator", "ok", observed, "freed memory is kept for the next step")
+    return Finding("allocator", "allocator", "ok", observed, "the allocator keeps freed memory for the next step")
 
 
 def check_shm(subject: Subject) -> Finding:
@@ -105,7 +109,7 @@ def check_open_files(subject: Subject) -> Finding:
         )
         return Finding("open-files", "open files", "problem", observed, meaning, fix)
     if soft < 1024:
-        meaning = "enough for one machine; every rank of other nodes and every shard of a checkpoint takes more"
+        meaning = "enough for one machine; more nodes and more checkpoint shards need more"
         return Finding("open-files", "open files", "warning", observed, meaning, fix)
     return Finding("open-files", "open files", "ok", observed, "enough for sockets and checkpoint files")
 

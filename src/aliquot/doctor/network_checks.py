@@ -26,13 +26,13 @@ def check_interface(subject: Subject) -> Finding:
     outside = [name for name in up if not address_of(name).startswith("127.")]
     chosen = subject.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if chosen and chosen not in up:
-        meaning, fix = f"GLOO_SOCKET_IFNAME is {chosen}, which is not up: no rank can be joined", "unset or correct it"
+        meaning, fix = f"GLOO_SOCKET_IFNAME is {chosen}, which is not up: ranks cannot connect", "unset or correct it"
         return Finding("interface", "network interface", "problem", observed, meaning, fix)
     if chosen == "lo" and outside:
         meaning = "GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one"
-        return Finding("interface", "network interface", "warning", observed, meaning, "unset it for several nodes")
+        return Finding("interface", "network interface", "warning", observed, meaning, "for several nodes, unset it")
     if not outside:
-        meaning, fix = "one machine only: there is no way to another", "bring an interface up for several nodes"
+        meaning, fix = "this machine cannot reach another", "for several nodes, bring an interface up"
         return Finding("interface", "network interface", "warning", observed, meaning, fix)
     meaning = (
         f"GLOO_SOCKET_IFNAME says {chosen}" if chosen else "with several nodes the one that leads to node 0 is taken"
@@ -46,7 +46,7 @@ def check_names(subject: Subject) -> Finding:
     try:
         address = socket.gethostbyname(name)
     except (OSError, UnicodeError):  # UnicodeError: more than 63 characters without a dot
-        meaning = "aliquot does without; torchrun without --master-addr, DeepSpeed and NCCL may not"
+        meaning = "aliquot does not need the name; torchrun without --master-addr, DeepSpeed and NCCL may"
         return Finding("names", "own name", "warning", f"{name} does not resolve", meaning, fix)
     observed = f"{name} is {address}"
     if address.startswith("127."):
@@ -55,7 +55,7 @@ def check_names(subject: Subject) -> Finding:
     if interface_towards(address) is None:
         meaning = "the name leads to another machine: gloo elsewhere would not find its own address"
         return Finding("names", "own name", "warning", observed, meaning, fix)
-    return Finding("names", "own name", "ok", observed, "other programs find this machine, too")
+    return Finding("names", "own name", "ok", observed, "other programs find this machine by its name")
 
 
 def check_port(subject: Subject) -> Finding:
@@ -65,8 +65,8 @@ def check_port(subject: Subject) -> Finding:
         try:
             probe.bind(("", subject.port))
         except OSError as error:
-            meaning = "this machine cannot be node 0 of several; runs on one machine take a free port by themselves"
-            fix = "set launch.master_port (MASTER_PORT) to a free one on all nodes, or end what holds it"
+            meaning = "this machine cannot be node 0 of several; runs on one machine choose a free port"
+            fix = "set launch.master_port (MASTER_PORT) to a free one on all nodes, or end the process that uses it"
             return Finding("port", "port", "warning", f"{subject.port}: {error.strerror}", meaning, fix)
     return Finding("port", "port", "ok", f"{subject.port} is free", "nodes can meet here")
 
@@ -78,7 +78,7 @@ def check_peers(subject: Subject) -> Finding:
         UsageError: an address is invalid.
     """
     if not subject.peers:
-        meaning = "name them by --peers HOST,HOST to try the way there"
+        meaning = "--peers HOST,HOST tests connections to other nodes"
         return Finding("peers", "other nodes", "ok", "none given", meaning)
     bad, good = [], []
     for host, port in parse_peers(subject):
@@ -96,7 +96,7 @@ def check_peers(subject: Subject) -> Finding:
         return Finding(
             "peers", "other nodes", "problem", observed, "nodes that do not reach each other cannot train", fix
         )
-    return Finding("peers", "other nodes", "ok", observed, "the way to every other node is open")
+    return Finding("peers", "other nodes", "ok", observed, "every other node is reachable")
 
 
 def parse_peers(subject: Subject) -> list[tuple[str, int]]:
@@ -125,9 +125,9 @@ def check_efa(subject: Subject) -> Finding:
         return Finding("efa", "EFA", "ok", "no EFA device", "ranks of several nodes talk through TCP")
     observed = f"{len(devices)} EFA device{'s' if len(devices) > 1 else ''} ({', '.join(devices)})"
     if not any((root / "dev/infiniband").glob("uverbs*")):
-        meaning = "the container was not given them: NCCL falls back to TCP"
+        meaning = "the container has no access to them: NCCL falls back to TCP"
         return Finding("efa", "EFA", "warning", observed, meaning, "request vpc.amazonaws.com/efa in the pod")
-    meaning = "NCCL can use them through aws-ofi-nccl; gloo, on CPU, uses TCP all the same"
+    meaning = "NCCL can use them through aws-ofi-nccl; gloo, on CPU, always uses TCP"
     return Finding("efa", "EFA", "ok", observed, meaning)
 
 
@@ -144,4 +144,4 @@ def check_nccl(subject: Subject) -> Finding:
         fix = "a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES"
         return Finding("nccl", "GPUs and NCCL", "problem", observed, "GPUs stay unused", fix)
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Finding("nccl", "GPUs and NCCL", "ok", f"{seen} GPUs, NCCL {version}", "one rank a GPU, connected by NCCL")
+    return Finding("nccl", "GPUs and NCCL", "ok", f"{seen} GPUs, NCCL {version}", "one rank per GPU, connected by NCCL")

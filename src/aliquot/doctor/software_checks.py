@@ -39,7 +39,9 @@ def check_compiler(subject: Subject) -> Finding:
     failure = _compile(name, "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n", "-fopenmp")
     if failure is not None:
         return Finding("compiler", "C++ compiler", "warning", f"{name} fails: {failure}", meaning, fix)
-    return Finding("compiler", "C++ compiler", "ok", name, "train.compile: layers fuses what lies between products")
+    return Finding(
+        "compiler", "C++ compiler", "ok", name, "train.compile: layers can fuse the operations between matrix products"
+    )
 
 
 def check_python_headers(subject: Subject) -> Finding:
@@ -52,7 +54,7 @@ def check_python_headers(subject: Subject) -> Finding:
     name = compiler(subject.environ)
     failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
     if failure:
-        meaning, fix = "Inductor cannot build its wrappers", "headers of just this Python version"
+        meaning, fix = "Inductor cannot build its wrappers", "install the headers of exactly this Python version"
         return Finding("python-headers", "Python headers", "warning", f"Python.h: {failure}", meaning, fix)
     return Finding("python-headers", "Python headers", "ok", include, "Inductor can build its wrappers")
 
@@ -87,7 +89,7 @@ def check_deepspeed(subject: Subject) -> Finding:
         "HfDeepSpeedConfig({'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1})\n"
     )
     meaning = "transformers cannot load under ZeRO-3, and shard.engine: deepspeed may fail; the other engines do not"
-    fix = "pip install --upgrade deepspeed accelerate, or what the message names"
+    fix = "pip install --upgrade deepspeed accelerate, or the package that the message names"
     try:
         subprocess.run(
             python_command("-c", program), check=True, capture_output=True, text=True, timeout=_DEEPSPEED_TIMEOUT_S

@@ -51,10 +51,10 @@ def check_storage(subject: Subject) -> Finding:
         meaning, fix = "checkpoints take long to become durable", "a faster volume; checkpoint.async hides part of it"
         return Finding("storage", "run directory", "warning", observed, meaning, fix)
     if lacks := lacks or ("locks of this machine alone" if mount.locks_are_local else ""):
-        meaning = "a file that is touched for as long as a run lives keeps a second one out, which is slower to see"
+        meaning = "a file that aliquot touches regularly locks the run directory, which a second run notices later"
         fix = "mount with locks (Lustre: -o flock; NFS without nolock or local_lock)"
         return Finding("storage", "run directory", "warning", f"{observed}, {lacks}", meaning, fix)
-    meaning = "checkpoints are forced to the disk, then renamed into place"
+    meaning = "checkpoints are synced to disk, then renamed"
     return Finding("storage", "run directory", "ok", observed, meaning)
 
 

@@ -86,7 +86,7 @@ def judge_self_test(report: dict[str, Any]) -> Finding:
     wrong = sorted({name for names in report["wrong"] for name in names})
     if wrong:
         observed, fix = f"wrong: {', '.join(wrong)}", "see `versions`; report it with `aliquot doctor --json`"
-        return Finding("self-test", title, "problem", observed, "training would go on with wrong gradients", fix)
+        return Finding("self-test", title, "problem", observed, "training would continue with wrong gradients", fix)
     observed = "sums, gathers and averages are right, by gloo, FSDP2 and shared memory"
     return Finding("self-test", title, "ok", observed, "ranks of this machine can train together")
 
@@ -104,14 +104,14 @@ def judge_matmul(report: dict[str, Any], subject: Subject) -> Finding:
     uses_bf16 = subject.cpu.has_bf16_instructions
     name, rate = ("bf16", bf16) if uses_bf16 else ("fp32", fp32)
     if clock is None or not subject.cpu.isa:
-        meaning = "the ceiling of MFU; what the instructions promise is not known here"
+        meaning = "the ceiling of MFU; the peak by instructions is not known for this CPU"
         return Finding("matmul", title, "ok", observed, meaning)
     per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][0 if uses_bf16 else 1]
     peak = per_clock * float(clock[1]) * 1e6 * min(report["threads"], len(subject.cpu.cores))
     observed += f"; {name} is {100 * rate / peak:.0f} % of {peak / 1e9:.0f} by clock and instructions"
     if rate < _MIN_EFFICIENCY * peak:
         meaning = "the ceiling of every step: cores are shared with other work, throttled, or run slower kernels"
-        fix = "see `kernels`, `cores` and `threads`; end other work; on a shared host take a larger or a dedicated one"
+        fix = "see `kernels`, `cores` and `threads`; end other work; on a shared host choose a larger instance"
         return Finding("matmul", title, "warning", observed, meaning, fix)
     if name == "bf16" and bf16 < fp32:
         meaning, fix = "bf16 is slower than fp32 here", "see `kernels`; or set train.precision=fp32"
