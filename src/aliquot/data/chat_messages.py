@@ -1,4 +1,4 @@
-"""Check the messages of a chat: roles, contents, flags that say what is learned, and calls of functions."""
+"""Check the messages of a chat: roles, contents, learning flags, and calls of functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a document is, why a record is left out, and how a plain text file becomes documents. Everything streams."""
+"""Documents, reasons to leave records out, and reading of plain text files. Everything streams."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def refuse_bad_alone(documents: Iterator[Document], at_least: int = 1) -> Iterat
     """Pass documents on.
 
     Raises:
-        DataError: `at_least` records cannot be read and there is no other document. The words are those of the first.
+        DataError: `at_least` records cannot be read and there is no other document. The message is that of the first
+        record.
     """
     first, bad, usable = "", 0, False
     for document in documents:

@@ -1,6 +1,6 @@
 """Encode one text and mask the tokens of some of its stretches.
 
-Letters of special tokens that the record's author wrote are told from the special tokens that a chat template writes.
+Special tokens written out by the author of a record are distinguished from special tokens of the chat template.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
 
 AS_TEXT = "a record whose texts hold special tokens, encoded as text"
 AS_TOKENS = "a record whose texts hold special tokens, encoded as those"
-_MARKS = "\ue000\ue001"  # around what the author has written
+_MARKS = "\ue000\ue001"  # put around special tokens of the author
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
     tokenizer: str  # a directory that save_pretrained wrote
-    fast: bool  # it has a tokenizer.json that needs no transformers
-    prefix: tuple[int, ...]  # before each document
-    suffix: tuple[int, ...]  # after it
-    drop_before: str | None = None  # characters at the begin of a later piece that have a token too many in front
-    answers: bool = False  # texts are records with answers, as formats.py writes them
-    templated: bool = False  # and go through the tokenizer's chat template
+    fast: bool  # whether a tokenizer.json exists, which needs no transformers
+    prefix: tuple[int, ...]  # token ids before each document
+    suffix: tuple[int, ...]  # token ids after each document
+    drop_before: str | None = None  # first characters of later pieces that get an additional first token; see cuts.py
+    answers: bool = False  # whether texts are records with answers, as formats.py writes them
+    templated: bool = False  # whether the tokenizer's chat template renders them
     train_on: Literal["completions", "all"] = "completions"
-    special_tokens_as_text: bool = False  # those in texts, not those that a template writes
-    day: str | None = None  # ISO 8601, what a chat template takes for today
+    special_tokens_as_text: bool = False  # encode special tokens in texts as text; those of a template stay special
+    day: str | None = None  # the date that a chat template writes, in ISO 8601
 
 
 class TextEncoder:
@@ -70,18 +70,20 @@ class TextEncoder:
         return False
 
     def encode(self, text: str, spans: list[Span] | None) -> tuple[list[int], list[int]]:
-        """(token ids, mask) of a text that the record's author has written."""
+        """Return (token ids, mask) of a text of the record's author."""
         return self._encode(text, spans, [(0, len(text))] if self._as_text else [])
 
     def encode_chat(
         self, text: str, spans: list[Span] | None, template: ChatTemplate, messages: Messages
     ) -> tuple[list[int], list[int]]:
-        """(token ids, mask) of what `template` has made of `messages`. Raises LeftOut where it is not known which
-        special tokens the author has written."""
+        """Return (token ids, mask) of the `text` that `template` made of `messages`.
+
+        Raises LeftOut if the special tokens of the author cannot be located.
+        """
         return self._encode(text, spans, self._stretches(text, template, messages) if self._as_text else [])
 
     def _stretches(self, text: str, template: ChatTemplate, messages: Messages) -> list[Span]:
-        """The stretches of `text` between the template's special tokens that hold special tokens of the author."""
+        """Return spans of `text`, between special tokens of the template, that hold special tokens of the author."""
 
         def marked(value: Any) -> Any:
             as_json = json.dumps(value, ensure_ascii=False)
@@ -107,8 +109,10 @@ class TextEncoder:
         return [(start, stop) for start, stop in edges if any(start <= author < stop for author in authors)]
 
     def _encode(self, text: str, spans: list[Span] | None, stretches: list[Span]) -> tuple[list[int], list[int]]:
-        """Tokens of `text`, in `stretches` without special ones, and a mask of those that reach into one of `spans`;
-        without spans, of all."""
+        """Return the tokens of `text` and a mask of tokens that reach into one of `spans`; without spans all ones.
+
+        Special tokens in `stretches` are encoded as text.
+        """
         if spans is None and not self._tokenizer.is_fast:
             ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
             return ids, [1] * len(ids)
@@ -125,13 +129,16 @@ class TextEncoder:
         if spans is None:
             return ids, [1] * len(ids)
         starts, stops = zip(*sorted(span for span in spans if span[0] < span[1]), (math.inf, math.inf), strict=True)
-        # Spans lie one after the other: a token reaches into the first that ends behind its beginning, or into none.
+        # Spans follow each other: a token can only reach into the first span that ends after the token begins.
         reaches = [starts[bisect_right(stops, begin)] < end for begin, end in places]
         return ids, [int(bit) for bit in reaches]
 
     def _piece(self, text: str, as_text: bool, inside: bool) -> list[tuple[int, Span]]:
-        """Tokens with their places. `inside`: it follows other text, so that no space belongs in front of it, which
-        some tokenizers put before a text (SentencePiece): it is encoded behind a newline, if that is a token."""
+        """Return tokens with their places.
+
+        Text `inside` a longer text is encoded after a newline, if the newline is a token: some tokenizers
+        (SentencePiece) would put a space in front of the text otherwise.
+        """
         for before in ["\n", ""] if inside and as_text else [""]:
             encoded = self._tokenizer(
                 before + text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=as_text
@@ -147,14 +154,16 @@ class TextEncoder:
 
 @lru_cache(maxsize=8)
 def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
-    """Any of `contents`, the longest first."""
+    """Return a pattern of all `contents`, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
 
 
 @contextmanager
 def _whole_offsets(tokenizer: Any) -> Iterator[None]:
-    """Without what adds special tokens, and takes spaces off the offsets of others (trim_offsets): a token that is
-    nothing but spaces would lie nowhere."""
+    """Switch the post-processor of a tokenizer off, because it trims spaces off the offsets of tokens (trim_offsets).
+
+    A token of spaces alone would have no place otherwise.
+    """
     backend = tokenizer.backend_tokenizer
     dresses = backend.post_processor
     backend.post_processor = None

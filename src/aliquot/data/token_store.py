@@ -30,8 +30,8 @@ class TokenStore:
     tokens: npt.NDArray[Any]  # uint16 or uint32 [tokens]
     offsets: npt.NDArray[np.int64]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]]
     mask: npt.NDArray[np.uint8] | None  # [tokens]
-    # UTF-8 bytes of the text that is predicted: all but the first token of each document, which has no text where it
-    # is a bos. None for records with answers.
+    # UTF-8 bytes of the predicted text, which excludes the first token of each document (a bos has no text). None for
+    # records with answers.
     text_bytes: int | None = None
     formats: Mapping[str, int] = field(default_factory=dict)  # number of documents of each format
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of records that are left out, by reason

@@ -51,7 +51,7 @@ def load_sharded(
             configuration of a causal language model, which is built; each decoder layer and the root are sharded.
         mesh: for a configuration: one dimension, or (replicate, shard). Its device type has the memory.
         dtype: of the parameters; by default unchanged, or that of the configuration. Files may have any dtype.
-        watch: told of this rank's progress.
+        watch: called with this rank's progress.
 
     Raises:
         UserError: on every rank: files are missing or malformed, tensors do not fit the model (all names listed),

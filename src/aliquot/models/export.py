@@ -44,9 +44,9 @@ class ExportOptions:
         published: the tensors to store, if they are not those of the model.
         exact: tensors that are stored as fp32, whatever the dtype of the export is.
         stem: how the names of the safetensors files begin.
-        tell: what a rank has to report once it has written its parts.
+        tell: returns the report of a rank that has written its parts.
         check: rank 0 calls it last, with the reports of all ranks; the export is published if it returns.
-        watch: hears of each piece that is written; what it raises ends the export.
+        watch: called for each written piece; an exception ends the export.
         config_files: what export_checkpoint writes instead of the files that the checkpoint was saved with.
         verify: export_checkpoint compares all exported bytes with the checksums of the manifest.
         replace: replace an export that is there, when the new one is whole, or before if there is no room for both.

@@ -1,4 +1,4 @@
-"""Sharded initialisation: the same weights whatever the world size, each rank drawing only what it needs.
+"""Sharded initialisation: the same weights at any world size; each rank draws only its own blocks.
 
 The `_init_weights` of transformers runs once on the meta device, while a dispatch mode records its in-place operations
 on parameters. These operations are replayed on fixed blocks of rows, each block with a generator seeded by (seed, name,
@@ -192,7 +192,7 @@ def _layer_fill(model: PreTrainedModel, name: str, layers: list[str], reason: st
     return LayerFill(model.config, layer, name.removeprefix(layer + "."), reason)
 
 
-@lru_cache(maxsize=1)  # a rank asks for all weights of a layer before it asks for those of the next
+@lru_cache(maxsize=1)  # a rank needs all weights of a layer before weights of the next layer
 def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 

@@ -31,7 +31,7 @@ class LoadOptions:
     """How the names, layout and rows of stored weights may differ from those of the model.
 
     Args:
-        watch: told of this rank's progress.
+        watch: called with this rank's progress.
         published: the layout of a published model, if it differs from the model's own; the files may have either.
         may_grow: tensors of which the files may have fewer rows; added_rows.py makes the others from `seed`.
         names: other names that the files may use, and names that loading passes over.

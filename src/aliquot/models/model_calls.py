@@ -45,7 +45,7 @@ def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tenso
     """
     if not documents.router_logits:
         return summed
-    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # FSDP2 gives it a class of its own
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # all bases, because FSDP2 derives a class
     functions = [getattr(module, "load_balancing_loss_func", None) for module in modules]
     balance = next((function for function in functions if function is not None), None)
     coefficient = getattr(model, "router_aux_loss_coef", None)

@@ -16,8 +16,10 @@ _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templa
 
 
 def check_small_files(directory: Path) -> None:
-    """Raise ModelFilesError unless each small file that transformers might read is regular, not large, and in
-    `directory`, or in the hub's cache if that is a snapshot: what it reads it may save elsewhere."""
+    """Raise ModelFilesError unless all small files that transformers might read are regular, small and in `directory`.
+
+    Files of a snapshot may be in the hub's cache. Other links are refused, because a run saves copies of the files.
+    """
     for file in sorted(file for pattern in _SMALL_FILES for file in directory.glob(pattern)):
         try:
             refuse_link(file, directory)

@@ -120,7 +120,7 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """That it knows; None: as many as it is configured_keys."""
+        """The most positions of the model; None without a limit."""
         positions = getattr(self.config, self._positions_key, None)
         if positions is not None and self.config.model_type in _FROM_PADDING:
             positions -= (self.config.pad_token_id or 0) + 1

@@ -97,7 +97,7 @@ class StoredNames:
 
 
 def is_computed(name: str, entry: TensorEntry) -> bool:
-    """Return whether a stored tensor is one that models compute today."""
+    """Return whether models compute a stored tensor today."""
     return bool(_COMPUTED.fullmatch(name) or (_MASK.fullmatch(name) and len(entry.shape) in (0, 4)))
 
 

@@ -65,7 +65,7 @@ def gradients_of(weight: Tensor) -> ExpertGradients | None:
 
 
 def pass_over(module: nn.Module, passes: Passes) -> None:
-    """Which of its experts are computed, in order: the planner takes two, whose work it counts as that of all."""
+    """Return the experts to compute, in order; the planner computes two and extrapolates to all."""
     setattr(module, _PASSES, passes)
 
 
