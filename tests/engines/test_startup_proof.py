@@ -1,4 +1,4 @@
-"""The proof before a run passes for what is right and names what is wrong, on every rank."""
+"""The start-up proof passes correct engines and names planted errors, on every rank."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_unsharded_state_trains_the_same(
     # Gradients are summed over micro-batches before ranks, not after: another order of the same fp32 sums.
     for name in ("losses", "norms", "evaluated"):
         assert trained[name] == pytest.approx(expected[name], rel=2e-5 if precision == "fp32" else 2e-3), name
-    assert len(set(trained["evaluated"][::2])) == 3, "weights of before the update were evaluated"
+    assert len(set(trained["evaluated"][::2])) == 3, "evaluation used the weights before the update"
     assert trained["evaluated"][::2] == trained["evaluated"][1::2]
 
 

@@ -1,4 +1,4 @@
-"""What waits for an update that is under way, and what does not."""
+"""Overlapped updates: layers wait for their own weights, and failures reach the waiting callers."""
 
 from __future__ import annotations
 

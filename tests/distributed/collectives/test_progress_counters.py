@@ -21,9 +21,7 @@ def alone() -> Iterator[Peers]:
     peers.close()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "rounds"), [(2, 500), (3, 300), pytest.param(4, 5000, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("world_size", "rounds"), [(2, 500), (3, 300), pytest.param(4, 5000, marks=pytest.mark.long)])
 def test_readers_see_whole_blocks_under_stress(tmp_path: Path, world_size: int, rounds: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, str(rounds))
 

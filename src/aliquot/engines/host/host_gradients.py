@@ -1,11 +1,13 @@
 """Stage gradients in shared memory as they arise, and sum each range on the rank that owns it.
 
 No rank stores a whole gradient. Every rank stages the same pieces in the same order, although autograd may compute
-gradients in another order. A tag names a piece's weight, and
-tells whether the rank's micro-batch has touched the weight at all. Each owner adds to its sums the pieces of the
-ranks of its host, rank by rank, so that the result depends on neither speed nor chance. A rank sums its own ranges and,
-if there are several hosts, the ranges of its counterparts on the others: the latter travel once a step, as soon as they
-are complete (gradient_exchange.py), and are stored only if a step has several micro-batches.
+gradients in another order. A tag names the weight of a piece, and tells whether the rank's micro-batch has touched the
+weight at all. Each owner adds the pieces of the ranks of its host to its sums, rank by rank, so that the result depends
+on neither speed nor chance.
+
+A rank sums its own ranges and, if there are several hosts, the ranges of its counterparts on the other hosts. The latter
+sums travel once a step, as soon as they are complete (gradient_exchange.py), and are stored only if a step has several
+micro-batches.
 """
 
 from __future__ import annotations
