@@ -5,9 +5,9 @@ gradients in another order. A tag names the weight of a piece, and tells whether
 weight at all. Each owner adds the pieces of the ranks of its host to its sums, rank by rank, so that the result depends
 on neither speed nor chance.
 
-A rank sums its own ranges and, if there are several hosts, the ranges of its counterparts on the other hosts. The latter
-sums travel once a step, as soon as they are complete (gradient_exchange.py), and are stored only if a step has several
-micro-batches.
+A rank sums its own ranges and, if there are several hosts, the ranges of its counterparts on the other hosts. Sums for
+other hosts travel once a step, as soon as they are complete (gradient_exchange.py), and are stored only if a step has
+several micro-batches.
 """
 
 from __future__ import annotations
