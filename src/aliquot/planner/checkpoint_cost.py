@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: bytes to write, seconds for which steps wait, and memory for copies of unsaved parts."""
+"""The cost of checkpoints: bytes to write, seconds for which steps wait, and memory for copies of unsaved parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a plan fits its machines: memory, /dev/shm and disks, and by how much it does not."""
+"""The check that a plan fits its machines: memory, /dev/shm and disks."""
 
 from __future__ import annotations
 

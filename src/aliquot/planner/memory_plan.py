@@ -1,4 +1,4 @@
-"""Which states leave a rank's memory because they do not fit, which a GPU keeps whole, and the phases that result."""
+"""The placement of states, on disk if memory is short or whole on a GPU if memory suffices, and the memory of phases."""
 
 from __future__ import annotations
 

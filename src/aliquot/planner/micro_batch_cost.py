@@ -1,6 +1,6 @@
-"""What a micro-batch costs: bytes, operations, and oneDNN kernels to keep. Numbers alone, without torch.
+"""The cost of a micro-batch: bytes, operations, and oneDNN kernels to keep. Numbers alone, without torch.
 
-`activations` measures these numbers on meta tensors, and `planned_model` caches them.
+`meta_pass` measures these numbers on meta tensors, and `planned_model` caches them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KERNEL_BYTES, _AMX_KERNEL_BYTES = 80 << 10, 835 << 10  # see machine/matmul.py
 
 @dataclass(frozen=True)
 class Step:
-    """How a rank computes micro-batches."""
+    """The settings that determine the cost of a micro-batch."""
 
     precision: Literal["bf16", "fp32"]
     checkpointing: Checkpointing

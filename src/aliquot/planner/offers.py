@@ -1,4 +1,4 @@
-"""Which machines, how many, how long, how much: a number of tokens over the whole catalogue of EC2 types.
+"""Offers for a number of tokens over the catalogue of EC2 types: machines, number of nodes, duration and price.
 
 Each offer is planned like a run: type, nodes, ranks, global batch, micro-batch, activation checkpointing. Nodes are
 bought on demand or on spot, where a run loses nodes and waits for their successors.

@@ -99,7 +99,7 @@ class OwnedShard:
 
 @dataclass(frozen=True)
 class StepSetting:
-    """How a rank trains, apart from the number of micro-batches."""
+    """The settings of a rank that determine the time of a step, apart from the number of micro-batches."""
 
     engine: str
     layout: RankLayout
