@@ -1,4 +1,4 @@
-"""The placement of states, on disk if memory is short or whole on a GPU if memory suffices, and the memory of phases."""
+"""The placement of states, on disk if memory is short or whole on a GPU if memory suffices, and memory by phase."""
 
 from __future__ import annotations
 
