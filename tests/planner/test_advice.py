@@ -1,4 +1,4 @@
-"""What is advised beside a bottleneck can be pasted after the config, and gives what was promised."""
+"""Advice on a bottleneck: it can be pasted after the config, and gains as much as it promises."""
 
 from __future__ import annotations
 

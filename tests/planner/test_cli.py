@@ -1,4 +1,4 @@
-"""The command, and training that plans first."""
+"""The command `aliquot plan`, and training that plans first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for GPUs, made without one: a GPU's memory and the machine's, each against its own limit."""
+"""Plans for GPUs, made without a GPU: memory of the GPU and of the host, against separate limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However documents lie, a model meets no more different products than its plan says, and not far fewer."""
+"""The bound on kernel shapes holds for all document lengths, and is not far too high."""
 
 from __future__ import annotations
 

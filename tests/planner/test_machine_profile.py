@@ -1,4 +1,4 @@
-"""This machine is measured once, for the ranks and threads at hand, and plans and the ceiling of MFU go by it."""
+"""Measured rates of this machine: measurement, profiles in the cache, and the ceiling of MFU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run lives in a control group that allows what the plan foresaw and five hundredths more."""
+"""A run fits into a control group of its planned peak plus 5 percent."""
 
 from __future__ import annotations
 

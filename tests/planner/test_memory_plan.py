@@ -1,4 +1,4 @@
-"""What goes to disk: as little as fits, what is touched rarely first."""
+"""Placement on disk: the least that makes a run fit, rarely used states first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is foreseen of a micro-batch against what torch really saves and allocates on CPU."""
+"""Bytes and products of the meta pass, against a real pass on CPU."""
 
 from __future__ import annotations
 

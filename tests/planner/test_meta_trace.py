@@ -1,4 +1,4 @@
-"""What compiled layers move: what comes from before once, what is left at the end once, and nothing in between."""
+"""Memory traffic of compiled layers: inputs once, results once, nothing in between."""
 
 from __future__ import annotations
 

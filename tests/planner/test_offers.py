@@ -1,4 +1,4 @@
-"""Offers over the catalogue: sorted, whole in tokens, restarts counted, nothing that another beats in everything."""
+"""Offers over the catalogue: sorted, complete in tokens, with restarts, without dominated types."""
 
 from __future__ import annotations
 

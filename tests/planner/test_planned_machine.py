@@ -1,4 +1,4 @@
-"""What a machine gives a run."""
+"""Devices, ranks and instruction sets of planned machines."""
 
 from __future__ import annotations
 

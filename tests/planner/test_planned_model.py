@@ -1,4 +1,4 @@
-"""What the planner keeps of a model is what it would find again, and is enough for a plan without torch."""
+"""The cache of shapes and costs: it equals a new measurement, and needs no torch."""
 
 from __future__ import annotations
 

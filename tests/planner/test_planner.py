@@ -1,4 +1,4 @@
-"""Plans as a whole: what they must obey whatever the numbers."""
+"""Invariants of whole plans."""
 
 from __future__ import annotations
 

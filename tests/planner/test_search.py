@@ -1,4 +1,4 @@
-"""What is proposed is what was planned: pasted after the config it trains the same batch in the same pieces."""
+"""Proposed settings: pasted after the config, they give the planned run."""
 
 from __future__ import annotations
 

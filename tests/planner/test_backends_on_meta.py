@@ -1,4 +1,4 @@
-"""What the planner follows on meta tensors is what the backends do on CPU: the same bytes and the same products."""
+"""The meta trace of a backend equals its run on CPU: the same bytes and the same products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of what is being saved: as many as are left to write when the next update comes."""
+"""Memory for copies of parts that a save has not written when the next update comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints cost a run: as many as it makes, and the waiting for those that are written beside its steps."""
+"""Costs of checkpoints in time: the number of saves, and the wait for overlapping saves."""
 
 from __future__ import annotations
 
