@@ -261,7 +261,7 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     export_checkpoint(step, folder / "moved", "float32", merge=True, base=str(elsewhere))
     moved = load_file(folder / "moved" / "model.safetensors")
     save_file({name: 2 * values for name, values in moved.items()}, elsewhere / "model.safetensors")
-    with pytest.raises(UserError, match="not the weights beside which the adapter was learned"):
+    with pytest.raises(UserError, match="not the base weights that the adapter was trained on"):
         export_checkpoint(step, folder / "never", "float32", merge=True, base=str(elsewhere))
     with pytest.raises(UserError, match="--base names another place"):
         export_checkpoint(step, folder / "never", "float32", merge=True, base=str(folder / "nowhere"))
@@ -276,7 +276,7 @@ def test_an_adapter_is_not_continued_beside_another_model(folder: Path, base: Pa
     trained(write_config(folder, "other-base", run={"seed": 6, "name": "other-base", "directory": str(other)}))
     step = {"path": str(lora / "checkpoints" / "step-00000006")}
     begun = adapter_config(base, "begun", adapter=step, model={"config": None, "path": str(other / "export")})
-    assert "learned beside another model" in refused(begun)
+    assert "trained on another model" in refused(begun)
     moved = adapter_config(base, "lora", adapter=LORA, model={"config": None, "path": str(other / "export")})
     assert "model (hash of samples) was" in refused(moved)
 

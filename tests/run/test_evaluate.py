@@ -75,7 +75,7 @@ def test_cuts_that_may_not_be_exact_are_told(run: Path, tmp_path: Path) -> None:
     text.write_text("ab" * 150_000 + "\n")
     result = command("evaluate", run.parent / "run" / "export", text, "--sequence-length", "64", "--ranks", "1")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 x a stretch without a place where a cut is exact" in result.stdout
+    assert "1 x a stretch of text without an exact place for a cut" in result.stdout
 
 
 def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:

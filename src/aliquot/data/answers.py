@@ -48,9 +48,8 @@ def _span(template: ChatTemplate, messages: Messages, whole: str, index: int) ->
     if _render_reworded(template, messages, index) == whole:  # the template writes no word of the message
         return 0, 0
     raise LeftOut(
-        "a record in which it is not known where answers begin or end, because the chat template renders earlier turns"
-        " differently once later ones are there, left out: give one that marks answers with {% generation %},"
-        " data.chat_template"
+        "a record with answers of unknown place, because the chat template renders earlier turns differently once later"
+        " turns follow, left out: set data.chat_template to a template that marks answers with {% generation %}"
     )
 
 

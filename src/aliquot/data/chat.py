@@ -114,8 +114,8 @@ def encode_chat(
             return whole, *encoder.encode_chat(whole, marks, template, form), changed
         else:
             raise LeftOut(
-                "a record of which some answers are not to be learned, and the chat template does not mark each of the"
-                " assistant's turns as one, left out"
+                "a record with answers that are excluded from learning, whose chat template does not mark each turn of"
+                " the assistant, left out"
             )
     else:
         whole = template.render(form)

@@ -18,7 +18,7 @@ from aliquot.models.bounded_rendering import bounded_rendering
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 
-CHANGED = "a record that the chat template does not take as it is, given to it"
+CHANGED = "a record that the chat template accepts only"
 _GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 _CLOCK = "strftime_now"
 _TIME_FORMAT = re.compile(r"""(["'])((?:(?!\1).)*%(?:(?!\1).)*)\1""")

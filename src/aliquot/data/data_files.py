@@ -29,7 +29,7 @@ IN_DIRECTORIES = {
 # Files that describe records, next to the records or in a directory above them.
 _CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", "changelog", "dataset_info",
           "dataset_infos", "dataset_dict"}  # fmt: skip
-CARD = "a README, a license or the like beside records, left out"
+CARD = "a README, a license or the like next to records, left out"
 HIDDEN = "a hidden file or directory, left out"
 NO_FILE = "a device, pipe or socket, left out"
 DIRECTORY = "a directory that a pattern matches, left out"

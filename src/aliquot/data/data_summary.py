@@ -103,8 +103,8 @@ def irregularities(store: TokenStore) -> Iterator[str]:
         yield "; ".join(counted(store.left_out, store.firsts))
     if store.inexact_cuts:
         yield (
-            f"{store.inexact_cuts:,} x a stretch without a place where a cut is exact, too long to be encoded whole:"
-            " cut all the same, and a token or two there may be others"
+            f"{store.inexact_cuts:,} x a stretch of text without an exact place for a cut, too long to be encoded"
+            " whole: one or two tokens at the cut may differ"
         )
 
 

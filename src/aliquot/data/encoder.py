@@ -30,7 +30,7 @@ from aliquot.data.text_encoder import EncoderSpec
 from aliquot.models.remote_code import without_code
 
 AT_ONCE_CHARACTERS = 1 << 16
-HOLDS_SPECIAL = "a text, or a piece of one, that holds special tokens, encoded as those"
+HOLDS_SPECIAL = "a text or a piece of a text with special tokens, encoded as special tokens"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from aliquot.core.errors import TokenizerError
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
 
 AS_TEXT = "a record whose texts hold special tokens, encoded as text"
-AS_TOKENS = "a record whose texts hold special tokens, encoded as those"
+AS_TOKENS = "a record with special tokens in its texts, encoded as special tokens"
 _MARKS = "\ue000\ue001"  # put around special tokens of the author
 
 

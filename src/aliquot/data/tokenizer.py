@@ -66,7 +66,7 @@ def load_tokenizer(name: str | Path) -> Any:
             ) from error
         if path.is_dir() and _needs_sentencepiece(path):
             raise MissingToolError(
-                f"{name}: the tokenizer is a sentencepiece model without a tokenizer.json beside it, and the package"
+                f"{name}: the tokenizer is a sentencepiece model without a tokenizer.json next to it, and the package"
                 " sentencepiece is not installed: pip install sentencepiece"
             ) from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -247,7 +247,7 @@ def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
         except Exception as error:  # tokenizers raises plain Exception
             reason = " ".join(str(error).split())[:300]
             kind = config.get("model_type")
-            raise TokenizerError(f"transformers cannot load this tokenizer beside a {kind} model: {reason}") from error
+            raise TokenizerError(f"transformers cannot load this tokenizer for a {kind} model: {reason}") from error
     same = all(tokenizer.encode(text) == loaded.encode(text) for text in _SAMPLE_TEXTS)
     return tokenizer if same and len(tokenizer) == len(loaded) else loaded
 

@@ -107,7 +107,7 @@ def load(directory: Path, base: str | None = None) -> Loaded:
             model.load_adapter(str(directory))
     except Exception as error:  # safetensors, tokenizers and transformers raise errors of their own
         if not any(directory.glob("*token*")):
-            raise ModelFilesError("no tokenizer here: it belongs beside the model", directory) from error
+            raise ModelFilesError("no tokenizer here: copy it next to the model", directory) from error
         raise ModelFilesError(
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory
         ) from error

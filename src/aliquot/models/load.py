@@ -126,7 +126,7 @@ def load_adapter(
         is_checkpoint = (directory / STATE).is_file()
         stored = ByteMap.of_directory(directory, "model" if is_checkpoint else STEM).entries
         if is_checkpoint and read_json(directory / STATE)["determinants"].get(BASE) != base_fingerprint:
-            raise WeightsFileError("this adapter was learned beside another model than model.path", directory)
+            raise WeightsFileError("this adapter was trained on another model than model.path", directory)
         expected = [(tensor.source if is_checkpoint else tensor.name, tensor.shape) for tensor in saves]
         names = {name for name, _ in expected}
         check_tensors(
