@@ -103,8 +103,8 @@ def test_crowding_warning_counts_ranks_per_core(monkeypatch: pytest.MonkeyPatch)
     for launch in (LaunchSection(), LaunchSection(ranks=4, device="cpu")):
         assert crowding_warning(launch, settings) is None
     assert crowding_warning(LaunchSection(ranks=64, device="cpu"), settings) == (
-        "launch.ranks is 64, but this machine has 2 cores and 24 GiB of memory: ranks that share a core take turns, and"
-        " so many ranks take about 128 GiB. launch.ranks: auto would be 2 here"
+        "launch.ranks is 64, but this machine has 2 cores and 24 GiB of memory: ranks on one core take turns, and"
+        " these ranks take about 128 GiB. launch.ranks: auto would start 2 here"
     )
 
 

@@ -50,8 +50,8 @@ def crowding_warning(launch: LaunchSection, config: RunConfig) -> str | None:
     cores = f"{cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
     return (
         f"launch.ranks is {launch.ranks}, but this machine has {cores} and {memory_bytes >> 30} GiB of memory: ranks"
-        f" that share a core take turns, and so many ranks take about {launch.ranks * _RANK_BYTES >> 30} GiB."
-        f" launch.ranks: auto would be {fitting} here"
+        f" on one core take turns, and these ranks take about {launch.ranks * _RANK_BYTES >> 30} GiB."
+        f" launch.ranks: auto would start {fitting} here"
     )
 
 

@@ -164,5 +164,5 @@ def _port(environ: Mapping[str, str], name: str) -> int:
 def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:
     text = environ[name]
     if not text.isdecimal() or int(text) < smallest:
-        raise LaunchError(f"the environment variable {name} is {text!r}; a whole number from {smallest} on is needed")
+        raise LaunchError(f"the environment variable {name} is {text!r}: set it to a whole number, at least {smallest}")
     return int(text)

@@ -180,7 +180,9 @@ def _exchange_hosts(
     """Return a store to keep until `meet_ranks`, and the host and the allowed CPUs of every rank."""
     address, port = _master(environ)
     if rank >= world_size:
-        raise LaunchError(f"the environment says rank {rank} of {world_size}: not possible")
+        raise LaunchError(
+            f"the environment says rank {rank} of {world_size}: ranks count from 0. Correct RANK and WORLD_SIZE"
+        )
     deadline = Deadline(timeout_s)
     store = open_store(address, port, rank == 0, deadline, "rank 0")
     meeting = _Meeting(sign_store(store, environ, "aliquot/hosts"), "rank", rank, world_size)
@@ -314,4 +316,6 @@ def _check_paths(meeting: _Meeting, entries: Sequence[_Entry]) -> None:
                 f"{failure}; nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
             )
     except DistError:
-        raise RendezvousError("rank 0 has ended before all hosts had reached each other") from None
+        raise RendezvousError(
+            "rank 0 has ended before all hosts had reached each other; its own last line says why"
+        ) from None

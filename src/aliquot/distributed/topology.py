@@ -81,7 +81,8 @@ def place_rank(
     local_ranks = 1 if alone else integer_variable(environ, "LOCAL_WORLD_SIZE", world_size)
     if rank >= world_size or local_rank >= local_ranks:
         raise LaunchError(
-            f"the environment says rank {rank} of {world_size}, local rank {local_rank} of {local_ranks}: not possible"
+            f"the environment says rank {rank} of {world_size}, local rank {local_rank} of {local_ranks}: ranks"
+            " count from 0. Correct RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     threads, reason = threads_per_rank(launch, environ, cpu, 1 if has_own_cores else local_ranks)
     cores = [cores_of_single_rank(cpu, threads)] if has_own_cores else core_sets(cpu, local_ranks, threads)
@@ -114,7 +115,7 @@ def threads_per_rank(
         # OpenMP allows a list with one number per nesting level; torch uses the first level.
         text = environ[name].split(",")[0].strip()
         if not text.isdecimal() or int(text) == 0:
-            raise LaunchError(f"the environment variable {name} is {text!r}, a positive number is needed")
+            raise LaunchError(f"the environment variable {name} is {text!r}: set it to a positive number")
         return _at_most_cpus(cpu, int(text), name)
     if len(cpu.cores) < local_ranks:
         return 1, f"{_CORES} / ranks"
@@ -180,6 +181,6 @@ def check_gpus(local_ranks: int) -> None:
     gpus = torch.cuda.device_count()
     if local_ranks > gpus:
         raise LaunchError(
-            f"{local_ranks} ranks on this machine, which has {gpus} GPU{'' if gpus == 1 else 's'}: each needs its own;"
-            f" set launch.ranks={gpus}, or launch.device=cpu"
+            f"{local_ranks} ranks on this machine, which has {gpus} GPU{'' if gpus == 1 else 's'}: every rank needs its"
+            f" own GPU; set launch.ranks={gpus}, or launch.device=cpu"
         )

@@ -42,8 +42,8 @@ class Hosts:
         if len({len(ranks) for ranks in table}) > 1:
             counts = ", ".join(str(len(ranks)) for ranks in table)
             raise LaunchError(
-                f"the host engine needs equally many ranks on every host, and there are {counts}: give all nodes the"
-                " same launch.ranks, or set shard.engine: fsdp"
+                f"the host engine needs the same number of ranks on every host, but the hosts have {counts}: set the"
+                " same launch.ranks on all nodes, or shard.engine: fsdp"
             )
         host = table.index(peers.ranks)
         wire = Wire([ranks[peers.index] for ranks in table], host, peers.size) if len(table) > 1 else None
