@@ -82,7 +82,7 @@ def generate(directory: Path, numbers: Mapping[str, Any], max_shard_bytes: int =
     """A Hugging Face directory in bf16 with random bits."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(llama_config(numbers), indent=1))
-    layout = FilesLayout.of(llama_tensors(numbers), torch.bfloat16, max_shard_bytes, "model")
+    layout = FilesLayout.from_tensors(llama_tensors(numbers), torch.bfloat16, max_shard_bytes, "model")
     layout.create_files(directory)
     bits = torch.empty(BLOCK_BYTES // 8, dtype=torch.int64)
     for file in layout.files:

@@ -69,7 +69,7 @@ def test_the_distribution_is_that_of_transformers(tmp_path: Path) -> None:
     mixing = torch.randn(6, 6)
     old = torch.randn(200, 6) @ mixing + 0.01 * torch.randn(6)
     save_file({"embed.weight": old}, tmp_path / "model.safetensors")
-    entry = ByteMap.of_directory(tmp_path).entries["embed.weight"]
+    entry = ByteMap.from_directory(tmp_path).entries["embed.weight"]
     ours = torch.cat([new_rows(entry, f"seed:{batch}", 500, SingleRank()) for batch in range(8)])
     sizes = {"hidden_size": 6, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=200, tie_word_embeddings=True, **sizes))

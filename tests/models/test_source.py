@@ -187,7 +187,7 @@ def test_a_pointer_of_git_lfs_is_told_as_one(tmp_path: Path, shared: Path, name:
     with pytest.raises(UserError, match=expected):
         resolve(ModelSection(path=str(tmp_path / "model")))
         load_tokenizer(tmp_path / "model")
-        ByteMap.of_directory(tmp_path / "model")
+        ByteMap.from_directory(tmp_path / "model")
 
 
 def test_the_vocabulary_has_room_for_the_largest_number_and_grows_for_tokens_that_were_added_alone() -> None:

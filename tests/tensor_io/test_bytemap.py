@@ -21,7 +21,7 @@ def sharded(directory: Path, weight_map: Any) -> Path:
 
 def test_shards(tmp_path: Path) -> None:
     names = {"a": "model-00001-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}
-    found = ByteMap.of_directory(sharded(tmp_path, names))
+    found = ByteMap.from_directory(sharded(tmp_path, names))
     assert {name: entry.file.name for name, entry in found.entries.items()} == names
     assert {path.name for path in found.header_bytes} == set(names.values())
 
@@ -31,22 +31,22 @@ def test_a_file_beside_shards_holds_the_same_weights_or_is_refused(tmp_path: Pat
     single = sharded(tmp_path, names) / "model.safetensors"
     index = tmp_path / "model.safetensors.index.json"
     save_file({"a": torch.zeros(2), "c": torch.zeros(4)}, single)
-    assert {entry.file for entry in ByteMap.of_directory(tmp_path).entries.values()} == {single}
+    assert {entry.file for entry in ByteMap.from_directory(tmp_path).entries.values()} == {single}
     for other in ({"a": torch.zeros(2), "c": torch.ones(4)}, {"a": torch.zeros(2)}, {"a": torch.zeros(2).half()}):
         save_file(other, single)
         with pytest.raises(UserError, match=r"model.safetensors and the shards of .*index.json are both here, and"):
-            ByteMap.of_directory(tmp_path)
+            ByteMap.from_directory(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))  # an index of this very file
-    assert set(ByteMap.of_directory(tmp_path).entries) == {"a"}
+    assert set(ByteMap.from_directory(tmp_path).entries) == {"a"}
     index.write_text(json.dumps({"weight_map": {"b": "gone-00001-of-00001.safetensors"}}))
-    assert set(ByteMap.of_directory(tmp_path).entries) == {"a"}
+    assert set(ByteMap.from_directory(tmp_path).entries) == {"a"}
 
 
 def test_stem(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "exp_avg.safetensors")
-    assert set(ByteMap.of_directory(tmp_path, "exp_avg").entries) == {"a"}
+    assert set(ByteMap.from_directory(tmp_path, "exp_avg").entries) == {"a"}
     with pytest.raises(UserError, match=r"no exp_avg_sq\.safetensors"):
-        ByteMap.of_directory(tmp_path, "exp_avg_sq")
+        ByteMap.from_directory(tmp_path, "exp_avg_sq")
 
 
 @pytest.mark.parametrize(
@@ -70,22 +70,22 @@ def test_stem(tmp_path: Path) -> None:
 )
 def test_hostile_index(tmp_path: Path, weight_map: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ByteMap.of_directory(sharded(tmp_path, weight_map))
+        ByteMap.from_directory(sharded(tmp_path, weight_map))
 
 
 def test_directory_without_safetensors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no model\.safetensors"):
-        ByteMap.of_directory(tmp_path)
+        ByteMap.from_directory(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"convert the \.bin"):
-        ByteMap.of_directory(tmp_path)
+        ByteMap.from_directory(tmp_path)
     with pytest.raises(UserError, match="no such directory"):
-        ByteMap.of_directory(tmp_path / "absent")
+        ByteMap.from_directory(tmp_path / "absent")
 
 
 def test_all_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.int32)}, tmp_path / "model.safetensors")
-    entries = ByteMap.of_directory(tmp_path).entries
+    entries = ByteMap.from_directory(tmp_path).entries
     with pytest.raises(UserError) as caught:
         check_tensors([("a", (1, 2)), ("b", (3,)), ("c", ())], entries, tmp_path, extra=["d"])
     for part in ("missing: c", "not of this model: d", "a is [2] instead of [1, 2]", "b is torch.int32"):

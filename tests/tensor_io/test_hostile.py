@@ -48,7 +48,7 @@ def test_a_header_of_very_many_entries(tmp_path: Path) -> None:
 def test_nan_payloads_and_denormals_pass_through(tmp_path: Path) -> None:
     bits = torch.tensor([0x7FC0, 0x7FC1, 0xFFFF, 0x7F81, 0x7F80, 0xFF80, 0x0001, 0x8000], dtype=torch.uint16)
     save_file({"x": bits.view(torch.bfloat16)}, tmp_path / "model.safetensors")
-    entries = ByteMap.of_directory(tmp_path).entries
+    entries = ByteMap.from_directory(tmp_path).entries
     store = InMemoryStore([("x", (8,))], torch.bfloat16)
     fill(store, {"weight": entries})
     assert torch.equal(store.values["x"].view(torch.uint16), bits), "not a bit changed where no dtype does"
@@ -58,7 +58,7 @@ def test_nan_payloads_and_denormals_pass_through(tmp_path: Path) -> None:
     assert torch.equal(held.isnan(), bits.view(torch.bfloat16).isnan()) and torch.equal(held[4:], store.values["x"][4:])
 
     wide = torch.tensor([0x7FC00001, 0x7FFFFFFF, -1, 0x00000001], dtype=torch.int32)
-    layout = FilesLayout.of([("x", (4,))], torch.float32, 1 << 30, "model")
+    layout = FilesLayout.from_tensors([("x", (4,))], torch.float32, 1 << 30, "model")
     (tmp_path / "out").mkdir()
     layout.create_files(tmp_path / "out")
     as_fp32 = FakeStore([("x", (4,))], kinds=["weight"])
@@ -93,19 +93,19 @@ def test_views_of_any_dtype(tmp_path: Path, held: torch.dtype, stored: torch.dty
     original = {name: torch.randn(shape).to(stored) for name, shape in tensors}
     save_file(original, tmp_path / "model.safetensors")
     store = InMemoryStore(tensors, held)
-    fill(store, {"weight": ByteMap.of_directory(tmp_path).entries})
+    fill(store, {"weight": ByteMap.from_directory(tmp_path).entries})
     assert all(torch.equal(store.values[n], original[n].flatten().to(held)) for n in original if n != "c")
-    layout = FilesLayout.of(tensors, stored, 1 << 30, "again")
+    layout = FilesLayout.from_tensors(tensors, stored, 1 << 30, "again")
     layout.create_files(tmp_path)
     drain(store, {"weight": layout.byte_map(tmp_path).entries})
     found = InMemoryStore(tensors, stored)
-    fill(found, {"weight": ByteMap.of_directory(tmp_path, "again").entries})
+    fill(found, {"weight": ByteMap.from_directory(tmp_path, "again").entries})
     assert all(torch.equal(found.values[n], store.values[n].to(stored)) for n in original if n != "c")
 
 
 def test_progress_is_told_and_can_end_a_transfer(tmp_path: Path) -> None:
     tensors = [("a", (6_000_000,)), ("b", (3,))]
-    layout = FilesLayout.of(tensors, torch.float32, 1 << 30, "model")
+    layout = FilesLayout.from_tensors(tensors, torch.float32, 1 << 30, "model")
     layout.create_files(tmp_path)
     maps = {"weight": layout.byte_map(tmp_path).entries}
     told: list[Progress] = []
@@ -128,7 +128,7 @@ def test_progress_is_told_and_can_end_a_transfer(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_or_grows_under_way(tmp_path: Path) -> None:
     tensors = [("a", (4_000_000,)), ("z", (4_000_000,))]
-    layout = FilesLayout.of(tensors, torch.float32, 1 << 30, "model")
+    layout = FilesLayout.from_tensors(tensors, torch.float32, 1 << 30, "model")
     layout.create_files(tmp_path)
     maps = {"weight": layout.byte_map(tmp_path).entries}
     path = tmp_path / "model.safetensors"
@@ -146,22 +146,22 @@ def test_a_file_that_shrinks_or_grows_under_way(tmp_path: Path) -> None:
 def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("model.safetensors")
     with pytest.raises(UserError):
-        ByteMap.of_directory(tmp_path)
+        ByteMap.from_directory(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "a.safetensors").symlink_to("b.safetensors")
     (tmp_path / "b.safetensors").symlink_to("a.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     with pytest.raises(UserError, match="cannot read: Too many levels"):
-        ByteMap.of_directory(tmp_path)
+        ByteMap.from_directory(tmp_path)
     index.unlink()
     index.symlink_to(index.name)
     with pytest.raises(UserError):
-        ByteMap.of_directory(tmp_path)
+        ByteMap.from_directory(tmp_path)
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     with pytest.raises(UserError):
-        ByteMap.of_directory(loop)
+        ByteMap.from_directory(loop)
 
 
 def signed(fields: dict[str, Any]) -> bytes:

@@ -26,7 +26,7 @@ models = st.lists(shapes, min_size=1, max_size=6).map(lambda found: [(f"t{i}", s
 
 def written(directory: Path, tensors: Tensors, dtype: torch.dtype, limit: int, world_size: int) -> FilesLayout:
     """The weights of a FakeStore, written by `world_size` ranks one after the other."""
-    layout = FilesLayout.of(tensors, dtype, limit, "model")
+    layout = FilesLayout.from_tensors(tensors, dtype, limit, "model")
     layout.create_files(directory)
     for rank in range(world_size):
         store = FakeStore(tensors, rank, world_size)
@@ -46,7 +46,7 @@ def test_round_trip(tensors: Tensors, dtype: torch.dtype, limit: int, writers: i
         written(Path(many), tensors, dtype, limit, writers)
         assert digests(Path(one)) == digests(Path(many))
 
-        found = ByteMap.of_directory(Path(many))
+        found = ByteMap.from_directory(Path(many))
         assert found == layout.byte_map(Path(many)), "what is on disk is what was laid out"
         loaded = {}
         for file in layout.files:
@@ -63,7 +63,7 @@ def test_round_trip(tensors: Tensors, dtype: torch.dtype, limit: int, writers: i
 
 
 def test_shards_as_transformers_writes_them(tmp_path: Path) -> None:
-    layout = FilesLayout.of(SMALL, torch.float32, 400, "model")
+    layout = FilesLayout.from_tensors(SMALL, torch.float32, 400, "model")
     split = split_torch_state_dict_into_shards(
         {name: torch.zeros(shape) for name, shape in SMALL},
         filename_pattern="model{suffix}.safetensors",
@@ -84,13 +84,13 @@ def test_any_dtype_to_any_other(stored: torch.dtype, wanted: torch.dtype, tmp_pa
     save_file({"head": torch.zeros(3, dtype=stored), "x": values}, tmp_path / "model.safetensors")
     out = torch.empty(numel - 7, dtype=wanted)
     with RangeReader() as reader:
-        reader.read(ByteMap.of_directory(tmp_path).entries["x"], 2, out)
+        reader.read(ByteMap.from_directory(tmp_path).entries["x"], 2, out)
     assert torch.equal(out[2:], values[4:-5].to(wanted)) and out[0] == values[2]
 
 
 def test_bf16_ties_round_to_even(tmp_path: Path) -> None:
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32).view(torch.float32)
-    layout = FilesLayout.of([("x", (4,))], torch.bfloat16, 1 << 30, "model")
+    layout = FilesLayout.from_tensors([("x", (4,))], torch.bfloat16, 1 << 30, "model")
     layout.create_files(tmp_path)
     store = FakeStore([("x", (4,))], kinds=["weight"])
     store.values = dict.fromkeys(store.values, ties)
@@ -103,14 +103,14 @@ def test_values_of_one_byte(tmp_path: Path) -> None:
     values = torch.arange(5_000_000).remainder(100).to(torch.uint8).view(torch.float8_e5m2)  # all finite
     save_file({"x": values}, tmp_path / "model.safetensors")
     store = FakeStore([("x", (5_000_000,))], kinds=["weight"], zeros=True)
-    fill(store, {"weight": ByteMap.of_directory(tmp_path).entries})
+    fill(store, {"weight": ByteMap.from_directory(tmp_path).entries})
     (held,) = store.values.values()
     assert torch.equal(held, values.float())
 
 
 def test_a_range_outside_the_tensor_is_refused(tmp_path: Path) -> None:
     written(tmp_path, SMALL, torch.float32, 1 << 30, 1)
-    entry = ByteMap.of_directory(tmp_path).entries["lm_head.weight"]
+    entry = ByteMap.from_directory(tmp_path).entries["lm_head.weight"]
     before = digests(tmp_path)
     for start in (-1, entry.numel - 1):
         with RangeReader() as reader, pytest.raises(ValueError, match="lm_head"):
@@ -124,7 +124,7 @@ def test_a_range_outside_the_tensor_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_after_its_header_was_read(tmp_path: Path) -> None:
     written(tmp_path, SMALL, torch.float32, 1 << 30, 1)
-    entry = ByteMap.of_directory(tmp_path).entries["lm_head.weight"]
+    entry = ByteMap.from_directory(tmp_path).entries["lm_head.weight"]
     path = tmp_path / "model.safetensors"
     with RangeReader() as reader:
         reader.read(entry, 0, torch.empty(2))

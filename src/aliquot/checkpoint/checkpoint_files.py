@@ -64,7 +64,7 @@ class CheckpointSpec:
                 scales = (math.prod(shape) // block_numel(row_numel),)
                 entries.append(LayoutEntry(name, shape, _CODES[kind]))
                 entries.append(LayoutEntry(name + SCALES, scales, torch.float32, same_file=True))
-        return FilesLayout.of_tensors(entries, max_file_bytes, stem)
+        return FilesLayout.from_entries(entries, max_file_bytes, stem)
 
 
 def values_of(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -158,7 +158,7 @@ def _verified_state(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
 
 
 def _byte_maps(directory: Path) -> dict[Kind, ByteMap]:
-    return {kind: ByteMap.of_directory(directory, stem) for kind, stem in STEMS.items()}
+    return {kind: ByteMap.from_directory(directory, stem) for kind, stem in STEMS.items()}
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def export(
         exact = {tensor.name for tensor in published if tensor.source in exact}
     out_dir = out_dir.resolve()  # "." and links have no name next to which a directory could be written
     laid = [LayoutEntry(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
-    layout = FilesLayout.of_tensors(laid, options.max_shard_bytes, options.stem)
+    layout = FilesLayout.from_entries(laid, options.max_shard_bytes, options.stem)
 
     def make_way() -> None:
         if not options.replace and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
@@ -145,7 +145,7 @@ def export_checkpoint(
     if options.verify:
         exported = [name for name in manifest.files if not name.startswith("exp_avg")]
         run_on_rank_0(ranks, lambda: verify_descriptions(checkpoint_dir, manifest, exported))
-    source = ByteMap.of_directory(checkpoint_dir)
+    source = ByteMap.from_directory(checkpoint_dir)
     config_files = options.config_files
     if config_files is None:
         config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}

@@ -70,7 +70,7 @@ def load_weights(
     published, names = options.published, options.names
 
     def read() -> int:
-        stored = ByteMap.of_directory(directory).entries
+        stored = ByteMap.from_directory(directory).entries
         expected, target_store = tensors, store
         if published is not None and _is_published(stored, published, names):
             expected, target_store = tensors_of(published), PublishedStore(store, published)
@@ -124,7 +124,7 @@ def load_adapter(
 
     def read() -> None:
         is_checkpoint = (directory / STATE).is_file()
-        stored = ByteMap.of_directory(directory, "model" if is_checkpoint else STEM).entries
+        stored = ByteMap.from_directory(directory, "model" if is_checkpoint else STEM).entries
         if is_checkpoint and read_json(directory / STATE)["determinants"].get(BASE) != base_fingerprint:
             raise WeightsFileError("this adapter was trained on another model than model.path", directory)
         expected = [(tensor.source if is_checkpoint else tensor.name, tensor.shape) for tensor in saves]

@@ -50,7 +50,7 @@ class MergedWeights:
             raise ModelFilesError(f"the model that the adapter is for: {error}; --base names another place") from None
         if fingerprint(self._directory) != base_fingerprint:
             raise WeightsFileError("not the base weights that the adapter was trained on", self._directory)
-        source = ByteMap.of_directory(self._directory)
+        source = ByteMap.from_directory(self._directory)
         self._base = StoredWeights(source, reader)
         self.tensors = names_in_file_order(source)
         rank, alpha = int(fields["r"]), float(fields["lora_alpha"])

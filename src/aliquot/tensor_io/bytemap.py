@@ -25,7 +25,7 @@ class ByteMap:
     header_bytes: Mapping[Path, int]
 
     @classmethod
-    def of_directory(cls, directory: Path, stem: str = "model") -> ByteMap:
+    def from_directory(cls, directory: Path, stem: str = "model") -> ByteMap:
         """Map `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists.
 
         Raises UserError: neither file exists, a shard is absent or malformed, an indexed tensor is not in its shard, or

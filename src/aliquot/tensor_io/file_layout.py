@@ -54,14 +54,14 @@ class FilesLayout:
     index: Mapping[str, bytes]
 
     @classmethod
-    def of(
+    def from_tensors(
         cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str
     ) -> FilesLayout:
-        """Lay out tensors of one dtype; see `of_tensors`."""
-        return cls.of_tensors([LayoutEntry(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
+        """Lay out tensors of one dtype; see `from_entries`."""
+        return cls.from_entries([LayoutEntry(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[LayoutEntry], max_shard_bytes: int, stem: str) -> FilesLayout:
+    def from_entries(cls, tensors: Sequence[LayoutEntry], max_shard_bytes: int, stem: str) -> FilesLayout:
         """Lay out the tensors in their order; a file ends where the next tensor would exceed `max_shard_bytes`."""
         shards: list[list[LayoutEntry]] = [[]]
         shard_bytes = 0
@@ -82,7 +82,7 @@ class FilesLayout:
         return sum(file.file_bytes for file in self.files)
 
     def byte_map(self, directory: Path) -> ByteMap:
-        """Return what `ByteMap.of_directory` would read from the finished files."""
+        """Return what `ByteMap.from_directory` would read from the finished files."""
         entries = {}
         for file in self.files:
             offset = len(file.header)
