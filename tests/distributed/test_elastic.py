@@ -29,7 +29,7 @@ from aliquot.distributed.elastic import _Node
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.launcher import apply_environment, launch_mode
 from aliquot.distributed.leader_lease import Claim, Claims, check_round, follows_earlier_round, newest_round
-from aliquot.distributed.membership import Leader, PreviousRound, Run
+from aliquot.distributed.membership import ElasticRun, Leader, PreviousRound
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
 from tests import warm
@@ -141,7 +141,7 @@ class Nodes:
         listener = socket.create_server(("127.0.0.1", 0))
         self.claim = replace(CLAIM, port=listener.getsockname()[1])
         Claims(folder).make(self.claim)
-        run = Run(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
+        run = ElasticRun(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
         self.leader = Leader(Claims(folder), self.claim, [listener], "a", section, run, PreviousRound(None, []))
 
@@ -385,7 +385,7 @@ def test_only_a_dead_leader_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
             LaunchSection(nodes="1:2", join_timeout_s=30),
             Claims(tmp_path),
             False,
-            Run("", lambda: (0, 0), print, lambda: True),
+            ElasticRun("", lambda: (0, 0), print, lambda: True),
         )
         found = threading.Thread(target=node.next_order, daemon=True)
         found.start()

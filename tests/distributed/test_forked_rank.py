@@ -20,13 +20,13 @@ from aliquot.distributed import forked_rank
 from aliquot.distributed.elastic import start_elastic_ranks
 from aliquot.distributed.launcher import prepare_log_directory
 from aliquot.distributed.local_group import RankProgram
-from aliquot.distributed.membership import Run
+from aliquot.distributed.membership import ElasticRun
 
 module, folder = sys.argv[1], Path.cwd()
 sys.path.insert(0, str(folder))
 start = ForkServerProcess.start
 {changed}
-run = Run("", lambda: (0, 0), print, lambda: True)
+run = ElasticRun("", lambda: (0, 0), print, lambda: True)
 launch = LaunchSection(device="cpu", ranks={ranks}, nodes="1:1")
 program = RankProgram(["-m", module], prepare_log_directory(folder / "logs"), 5, (module,))
 sys.exit(start_elastic_ranks(launch, program, folder, False, run))

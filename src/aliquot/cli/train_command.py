@@ -94,7 +94,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     from aliquot.distributed.config_consistency import common_settings
     from aliquot.distributed.elastic import start_elastic_ranks
     from aliquot.distributed.local_group import RankProgram
-    from aliquot.distributed.membership import Run
+    from aliquot.distributed.membership import ElasticRun
     from aliquot.observe.events import Events
     from aliquot.observe.metrics import last_step
 
@@ -112,7 +112,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     def is_complete() -> bool:
         return directory.export.exists() if settings.checkpoint.export else progress()[0] > 0
 
-    run = Run(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, report, is_complete)
+    run = ElasticRun(json.dumps(common_settings(settings), sort_keys=True, default=str), progress, report, is_complete)
     if not (is_complete() and is_finished(directory.path, run.finish_mark())):
         directory.check(settings)
     logs = prepare_log_directory(directory.logs)

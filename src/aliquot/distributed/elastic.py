@@ -27,7 +27,7 @@ from aliquot.distributed.gloo_interface import group_address
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims
 from aliquot.distributed.local_group import Ended, RankProgram, run_local_ranks
-from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, Leader, PreviousRound, Run
+from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRun, Leader, PreviousRound
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
@@ -41,7 +41,7 @@ _PORTS = 20  # tried by a new leader
 
 
 def start_elastic_ranks(
-    launch: LaunchSection, program: RankProgram, run_directory: Path, automatic: bool, run: Run
+    launch: LaunchSection, program: RankProgram, run_directory: Path, automatic: bool, run: ElasticRun
 ) -> int:
     """Run the program as the ranks of this node, round after round, and return the exit code as `start_ranks` does.
 
@@ -56,7 +56,7 @@ def start_elastic_ranks(
         return _all_rounds(node, claims, launch, program, run)
 
 
-def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: RankProgram, run: Run) -> int:
+def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: RankProgram, run: ElasticRun) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     try:
@@ -182,7 +182,7 @@ class _Link(threading.Thread):
 class _Node:
     """The state of this node: its link to the leader, and whether this node leads."""
 
-    def __init__(self, launch: LaunchSection, claims: Claims, automatic: bool, run: Run) -> None:
+    def __init__(self, launch: LaunchSection, claims: Claims, automatic: bool, run: ElasticRun) -> None:
         self.link: _Link | None = None
         self._id = secrets.token_hex(8)
         self._launch, self._claims, self._automatic, self._run = launch, claims, automatic, run
@@ -296,7 +296,7 @@ class _Node:
         return self._reach(claim)
 
 
-def _is_finished(claims: Claims, run: Run) -> bool:
+def _is_finished(claims: Claims, run: ElasticRun) -> bool:
     return run.whole() and claims.finished(run.finish_mark())
 
 

@@ -37,7 +37,7 @@ _TRANSIENT = ("[rendezvous]", "[cut-off]")
 
 
 @dataclass(frozen=True)
-class Run:
+class ElasticRun:
     """Facts and actions of the run that the leader needs."""
 
     mark: str  # JSON of settings and versions, equal on nodes of one run
@@ -95,7 +95,7 @@ class Leader:
 
     def __init__(
         self, claims: Claims, claim: Claim, listeners: Sequence[socket.socket], own_id: str, launch: LaunchSection,
-        run: Run, previous: PreviousRound,
+        run: ElasticRun, previous: PreviousRound,
     ) -> None:  # fmt: skip
         self._claims, self._claim, self._listeners, self._own_id = claims, claim, listeners, own_id
         self._launch, self._run = launch, run
