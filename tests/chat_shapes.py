@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from aliquot.config.data_section import DataSection
+from aliquot.data.answers import UNKNOWN_PLACE
 from aliquot.data.chat import ANSWERS_NOT_WRITTEN, NO_ANSWER, encode_record
 from aliquot.data.chat_template import CHANGED
 from aliquot.data.formats import format_of
@@ -120,7 +121,7 @@ def outcome(tokenizer: PreTrainedTokenizerFast, shape: str) -> Outcome:
     as_python = expected is not None and "[{'type': 'text'" in tokenizer.decode(expected["input_ids"])
     if not ids:
         reason, detail = next(iter(notes.items()))
-        is_right = expected is None or as_python or reason in (ANSWERS_NOT_WRITTEN, NO_ANSWER) or "not known" in reason
+        is_right = expected is None or as_python or reason in (ANSWERS_NOT_WRITTEN, NO_ANSWER, UNKNOWN_PLACE)
         return Outcome("-" if is_right else "?", f"{reason}: {detail}".rstrip(": "))
     changed = next((reason for reason in notes if reason.startswith(CHANGED)), "")
     if changed:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.data.batches import Batches, BatchPrefetcher, GpuCopier, StepBatch
+from aliquot.data.batches import BatchCopier, Batches, BatchPrefetcher, StepBatch
 from tests.data.stores import numbered
 from tests.data.test_batches import batches, facts
 
@@ -113,7 +113,7 @@ def test_copies_are_made_ahead_and_kernels_wait_for_them(monkeypatch: pytest.Mon
     made = batches(numbered([3, 17, 2, 9, 40, 5, 5, 8, 12, 31]))
     expected = [made.step_batch(step, 1, 2) for step in range(3)]
     cuda = Cuda(monkeypatch)
-    with BatchPrefetcher(made, 1, 2, first=0, stop=3, gpu_copier=GpuCopier()) as ahead:
+    with BatchPrefetcher(made, 1, 2, first=0, stop=3, gpu_copier=BatchCopier()) as ahead:
         taken = [ahead.take(step) for step in range(3)]
     here = [each for batch in expected for each in batch.micro_batches if each is not None]
     there = [each for batch in taken for each in batch.micro_batches if each is not None]

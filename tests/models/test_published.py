@@ -158,7 +158,9 @@ def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
     options: dict[str, Any] = {"published": published_of(model, tensors), "tell": told.append}
-    load_weights(store, tmp_path, tensors, {}, SingleRank(), LoadOptions(names=StoredNames.of_model(model), **options))
+    load_weights(
+        store, tmp_path, tensors, {}, SingleRank(), LoadOptions(names=StoredNames.from_model(model), **options)
+    )
     assert store.equals(weights)
     assert told == [f"{tmp_path}: 2 tensors that transformers does not load are left out, {min(beside)} for one"]
     with pytest.raises(WeightsFileError, match=f"not of this model: .*{beside[0]}"):

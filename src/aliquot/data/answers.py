@@ -16,6 +16,11 @@ _QUESTION: dict[str, Any] = {"role": "user", "content": "x"}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "x"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of thoughts that transformers knows
 
+UNKNOWN_PLACE = (
+    "a record with answers of unknown place, because the chat template renders earlier turns differently once later"
+    " turns follow, left out: set data.chat_template to a template that marks answers with {% generation %}"
+)
+
 
 def marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
     """Return one mark for each of the assistant's `turns`; None if there are more or fewer marks than turns."""
@@ -47,10 +52,7 @@ def _span(template: ChatTemplate, messages: Messages, whole: str, index: int) ->
             return start, end
     if _render_reworded(template, messages, index) == whole:  # the template writes no word of the message
         return 0, 0
-    raise LeftOut(
-        "a record with answers of unknown place, because the chat template renders earlier turns differently once later"
-        " turns follow, left out: set data.chat_template to a template that marks answers with {% generation %}"
-    )
+    raise LeftOut(UNKNOWN_PLACE)
 
 
 def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -> int | None:

@@ -266,7 +266,7 @@ class CopiedBatch:
     arrived: Any  # a CUDA event
 
 
-class GpuCopier:
+class BatchCopier:
     """Copy batches to the current GPU: `send` in the preparing thread, `receive` where kernels are launched."""
 
     def __init__(self) -> None:
@@ -301,7 +301,7 @@ class BatchPrefetcher:
     """
 
     def __init__(
-        self, batches: Batches, rank: int, world_size: int, first: int, stop: int, gpu_copier: GpuCopier | None = None
+        self, batches: Batches, rank: int, world_size: int, first: int, stop: int, gpu_copier: BatchCopier | None = None
     ) -> None:
         """Begin with the batch of step `first`. `gpu_copier` is None on CPUs, where batches need no copy."""
         self._batches = batches

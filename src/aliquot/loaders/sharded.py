@@ -65,7 +65,7 @@ def load_sharded(
     ranks: RankGroup = Members(device) if dist.is_available() and dist.is_initialized() else SingleRank()
     aliases = {_plain(alias): _plain(name) for alias, name in tied.items()}
     tensors = tensors_of(built)
-    published, names = published_of(built, tensors), StoredNames.of_model(built)
+    published, names = published_of(built, tensors), StoredNames.from_model(built)
     load_weights(
         ShardedWeights(built),
         Path(directory),

@@ -73,7 +73,7 @@ def load_zero3(
         built = _construct(model, dtype, options)
     tied = tied_weights(built)
     tensors = tensors_of(built)
-    published, names = published_of(built, tensors), StoredNames.of_model(built)
+    published, names = published_of(built, tensors), StoredNames.from_model(built)
     compute_buffers(built)
     device = partition(built, settings)
     load_weights(

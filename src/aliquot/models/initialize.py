@@ -129,14 +129,14 @@ def record(model: PreTrainedModel) -> Fills:
         except RuntimeError as error:  # meta tensors have no values to compute with
             refused = f"its initialisation needs values: {error}"
 
-    fills, by_layer = _replayable(dict(model.named_parameters()), recorder)
-    by_layer |= {name: refused or "nothing fills it" for name, operations in fills.items() if not operations}
+    fills, layer_reasons = _replayable(dict(model.named_parameters()), recorder)
+    layer_reasons |= {name: refused or "nothing fills it" for name, operations in fills.items() if not operations}
     if skipped := _skipped(model):
-        by_layer |= {name: f"{skipped} does nothing to meta tensors" for name in fills}
+        layer_reasons |= {name: f"{skipped} does nothing to meta tensors" for name in fills}
     repeated = set(decoder_layers(model))
     layers = [path for path, module in model.named_modules() if module in repeated]
     return {
-        name: _layer_fill(model, name, layers, by_layer[name]) if name in by_layer else tuple(operations)
+        name: _layer_fill(model, name, layers, layer_reasons[name]) if name in layer_reasons else tuple(operations)
         for name, operations in fills.items()
     }
 

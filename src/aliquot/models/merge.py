@@ -92,7 +92,7 @@ class MergedWeights:
 
     @cached_property
     def _names(self) -> StoredNames:
-        return StoredNames.of_model(self._model)
+        return StoredNames.from_model(self._model)
 
     @cached_property
     def _model(self) -> PreTrainedModel:

@@ -102,14 +102,14 @@ class PublishedParts:
 
     def __init__(self, store: PartSource, published: Sequence[Published]) -> None:
         self._store = store
-        by_source: dict[str, list[Published]] = {}
+        tensors_of_source: dict[str, list[Published]] = {}
         for tensor in published:
-            by_source.setdefault(tensor.source, []).append(tensor)
-        self._held = dict(self._cut(by_source))
+            tensors_of_source.setdefault(tensor.source, []).append(tensor)
+        self._held = dict(self._cut(tensors_of_source))
 
-    def _cut(self, by_source: Mapping[str, Sequence[Published]]) -> Iterator[tuple[Part, tuple[Part, int]]]:
+    def _cut(self, tensors_of_source: Mapping[str, Sequence[Published]]) -> Iterator[tuple[Part, tuple[Part, int]]]:
         for held in self._store.parts():
-            for tensor in by_source.get(held.name, ()) if held.kind == "weight" else ():
+            for tensor in tensors_of_source.get(held.name, ()) if held.kind == "weight" else ():
                 start, stop = max(held.start, tensor.start), min(held.stop, tensor.stop)
                 if start < stop:
                     part = Part(tensor.name, tensor.shape, held.kind, start - tensor.start, stop - tensor.start)

@@ -47,7 +47,7 @@ class StoredNames:
     base: str = ""
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> StoredNames:
+    def from_model(cls, model: nn.Module) -> StoredNames:
         """Each class says it of itself for `from_pretrained`, which has no other name for it either."""
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping

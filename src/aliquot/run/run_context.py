@@ -206,7 +206,7 @@ class Start:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far training is. Steps, evaluations and saves update it; all ranks hold the same values."""
 
     step: int  # optimizer steps that are done, with those of the runs that this one continues
@@ -236,7 +236,7 @@ class TrainingContext:
     watchdog: Watchdog
     shutdown: Shutdown
     memory_release: PeriodicRelease
-    progress: Progress
+    progress: TrainingProgress
 
     def requested_signal(self) -> int:
         """Return the stop signal that any rank has received, or 0. Collective."""

@@ -161,7 +161,7 @@ def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Mo
     if engine_name != "deepspeed":  # a process can start DeepSpeed only once
         prove(inputs.source.config, built.traits, engine_type, spec, topology)
     # Names and stored forms are read before the engine shards the model.
-    names = StoredNames.of_model(built.model)
+    names = StoredNames.from_model(built.model)
     published = published_of(built.model, built.tensors) if built.adapter is None else built.adapter.loads
     engine: Engine = engine_type.build(built.model, spec, topology)
     if allocator_cache is not None:  # check before a layer allocates memory, and before the loss allocates logits

@@ -25,12 +25,12 @@ from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
 from aliquot.run.run_context import (
     Inputs,
     Model,
-    Progress,
     Result,
     RunContext,
     Stage,
     Start,
     TrainingContext,
+    TrainingProgress,
     join_run,
 )
 from aliquot.run.shutdown import Shutdown
@@ -136,7 +136,7 @@ def _train_steps(
         ) as recorder,
         Watchdog(timeout_s, stack_file, ranks.rank, ranks.world_size, run.activity.describe) as watchdog,
     ):  # fmt: skip
-        progress = Progress(start.step, inputs.total_steps, start.tokens, start.step, start.evaluations)
+        progress = TrainingProgress(start.step, inputs.total_steps, start.tokens, start.step, start.evaluations)
         training = TrainingContext(
             run, record, inputs, model, start, setup.files_beside_weights(run, inputs, model), recorder, watchdog,
             shutdown, PeriodicRelease(start.step), progress,

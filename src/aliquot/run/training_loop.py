@@ -11,7 +11,7 @@ import torch
 from aliquot.checkpoint.directories import newest
 from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
-from aliquot.data.batches import BatchPrefetcher, GpuCopier, StepBatch
+from aliquot.data.batches import BatchCopier, BatchPrefetcher, StepBatch
 from aliquot.distributed.signals import Terminated
 from aliquot.models.structure import attention_widths
 from aliquot.nn.experts.expert_modules import has_experts
@@ -61,7 +61,7 @@ class TrainingLoop:
 
     def _prefetch(self) -> BatchPrefetcher:
         ranks, inputs = self._run.ranks, self._training.inputs
-        gpu_copier = GpuCopier() if ranks.topology.device == "cuda" else None
+        gpu_copier = BatchCopier() if ranks.topology.device == "cuda" else None
         first, stop = self._progress.step, inputs.total_steps
         return BatchPrefetcher(inputs.batches, ranks.rank, ranks.world_size, first, stop, gpu_copier)
 

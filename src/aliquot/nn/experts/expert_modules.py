@@ -70,5 +70,5 @@ def pass_over(module: nn.Module, passes: Passes) -> None:
 
 
 def passes_of(module: nn.Module) -> Passes:
-    found: Passes = getattr(module, _PASSES, iter)
-    return found
+    passes: Passes = getattr(module, _PASSES, iter)
+    return passes

@@ -1,0 +1,91 @@
+"""Rules that keep the sources readable. The message of each failure names the remedy."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.test_imports import SOURCE, imports
+
+MOST_PARAMETERS = 7
+LONGEST_FILE = 400
+SMALL_FILE = 100
+# Each is started by its name or would close a circle of imports.
+SMALL_ALL_THE_SAME = {"distributed/fork_server", "distributed/rank_process", "doctor/examine"}
+# Participles, pronouns and prepositions say nothing of what a name stands for.
+PRIVATE_WORDS = re.compile(r"told|found|kept|met|given|wanted|each|own|beside|behind|(of|by)_\w+")
+ALLOWED_NAMES = {"by_alias", "found"}  # a parameter of pydantic; a key of doctor.json
+SHARED_FILE_NAMES = {"__init__", "base"}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Path below src/aliquot without its suffix -> syntax tree."""
+    return {
+        file.relative_to(SOURCE).with_suffix("").as_posix(): ast.parse(file.read_text())
+        for file in sorted(SOURCE.rglob("*.py"))
+    }
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_functions_take_few_parameters() -> None:
+    long = []
+    for module, tree in trees().items():
+        for function in functions(tree):
+            arguments = function.args
+            names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            if module.startswith("cli/") or names[:1] == ["ctx"]:  # Typer and autograd dictate these signatures
+                continue
+            if len(names) - (names[:1] in (["self"], ["cls"])) > MOST_PARAMETERS:
+                long.append(f"{module}.py:{function.lineno} {function.name}")
+    assert not long, f"group the parameters that are one thing into a dataclass: {', '.join(long)}"
+
+
+def test_files_are_not_too_long() -> None:
+    lengths = {name: len((SOURCE / f"{name}.py").read_text().splitlines()) for name in trees()}
+    long = [f"{name}.py ({lines})" for name, lines in lengths.items() if lines > LONGEST_FILE]
+    assert not long, f"a file holds one idea, up to {LONGEST_FILE} lines: split {', '.join(long)}"
+
+
+def test_small_modules_have_several_importers() -> None:
+    importers = defaultdict(set)
+    for name in trees():
+        for module in imports(SOURCE / f"{name}.py") - {name}:
+            importers[module].add(name.split("/")[0])
+    counts = Counter(module for name in trees() for module in imports(SOURCE / f"{name}.py") - {name})
+    small = [
+        f"{name}.py"
+        for name in trees()
+        if counts[name] == 1 and name not in SMALL_ALL_THE_SAME
+        if importers[name] != {"cli"}  # a command's work lies elsewhere
+        if len((SOURCE / f"{name}.py").read_text().splitlines()) < SMALL_FILE
+    ]
+    assert not small, f"merge into the only file that imports it, if the two are one idea: {', '.join(small)}"
+
+
+def test_names_say_what_they_stand_for() -> None:
+    words = defaultdict(set)
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            for name in (getattr(node, kind, None) for kind in ("id", "arg", "name")):
+                if isinstance(name, str) and PRIVATE_WORDS.fullmatch(name) and name not in ALLOWED_NAMES:
+                    words[name].add(f"{module}.py")
+    listed = "; ".join(f"{word}: {', '.join(sorted(files))}" for word, files in words.items())
+    assert not words, f"name the thing, in the field's words: {listed}"
+
+
+def test_no_two_files_or_classes_share_a_name() -> None:
+    files = Counter(Path(name).name for name in trees())
+    classes = Counter(
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    twice = [f"{name}.py" for name, count in files.items() if count > 1 and name not in SHARED_FILE_NAMES]
+    twice += [f"class {name}" for name, count in classes.items() if count > 1]
+    assert not twice, f"rename one of each: {', '.join(twice)}"
