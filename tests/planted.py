@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -272,7 +274,9 @@ def failing_test(copy: Path, tests: tuple[str, ...]) -> str | None:
     command += tests or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 5):
+    if done.returncode == pytest.ExitCode.USAGE_ERROR:  # a path of `tests` does not exist: that notices nothing
+        raise SystemExit(done.stderr)
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
         return found[1] if found else done.stdout.strip().rpartition("\n")[2]
     return None
