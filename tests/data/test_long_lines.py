@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aliquot.config.data_section import RecordsSection
@@ -28,6 +28,7 @@ def whole(parts: list[Document]) -> list[str]:
     return [text for text in texts if text and not text.isspace()]
 
 
+@example("a\n \na", "block", 1)
 @given(st.text("ab \n\u00e4\r", max_size=40), st.sampled_from(["line", "block"]), st.integers(1, 9))
 def test_parts_are_those_of_whole_lines(text: str, unit: Unit, size: int) -> None:
     data = text.encode()

@@ -122,6 +122,7 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
     waiting: list[str] = []  # lines of the document after its last part
     characters, begun = 0, False  # whether a part of the document was yielded
     number = 0
+    line_is_blank = True  # as far as the line has been read
     nul: int | None = None  # the line with the document's first NUL character
 
     def documents(ended: bool) -> Iterator[Document]:
@@ -135,12 +136,13 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
 
     for text, first, last in _parts_of_lines(file, path):
         number += first
+        line_is_blank = (first or line_is_blank) and (not text or text.isspace())
         nul = number if nul is None and "\0" in text else nul
         if unit == "line" and first and last and nul is None:  # the common case
             if text and not text.isspace():
                 yield Document(text, "text", position())
             continue
-        if not (first and last and (not text or text.isspace())):
+        if not (last and line_is_blank):
             waiting.append(f"\n{text}" if first and (begun or waiting) else text)
             characters += len(text)
             ended = unit == "line" and last
