@@ -64,7 +64,7 @@ test-apiserver: $(DEVELOPED)
 # Kills a real two-rank run that often, at random moments, and checks that nothing is lost.
 KILLS ?= 300
 crash: $(DEVELOPED)
-	$(BIN)/python -m tests.crash --kills $(KILLS)
+	$(BIN)/python -m tests.tools.crash --kills $(KILLS)
 
 # A script of HF Trainer and DeepSpeed, then the same job as an aliquot config, on a small model made for them.
 seed: $(DEVELOPED)
@@ -105,7 +105,7 @@ lint: $(DEVELOPED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.docs_translations
+	$(BIN)/python -m tests.tools.docs_translations
 
 clean:
 	rm -rf .venv .venv-torch-* runs build src/*.egg-info

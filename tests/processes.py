@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests import warm
+from tests.tools import warm
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tests import warm
+from tests.tools import warm
 
 TEXT = "the a sharded rank gathers every weight and gradient of one layer then drops it again while another waits"
 WORDS = TEXT.split(" ")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests import warm
+from tests.tools import warm
 
 THREE = ("deepseek_v3", "gpt2", "qwen3_next")  # latent attention and experts, other layers of weights, a recurrence
 
 
 def outcomes(folder: Path, *arguments: str, timeout_s: float) -> list[dict[str, Any]]:
     file = folder / "outcomes.json"
-    run = warm.run("-m", "tests.architectures", *arguments, "--json", file, timeout_s=timeout_s)
+    run = warm.run("-m", "tests.tools.architectures", *arguments, "--json", file, timeout_s=timeout_s)
     assert file.exists(), run.stdout + run.stderr
     found: list[dict[str, Any]] = json.loads(file.read_text())
     return found

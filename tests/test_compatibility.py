@@ -1,6 +1,6 @@
 """This version resumes, reports and loads the runs of earlier versions, and keeps every name that they promised.
 
-docs/compatibility.md states the promise; tests/make_fixture.py made the files.
+docs/compatibility.md states the promise; tests/tools/make_fixture.py made the files.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from aliquot.config.read_config import read_config
 from aliquot.models.export import export_checkpoint
 from aliquot.observe.report.read_run import read_run
 from aliquot.run.evaluate import evaluate_model
-from tests import warm
-from tests.docs_pages import ROOT
-from tests.make_fixture import FIXTURES, promised_names
 from tests.runs import curve
+from tests.tools import warm
+from tests.tools.docs_pages import ROOT
+from tests.tools.make_fixture import FIXTURES, promised_names
 
 VERSIONS = sorted(path.name for path in FIXTURES.iterdir())
 # Relative, of losses that another CPU may compute with other kernels: `model` computes in fp32, `adapter` in bf16.

@@ -21,8 +21,8 @@ from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError, user_error_types
 from aliquot.distributed.signals import Terminated
 from aliquot.doctor.examine import CHECKS
-from tests import docs_reference
-from tests.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, links
+from tests.tools import docs_reference
+from tests.tools.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, links
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
@@ -121,7 +121,7 @@ def test_examples_can_be_planned(example: Path, tmp_path: Path) -> None:
 
 
 def test_reference_is_that_of_the_code() -> None:
-    assert docs_reference.PAGE.read_text() == docs_reference.page(), "run `python -m tests.docs_reference`"
+    assert docs_reference.PAGE.read_text() == docs_reference.page(), "run `python -m tests.tools.docs_reference`"
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

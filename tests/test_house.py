@@ -20,6 +20,9 @@ SMALL_ALL_THE_SAME = {"distributed/fork_server", "distributed/rank_process", "do
 PRIVATE_WORDS = re.compile(r"told|found|kept|met|given|wanted|each|own|beside|behind|(of|by)_\w+")
 ALLOWED_NAMES = {"by_alias", "found"}  # a parameter of pydantic; a key of doctor.json
 SHARED_FILE_NAMES = {"__init__", "base"}
+TESTS = Path(__file__).parent
+# What tests of several packages share. Programs, and what programs share, lie in tests/tools.
+TEST_HELPERS = {"__init__", "conftest", "examples", "plain", "processes", "runs", "slow_disk"}
 
 
 @cache
@@ -89,3 +92,9 @@ def test_no_two_files_or_classes_share_a_name() -> None:
     twice = [f"{name}.py" for name, count in files.items() if count > 1 and name not in SHARED_FILE_NAMES]
     twice += [f"class {name}" for name, count in classes.items() if count > 1]
     assert not twice, f"rename one of each: {', '.join(twice)}"
+
+
+def test_no_tool_in_the_root_of_tests() -> None:
+    strays = {file.stem for file in TESTS.glob("*.py") if not file.stem.startswith("test_")} - TEST_HELPERS
+    listed = ", ".join(sorted(f"{name}.py" for name in strays))
+    assert not strays, f"a program goes to tests/tools/, a helper beside the tests that use it: {listed}"

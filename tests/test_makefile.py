@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_pages import ROOT
+from tests.tools.docs_pages import ROOT
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # `python3 -m venv DIRECTORY` makes a directory whose pip logs its arguments and does not reach what $UNREACHABLE names.

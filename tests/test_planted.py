@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planted import FAULTS, REPOSITORY, Fault, table
+from tests.tools.planted import FAULTS, REPOSITORY, Fault, table
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -16,4 +16,4 @@ def test_the_line_stands_once(fault: Fault) -> None:
 
 def test_contributing_has_the_table() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    assert table() in text, "python -m tests.planted --table prints the new one"
+    assert table() in text, "python -m tests.tools.planted --table prints the new one"

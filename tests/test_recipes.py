@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.docs_pages import ROOT, blocks
 from tests.runs import curve
 from tests.test_docs import place_configs
+from tests.tools import warm
+from tests.tools.docs_pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "recipes.md"
 # So that each run takes seconds: the model knows 512 positions, and its texts are short.

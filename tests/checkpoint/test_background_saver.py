@@ -21,7 +21,7 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.parts import KINDS, Part
-from tests import warm
+from tests.tools import warm
 
 TENSORS = [("a.weight", (7, 3)), ("b.weight", (5,)), ("c.weight", (40, 10))]
 

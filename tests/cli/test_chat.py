@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from aliquot.core.errors import ModelFilesError, UsageError
 from aliquot.models.generate import Chat, Sampling, chat_ids, continuation, load
-from tests import warm
 from tests.data.stores import byte_level
 from tests.runs import command
+from tests.tools import warm
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"

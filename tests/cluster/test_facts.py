@@ -7,12 +7,12 @@ import pytest
 from aliquot.cluster.crds import supported
 from aliquot.cluster.schemas import check_schema
 from tests.cluster.crd import CRDS, needs_crds
-from tests.cluster_facts import FILE, facts
+from tests.tools.cluster_facts import FILE, facts
 
 
 @needs_crds
 def test_they_are_what_the_crds_say() -> None:
-    assert FILE.read_text() == facts(CRDS), "python -m tests.cluster_facts --crds DIR"
+    assert FILE.read_text() == facts(CRDS), "python -m tests.tools.cluster_facts --crds DIR"
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.chat_shapes import SHAPES, TEMPLATES, made, outcome
+from tests.tools.chat_shapes import SHAPES, TEMPLATES, made, outcome
 
 SHORT = ("qwen3", "llama3_training", "deepseekv3", "gptoss_training", "gemma3", "qwen3_5_think")
 

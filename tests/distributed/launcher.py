@@ -7,7 +7,7 @@ import subprocess
 import textwrap
 from pathlib import Path
 
-from tests import warm
+from tests.tools import warm
 
 LAUNCHER = """
 import sys

@@ -24,8 +24,8 @@ from aliquot.distributed.config_consistency import check_equal_on_ranks, common_
 from aliquot.distributed.topology import Topology
 from aliquot.observe import run_directory
 from aliquot.observe.run_directory import RunDirectory
-from tests import warm
 from tests.runs import write_config
+from tests.tools import warm
 
 
 def two_nodes(config: Path, *others: str) -> list[tuple[int, str]]:

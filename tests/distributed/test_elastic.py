@@ -32,8 +32,8 @@ from aliquot.distributed.leader_lease import Claim, Claims, check_round, follows
 from aliquot.distributed.membership import ElasticRun, Leader, PreviousRound
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
-from tests import warm
 from tests.runs import command, curve, refused, trained, write_config
+from tests.tools import warm
 
 CLAIM = Claim(1, "host", ("127.0.0.1",), 0, "word")
 

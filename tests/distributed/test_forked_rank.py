@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import warm
+from tests.tools import warm
 
 # One node, which begins at once, and ends when it has failed twice.
 NODE = """

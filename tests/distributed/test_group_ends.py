@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.runs import write_config
+from tests.tools import warm
 
 SCRIPT = """
 import sys

@@ -16,8 +16,8 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.launcher import apply_environment, launch_mode
 from aliquot.distributed.watchdog import describe_stuck_ranks
-from tests import warm
 from tests.distributed.launcher import JOIN, environment, run, start
+from tests.tools import warm
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 TRAIN_JOB = {

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.distributed.launcher import JOIN, environment
 from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
+from tests.tools import warm
 
 NODE = """
 import sys

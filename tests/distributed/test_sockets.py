@@ -28,10 +28,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from aliquot.core.errors import LaunchError, StorageError
 from aliquot.distributed.run_secret import SECRET_FILE, SECRET_VARIABLE, common_secret
 from aliquot.distributed.signed_store import SignedStore, sign_store
-from tests import warm
 from tests.distributed.launcher import environment
 from tests.distributed.test_rendezvous import free_port, last_lines, node, started
 from tests.runs import curve, trained, write_config
+from tests.tools import warm
 
 WILDCARDS = ("0.0.0.0", "::", "::ffff:0.0.0.0")
 JUNK = [os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", b"\x00" * 8, b""]

@@ -16,10 +16,10 @@ from aliquot.core.errors import UsageError
 from aliquot.doctor import examine, network_checks, software_checks, two_ranks
 from aliquot.doctor.examine import CHECKS
 from aliquot.doctor.finding import Subject
-from tests import warm
 from tests.distributed.launcher import environment
 from tests.doctor.machines import lay_out, machine, said, subject
 from tests.runs import command
+from tests.tools import warm
 
 HERE = Subject(environ={"PATH": os.environ["PATH"]})
 

@@ -19,8 +19,8 @@ from aliquot.engines.startup_proof import prove
 from aliquot.models.traits import traits
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.tiled_attention import TiledAttention
-from tests.architectures import small_config
 from tests.processes import as_ranks
+from tests.tools.architectures import small_config
 
 
 class Faulty(TiledAttention):

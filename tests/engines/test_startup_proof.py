@@ -10,9 +10,9 @@ import pytest
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.engines.startup_proof import _run_in_bf16
 from aliquot.models.traits import traits
-from tests.architectures import small_config
 from tests.models.test_every_type import TYPES
 from tests.processes import World, run_worlds
+from tests.tools.architectures import small_config
 
 RIGHT = ("llama:host:none", "gemma:host:none", "gpt2:host:none", "mistral:fsdp:none")
 WRONG = (

@@ -16,9 +16,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests import warm
+from tests.tools import warm
 
-# Asked of the driver's library instead of a CUDA context, which would not survive the fork of tests/warm.py.
+# Asked of the driver's library instead of a CUDA context, which would not survive the fork of tests/tools/warm.py.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 HAS_GPU = torch.cuda.is_available()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import warm
 from tests.gpu.cpu_curves import CASES, expected
 from tests.gpu.on_device import HAS_GPU, LLAMA, exported, needs_device, run
+from tests.tools import warm
 
 pytestmark = needs_device
 # Tests that share the run of `resident` run in one worker of pytest-xdist.

@@ -15,8 +15,8 @@ from packaging.specifiers import SpecifierSet
 
 from aliquot.core.errors import MissingToolError
 from aliquot.machine.facts import check_requirements, machine_facts
-from tests.docs_pages import ROOT
 from tests.runs import command
+from tests.tools.docs_pages import ROOT
 
 
 def install(folder: Path, name: str, version: str) -> None:

@@ -17,7 +17,7 @@ from aliquot.core.errors import StorageError
 from aliquot.machine import torch_compile
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.torch_compile import compile_function, set_compile_cache
-from tests import warm
+from tests.tools import warm
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "aliquot"
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -19,7 +19,7 @@ from aliquot.models.export import ExportOptions, export
 from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.published import published_of
 from aliquot.tensor_io.parts import Part
-from tests.architectures import small_config
+from tests.tools.architectures import small_config
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 TYPES = re.findall(r"^\| `([\w.-]+)` \| (?:packed|a call)", TABLE.read_text(), re.MULTILINE)

@@ -17,8 +17,8 @@ from aliquot.config.schema import ModelSection
 from aliquot.models.older_transformers import older_transformers, with_old_names
 from aliquot.models.source import resolve
 from aliquot.models.traits import quiet, redraw
-from tests.architectures import small_config
 from tests.models.test_every_type import MERGED, TYPES
+from tests.tools.architectures import small_config
 
 OLDER = """
 import json, sys, torch, transformers

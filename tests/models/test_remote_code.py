@@ -13,10 +13,10 @@ import pytest
 from aliquot.core.errors import TokenizerError
 from aliquot.data.tokenizer import load_tokenizer
 from aliquot.tensor_io.manifest import checksum, manifest_bytes, read_manifest
-from tests import warm
 from tests.cluster.cases import cluster_section
 from tests.data.stores import byte_level
 from tests.runs import trained, write_config
+from tests.tools import warm
 
 MODULE = """
 from pathlib import Path

@@ -20,8 +20,8 @@ from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import HEADER, RunDirectory
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
-from tests import warm
 from tests.runs import curve, write_config
+from tests.tools import warm
 
 ENDLESS = "launch.ranks=2", "train.max_steps=100000"
 

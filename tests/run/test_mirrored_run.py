@@ -19,8 +19,9 @@ from aliquot.checkpoint.remote_files import complete_steps
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
-from tests import runs, warm
+from tests import runs
 from tests.stores.s3_server import BUCKET, S3Server, s3_server
+from tests.tools import warm
 
 URL = f"s3://{BUCKET}/runs"
 

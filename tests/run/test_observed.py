@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from aliquot.observe.step_clock import PARTS
-from tests import warm
 from tests.runs import command, curve, refused, trained, write_config
+from tests.tools import warm
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,9 @@ from aliquot.data.prepare import prepare
 from aliquot.distributed.auto_ranks import resolve_auto_ranks
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe.run_directory import RunDirectory
-from tests import plain, warm
+from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
+from tests.tools import warm
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 

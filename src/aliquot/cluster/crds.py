@@ -1,7 +1,7 @@
 """Read the schemas of CustomResourceDefinitions with their CEL rules, which the API server applies to objects.
 
 facts.json next to this file holds the schemas, without descriptions, of the supported versions and of the core kinds
-that aliquot renders; `python -m tests.cluster_facts` writes it. Other schemas come from files or from the cluster.
+that aliquot renders; `python -m tests.tools.cluster_facts` writes it. Other schemas come from files or the cluster.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.processes import run_ranks
+from tests.tools import warm
 
 WORKER = Path(__file__).parent / "worker.py"
 

@@ -1,4 +1,4 @@
-"""Writes tests/fixtures/VERSION for tests/test_compatibility.py: `python -m tests.make_fixture`.
+"""Writes tests/fixtures/VERSION for tests/test_compatibility.py: `python -m tests.tools.make_fixture`.
 
 A fixture has two small runs of that version, each with its export and with a checkpoint two steps before the end, and
 the names that the documentation of that version promises. A fixture is made once and never changed.
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.docs_pages import ROOT
 from tests.runs import write_text
+from tests.tools.docs_pages import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures"
 PAGES = ("docs/reference.md", "docs/troubleshooting.md")

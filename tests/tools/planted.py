@@ -1,4 +1,4 @@
-"""Faults planted by hand, one at a time, each of which the tests must notice: `python -m tests.planted [NAME ...]`.
+"""Faults, planted one at a time, that the tests must notice: `python -m tests.tools.planted [NAME ...]`.
 
 Each fault is a line of the sources that is replaced in a copy of the repository. `make test`'s selection runs there,
 the tests that are most likely to notice first; whatever fails is the fault noticed. A table says which test noticed
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

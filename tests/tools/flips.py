@@ -1,6 +1,6 @@
 """Flip single bits of the newest checkpoint of a real run, and compare how the run goes on with an undisturbed one.
 
-    python -m tests.flips --flips 100
+    python -m tests.tools.flips --flips 100
 
 So many bits of each file are flipped, one at a time, half of them in the header where the file has one. After each flip
 the run is started again: it must go back one checkpoint or, every other time, take the mirror's copy, and end with the

@@ -1,6 +1,6 @@
 """Kill a real two-rank run, or tell it to stop, at random moments, and compare what is left with an undisturbed run.
 
-    python -m tests.crash --kills 300          (make crash KILLS=300)
+    python -m tests.tools.crash --kills 300          (make crash KILLS=300)
 
 Saves happen at every step; fsync, rename and removal are slowed down by random pauses, so that kills fall into saving,
 publishing and retention too. After each kill every directory that is named like a checkpoint is verified byte by byte,

@@ -1,4 +1,4 @@
-"""Whether each page that exists in two languages says the same in both: `python -m tests.docs_translations`.
+"""Whether each page that exists in two languages says the same in both: `python -m tests.tools.docs_translations`.
 
 One of the two pages is a translation: its first line has the hash of the other, as it was when it was translated. Part
 of `make lint`, not of the tests: who changes an English page need not write Korean to see the tests pass.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.docs_pages import ROOT, blocks, headings
+from tests.tools.docs_pages import ROOT, blocks, headings
 
 NAMES = ("quickstart", "how-it-works", "recipes", "troubleshooting", "training-on-cpu", "large-models")
 _HASH = re.compile(r"<!-- translation of (\S+) sha256:([0-9a-f]{16}) -->\n")

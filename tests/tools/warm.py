@@ -1,9 +1,9 @@
 """`python ARGUMENTS` as a process of its own, without the five seconds that importing torch and transformers takes.
 
-A server (tests/warm_server.py) has imported them and forks. What it forks has its own process id, streams, environment,
-directory and exit code, is a child of the test that asked, and starts ranks through the same launcher; those are
-forked, too. What it does not have: a command line and an environment in /proc, an allocator of LD_PRELOAD, and what
-imports print or fail with. A few tests of each kind start real interpreters for that: `run(..., cold=True)`.
+A server (tests/tools/warm_server.py) has imported them and forks. What it forks has its own process id, streams,
+environment, directory and exit code, is a child of the test that asked, and starts ranks through the same launcher;
+those are forked, too. What it does not have: a command line and an environment in /proc, an allocator of LD_PRELOAD,
+and what imports print or fail with. A few tests of each kind start real interpreters for that: `run(..., cold=True)`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @functools.cache
 def _server() -> socket.socket:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-P", "-m", "tests.warm_server", str(its.fileno())]  # -P: as `aliquot` restarts itself
+    # -P: as `aliquot` restarts itself
+    command = [sys.executable, "-P", "-m", "tests.tools.warm_server", str(its.fileno())]
     # As our launcher sets it for its ranks: it counts only when torch is imported, which is in the server.
     environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(REPOSITORY)}
     server = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()], env=environ)

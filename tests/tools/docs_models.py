@@ -1,6 +1,6 @@
-"""docs/models.md, made of the outcomes of tests/architectures.py.
+"""docs/models.md, made of the outcomes of tests/tools/architectures.py.
 
-python -m tests.docs_models FILE [FILE ...]        what `python -m tests.architectures --json FILE` wrote
+python -m tests.tools.docs_models FILE [FILE ...]        what `python -m tests.tools.architectures --json FILE` wrote
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from pathlib import Path
 
 import transformers
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TEXT = """\
 # Models
 
-<!-- made by `python -m tests.docs_models FILE`, of what `python -m tests.architectures --json FILE` found -->
+<!-- made by `python -m tests.tools.architectures --json FILE`, then `python -m tests.tools.docs_models FILE` -->
 
 transformers {version} knows {types} types of causal language models. {exact} of them train exactly: each, made
 small from its own configuration class with the defaults of everything else, was trained for two steps in fp32 by
 engine `host` on 1 and on 2 ranks and by engine `fsdp` on 2, on documents of 1 to 300 tokens. Every loss and
 gradient norm is within 1e-5 of a plain loop that runs transformers' eager attention on one document at a time.
-Where defaults drop something at random, 1 and 2 ranks drop the same. `python -m tests.architectures` repeats all of
-it: an hour on two AMD Zen 3 cores, or 34 minutes as two halves side by side (`--types`).
+Where defaults drop something at random, 1 and 2 ranks drop the same. `python -m tests.tools.architectures` repeats
+all of it: an hour on two AMD Zen 3 cores, or 34 minutes as two halves side by side (`--types`).
 
 {packed} are *packed*: documents of a row are kept apart by aliquot's own attention. *A call each* means that every
 document is a call of the model with its own attention or mixer: as exact, and slower where documents are short.

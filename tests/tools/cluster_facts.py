@@ -1,4 +1,4 @@
-"""Writes src/aliquot/cluster/facts.json from CRDs: `python -m tests.cluster_facts --crds DIR`.
+"""Writes src/aliquot/cluster/facts.json from CRDs: `python -m tests.tools.cluster_facts --crds DIR`.
 
 DIR has a folder for each project and version (karpenter-aws-v1.14.1, trainer-v2.3.0, ...), with its CRDs as they are
 released. Kept is what decides whether an object is taken: no words, no status; what occurs twice is written once.
@@ -18,7 +18,7 @@ from typing import Any
 from aliquot.cluster.crds import read_crds
 from aliquot.cluster.rules_schemas import KUBERNETES
 
-FILE = Path(__file__).resolve().parents[1] / "src" / "aliquot" / "cluster" / "facts.json"
+FILE = Path(__file__).resolve().parents[2] / "src" / "aliquot" / "cluster" / "facts.json"
 
 # Folder -> the project's name for people and its kinds; the newest version first.
 _SOURCES: dict[str, tuple[str, frozenset[str]]] = {

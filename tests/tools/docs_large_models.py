@@ -1,6 +1,6 @@
 """The table of docs/large-models.md, in both languages: which model trains on how much memory, as plans say.
 
-python -m tests.docs_large_models
+python -m tests.tools.docs_large_models
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "large-models.md", DOCS / "ko" / "large-models.md")
 _TABLE = re.compile(r"(<!-- made by `python -m tests\.docs_large_models` -->\n\n)(?:\|.*\n)+")
 

@@ -1,6 +1,6 @@
 """Every model type of transformers' causal language models, trained for two steps, against a plain loop.
 
-    python -m tests.architectures [--types llama,gpt2] [--json FILE] [--quick]
+    python -m tests.tools.architectures [--types llama,gpt2] [--json FILE] [--quick]
 
 Each is made small from its own configuration class, with the defaults of everything else, and trained in fp32 by the
 engines host (1 and 2 ranks) and fsdp (2 ranks) on packed documents of up to 300 tokens. The plain loop runs the eager

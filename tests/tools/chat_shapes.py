@@ -1,4 +1,4 @@
-"""Chat templates of the package `trl` times shapes of chats: `python -m tests.chat_shapes` prints what becomes of each.
+"""Chat templates of the package `trl` times shapes of chats: `python -m tests.tools.chat_shapes` prints the outcomes.
 
 `=`: the text is what `apply_chat_template` writes, and where TRL marks answers the mask is its marks; `c`: the template
 fails on the record as it is, or writes Python's lists, and takes a changed one; `e`: as `=`, without what TRL marks of

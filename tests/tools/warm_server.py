@@ -1,6 +1,6 @@
-"""The server behind tests/warm.py: it has imported what a command imports, and forks a process for each request.
+"""The server behind tests/tools/warm.py: it has imported what a command imports, and forks a process for each request.
 
-    python -m tests.warm_server SOCKET      SOCKET: an inherited file descriptor
+    python -m tests.tools.warm_server SOCKET      SOCKET: an inherited file descriptor
 
 Nothing here computes: a thread of OpenMP would not live on in what is forked.
 """
