@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.tools.planted import FAULTS, REPOSITORY, Fault, table
+from tests.tools.planted import FAULTS, REPOSITORY, Fault, PlantingError, failing_test, table
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -17,3 +19,25 @@ def test_the_line_stands_once(fault: Fault) -> None:
 def test_contributing_has_the_table() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     assert table() in text, "python -m tests.tools.planted --table prints the new one"
+
+
+@pytest.mark.parametrize(
+    ("text", "test"),
+    [
+        ("def test_it() -> None: ...", None),
+        ("def test_it() -> None: assert False", "test_file.py::test_it"),
+        ("import pytest\n@pytest.fixture\ndef run(): 1 / 0\ndef test_it(run): ...", "test_file.py::test_it"),
+    ],
+    ids=["passes", "fails", "fixture-fails"],
+)
+def test_a_failed_test_notices_a_fault(tmp_path: Path, text: str, test: str | None) -> None:
+    (tmp_path / "test_file.py").write_text(text)
+    assert failing_test(tmp_path, ("test_file.py",)) == test
+
+
+@pytest.mark.parametrize("text", ["import not_a_module", "", None], ids=["broken-import", "no-test", "no-file"])
+def test_tests_that_cannot_run_are_an_error(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "test_file.py").write_text(text)
+    with pytest.raises(PlantingError, match="no test failed"):
+        failing_test(tmp_path, ("test_file.py",))

@@ -1,8 +1,8 @@
 """Faults, planted one at a time, that the tests must notice: `python -m tests.tools.planted [NAME ...]`.
 
 Each fault is a line of the sources that is replaced in a copy of the repository. `make test`'s selection runs there,
-the tests that are most likely to notice first; whatever fails is the fault noticed. A table says which test noticed
-each, and after how long; the exit code is 1 if one was not noticed.
+the tests that are most likely to notice the fault first. A fault is noticed when a test fails. A table names that test
+for every fault. The exit code is 1 if a fault was not noticed, and 2 if the tests of a fault could not run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -34,6 +32,10 @@ class Fault:
     line: str
     planted: str
     tests: tuple[str, ...]
+
+
+class PlantingError(Exception):
+    """A fault cannot be planted, or its tests cannot run: neither says whether the tests notice the fault."""
 
 
 FAULTS = (
@@ -221,19 +223,25 @@ def main() -> None:
     unknown = set(arguments.names) - {fault.name for fault in FAULTS}
     if unknown:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
-    rows = []
+    rows: list[dict[str, str | None]] = []
     for fault in FAULTS:
         if arguments.names and fault.name not in arguments.names:
             continue
         begun = time.monotonic()
-        noticed_by = plant(fault)
-        rows.append({"fault": fault.name, "file": fault.file, "noticed_by": noticed_by})
-        print(f"{fault.name:26} {time.monotonic() - begun:6.0f} s  {noticed_by or 'NOT NOTICED'}", flush=True)
-    missed = [row["fault"] for row in rows if row["noticed_by"] is None]
-    print(f"{len(rows) - len(missed)} of {len(rows)} faults noticed")
+        noticed_by, error = None, None
+        try:
+            noticed_by = plant(fault)
+        except PlantingError as planting_error:
+            error = str(planting_error)
+        rows.append({"fault": fault.name, "file": fault.file, "noticed_by": noticed_by, "error": error})
+        outcome = f"ERROR: {error}" if error else noticed_by or "NOT NOTICED"
+        print(f"{fault.name:26} {time.monotonic() - begun:6.0f} s  {outcome}", flush=True)
+    noticed = sum(row["noticed_by"] is not None for row in rows)
+    failed = any(row["error"] for row in rows)
+    print(f"{noticed} of {len(rows)} faults noticed")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    sys.exit(1 if missed else 0)
+    sys.exit(2 if failed else 1 if noticed < len(rows) else 0)
 
 
 def table() -> str:
@@ -247,7 +255,8 @@ def plant(fault: Fault) -> str | None:
         copy = copy_repository(Path(folder))
         file = copy / "src" / "aliquot" / fault.file
         text = file.read_text()
-        assert text.count(fault.line) == 1, f"{fault.name}: the line stands {text.count(fault.line)} times"
+        if text.count(fault.line) != 1:
+            raise PlantingError(f"{fault.file} has the line {text.count(fault.line)} times, not once: {fault.line!r}")
         file.write_text(text.replace(fault.line, fault.planted))
         return failing_test(copy, fault.tests) or failing_test(copy, ())
 
@@ -269,17 +278,26 @@ def copy_repository(folder: Path) -> Path:
 
 
 def failing_test(copy: Path, tests: tuple[str, ...]) -> str | None:
-    """Of `make test`'s selection under `tests`, or of all of it."""
+    """The first failing test of `make test`'s selection under `tests`, or of the whole selection if `tests` is empty.
+
+    The summary decides, not pytest's exit code: with -x a file that cannot be imported ends with the exit code of a
+    failed test, and a failed test under xdist with the exit code of an interruption.
+
+    Raises:
+        PlantingError: no test ran, a file could not be imported, or pytest itself failed.
+    """
     command = [sys.executable, "-m", "pytest", "-m", "not long", "-x", "--tb=no", "-p", "no:cacheprovider"]
     command += tests or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode == pytest.ExitCode.USAGE_ERROR:  # a path of `tests` does not exist: that notices nothing
-        raise SystemExit(done.stderr)
-    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return found[1] if found else done.stdout.strip().rpartition("\n")[2]
-    return None
+    if done.returncode == 0:
+        return None
+    # A failed fixture is an ERROR that names its test; an ERROR that names a file is one of collection.
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    if failed is None:
+        last_lines = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        raise PlantingError(f"no test failed, but pytest ended with exit code {done.returncode}:\n{last_lines}")
+    return failed[1]
 
 
 if __name__ == "__main__":
