@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def files_of(room: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{room}.py"]
 
 
-def modules(file: Path) -> set[str]:
+@cache
+def modules(file: Path) -> frozenset[str]:
     """What a file imports, at its head or in a function; of `from a import b` a.b where that is a module of ours."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -38,7 +40,7 @@ def modules(file: Path) -> set[str]:
             found.update(name if is_module(name) else node.module for name in names)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def imports(file: Path) -> set[str]:

@@ -345,11 +345,12 @@ def test_a_rank_killed_while_saving_leaves_nothing_that_looks_complete(victim: i
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000007"]
 
 
-def test_killed_at_any_moment_of_saving_and_retention(tmp_path: Path) -> None:
-    """The process dies just before its n-th change of the file system, for every n until one save survives."""
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_killed_at_any_moment_of_saving_and_retention(tmp_path: Path, stride: int) -> None:
+    """The process dies before its n-th change of the file system, n rising by `stride` until a save survives."""
     changes = {"os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.truncate", "shutil.rmtree", "open"}
     save_small(tmp_path, 1, keep=1)
-    for n in range(1, 1000):
+    for n in range(1, 1000, stride):
 
         def work(ranks: PipedRanks, n: int = n) -> str:
             left = [n]

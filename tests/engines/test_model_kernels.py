@@ -51,9 +51,8 @@ def gradients(dtype: torch.dtype, compiled: bool) -> tuple[list[Tensor], int]:
     return computed, copies  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "copies"), [pytest.param(torch.bfloat16, 2, marks=pytest.mark.long), (torch.float32, 0)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.bfloat16, 2), (torch.float32, 0)])
 def test_transposed_copies_give_the_gradients_of_plain_products(dtype: torch.dtype, copies: int) -> None:
     computed, made = gradients(dtype, compiled=True)
     expected, none = gradients(torch.float32, compiled=False)
