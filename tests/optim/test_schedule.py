@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from aliquot.config.schedule_settings import REFUSED, SETTINGS
-from aliquot.config.schema import TrainSection
+from aliquot.config.train_section import REFUSED, SETTINGS, TrainSection
 from aliquot.core.errors import ConfigError
 from aliquot.optim.schedule import Schedule, warmup
 

@@ -244,10 +244,7 @@ def check_versions(installed: Versions, manifests: Sequence[ManifestObject]) -> 
             )  # fmt: skip
     if installed.karpenter is not None and installed.karpenter < (1, 0):
         yield finding(
-            "versions",
-            "Karpenter",
-            f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1",
-            "Karpenter 1.x",
+            "versions", "Karpenter", f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1", "Karpenter 1.x"
         )
     queued = any(manifest.get("metadata", "labels", "kueue.x-k8s.io/queue-name") for manifest in manifests)
     if queued and trainer is not None and installed.kueue is not None:

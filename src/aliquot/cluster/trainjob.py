@@ -164,10 +164,7 @@ def _patches(job: Job) -> Document:
     replicated = {"name": NODE, "template": {"spec": {"template": {"spec": spec}}}}
     return {
         "runtimePatches": [
-            {
-                "manager": _MANAGER,
-                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
-            }
+            {"manager": _MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
         ]
     }
 

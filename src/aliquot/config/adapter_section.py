@@ -26,19 +26,20 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # values of init_lora_w
 
 
 class AdapterSection(Section):
-    type: Literal["lora"] = Field("lora", description="LoRA, through peft: pip install 'aliquot[lora]'.")
-    path: Annotated[str | None, PATH] = Field(
-        None,
-        description="Begin with the adapter in this directory, saved by peft or a run; its r, alpha and so on apply.",
-    )
-    r: PositiveInt = Field(16, description="Rank of the two matrices of each adapted layer.")
-    alpha: PositiveFloat = Field(32.0, description="Their product is scaled by alpha / r.")
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="Of their input, in training.")
-    target_modules: Literal["all-linear"] | list[str] = Field(
-        "all-linear",
-        description="Linear layers, by the end of their names; all-linear: all but the output head and experts.",
-    )
-    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead.")
+    type: Literal["lora"] = "lora"
+    """LoRA, through peft: pip install 'aliquot[lora]'."""
+    path: Annotated[str | None, PATH] = None
+    """Begin with the adapter in this directory, saved by peft or a run; its r, alpha and so on apply."""
+    r: PositiveInt = 16
+    """Rank of the two matrices of each adapted layer."""
+    alpha: PositiveFloat = 32.0
+    """Their product is scaled by alpha / r."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Of their input, in training."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers, by the end of their names; all-linear: all but the output head and experts."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead."""
 
     @property
     def directory(self) -> Path | None:

@@ -10,23 +10,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from aliquot.config.launch_section import NodeCount, SectionWithNodes
-from aliquot.config.section import Section
+from aliquot.config.section import NodeCount, Section, SectionWithNodes
 
 _MIB = 1 << 20
 # Mount paths that pods use already.
-_POD_PATHS = (
-    "/tmp",
-    "/etc/aliquot",
-    "/offload",
-    "/dev/shm",
-    "/opt/aliquot",
-    "/proc",
-    "/sys",
-    "/usr",
-    "/lib",
-    "/bin",
-)
+_POD_PATHS = ["/tmp", "/etc/aliquot", "/offload", "/dev/shm", "/opt/aliquot", "/proc", "/sys", "/usr", "/lib", "/bin"]
 _MAX_POD_NAME = 63  # letters of a DNS label
 _SCRATCH_MB_PER_TIB = 100  # of writing; reading has 200
 
@@ -44,31 +32,26 @@ def max_job_name_length(nodes: int) -> int:
 class StorageSection(Section):
     """A shared file system for data, cache and checkpoints: an existing claim, an existing FSx, or a new one."""
 
-    kind: Literal["fsx-static", "fsx-dynamic", "claim"] = Field(
-        "fsx-static",
-        description="fsx-static: an existing FSx for Lustre; fsx-dynamic: created with the claim; claim: an existing"
-        " claim.",
-    )
+    kind: Literal["fsx-static", "fsx-dynamic", "claim"] = "fsx-static"
+    """fsx-static: an existing FSx for Lustre; fsx-dynamic: created with the claim; claim: an existing claim."""
     mount_path: AbsolutePath = "/fsx"
-    size_gib: PositiveInt = Field(1200, description="Capacity: 1200 GiB or a multiple of 2400 for FSx for Lustre.")
-    claim: Name | None = Field(None, description="kind claim: the name of the PersistentVolumeClaim.")
+    size_gib: PositiveInt = 1200
+    """Capacity: 1200 GiB or a multiple of 2400 for FSx for Lustre."""
+    claim: Name | None = None
+    """kind claim: the name of the PersistentVolumeClaim."""
     file_system_id: Annotated[str, Field(pattern=r"^fs-[0-9a-f]+$")] | None = None
-    dnsname: Subdomain | None = Field(None, description="fsx-static: DNSName in `aws fsx describe-file-systems`.")
-    mountname: Annotated[str, Field(pattern=r"^[a-z0-9]{1,16}$")] | None = Field(
-        None,
-        description="fsx-static: LustreConfiguration.MountName there; without it the driver would silently mount"
-        " `fsx`.",
-    )
-    subnet_id: Annotated[str, Field(pattern=r"^subnet-[0-9a-f]+$")] | None = Field(
-        None, description="fsx-dynamic: the subnet of the file system."
-    )
-    security_group_ids: list[Annotated[str, Field(pattern=r"^sg-[0-9a-f]+$")]] = Field(
-        [], description="fsx-dynamic: groups that allow TCP 988 and 1018-1023 among themselves."
-    )
-    deployment_type: Literal["SCRATCH_2", "PERSISTENT_2"] = Field(
-        "SCRATCH_2", description="FSx deployment type, whose write speed plans use; SCRATCH_2: 100 MB/s per TiB."
-    )
-    throughput_mb_per_tib: Literal[125, 250, 500, 1000] = Field(125, description="PERSISTENT_2 only.")
+    dnsname: Subdomain | None = None
+    """fsx-static: DNSName in `aws fsx describe-file-systems`."""
+    mountname: Annotated[str, Field(pattern=r"^[a-z0-9]{1,16}$")] | None = None
+    """fsx-static: LustreConfiguration.MountName there; without it the driver would silently mount `fsx`."""
+    subnet_id: Annotated[str, Field(pattern=r"^subnet-[0-9a-f]+$")] | None = None
+    """fsx-dynamic: the subnet of the file system."""
+    security_group_ids: list[Annotated[str, Field(pattern=r"^sg-[0-9a-f]+$")]] = Field([])
+    """fsx-dynamic: groups that allow TCP 988 and 1018-1023 among themselves."""
+    deployment_type: Literal["SCRATCH_2", "PERSISTENT_2"] = "SCRATCH_2"
+    """FSx deployment type, whose write speed plans use; SCRATCH_2: 100 MB/s per TiB."""
+    throughput_mb_per_tib: Literal[125, 250, 500, 1000] = 125
+    """PERSISTENT_2 only."""
 
     @property
     def written_bytes_per_s(self) -> float | None:
@@ -118,61 +101,51 @@ class SecretSection(Section):
 class ClusterSection(SectionWithNodes):
     """The cluster of the run's manifests. `aliquot cluster render` writes the manifests, `check` checks them."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=50)] | None = Field(
-        None, description="Name of the TrainJob and of its objects. Default: derived from run.name."
-    )
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=50)] | None = None
+    """Name of the TrainJob and of its objects. Default: derived from run.name."""
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = "default"
-    create_namespace: bool = Field(False, description="Render the Namespace as well.")
-    trainer: Literal["2.1", "2.3"] = Field(
-        "2.3", description="Kubeflow Trainer's version: 2.1 has podTemplateOverrides, later ones runtimePatches."
-    )
-    image: str = Field(
-        min_length=1, pattern=r"^[^\s]+$", max_length=512, description="Container image with aliquot installed."
-    )
+    create_namespace: bool = False
+    """Render the Namespace as well."""
+    trainer: Literal["2.1", "2.3"] = "2.3"
+    """Kubeflow Trainer's version: 2.1 has podTemplateOverrides, later ones runtimePatches."""
+    image: str = Field(min_length=1, pattern=r"^[^\s]+$", max_length=512)
+    """Container image with aliquot installed."""
     image_pull_policy: Literal["Always", "IfNotPresent"] = "IfNotPresent"
-    nodes: NodeCount = Field(
-        1, description="Number of nodes. MIN:MAX, for example 2:4: the job continues while nodes come and go."
-    )
-    ranks_per_node: PositiveInt | Literal["auto"] = Field("auto", description="auto: the planned number.")
-    instance_types: list[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")]] = Field(
-        min_length=1,
-        description="Instance types to choose from, equal in cores, memory and GPUs. The plan is for the first.",
-    )
+    nodes: NodeCount = 1
+    """Number of nodes. MIN:MAX, for example 2:4: the job continues while nodes come and go."""
+    ranks_per_node: PositiveInt | Literal["auto"] = "auto"
+    """auto: the planned number."""
+    instance_types: list[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")]] = Field(min_length=1)
+    """Instance types to choose from, equal in cores, memory and GPUs. The plan is for the first."""
     capacity: list[Literal["on-demand", "spot"]] = Field(["on-demand"], min_length=1)
-    zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = Field(
-        None, description="Zone of all nodes, which must be the zone of FSx. Default: any single zone."
-    )
-    placement_group: Annotated[str, Field(pattern=r"^\S+$", max_length=255)] | None = Field(
-        None,
-        description="Name or id (pg-...) of a placement group, in which a connection between two nodes has 10 Gbit/s"
-        " instead of 5.",
-    )
-    discovery: Annotated[str, Field(min_length=1, max_length=256)] = Field(
-        description="Value of the tag karpenter.sh/discovery of subnets and security groups; usually the cluster's"
-        " name.",
-    )
-    node_role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_+=,.@-]+$", max_length=64)] = Field(
-        description="IAM role of the nodes, by name."
-    )
-    ami: Annotated[str, Field(pattern=r"^(al2023@v[0-9]{8}|bottlerocket@v[0-9.]+)$")] = Field(
-        description="Pinned AMI alias, e.g. al2023@v20260903; Karpenter takes the standard or the NVIDIA image by the"
-        " type.",
-    )
-    volume_gib: PositiveInt = Field(100, description="Size of the EBS root volume (gp3), for image and logs.")
-    user_data: str | None = Field(
-        None, description="User data for nodes at boot; software that pods need belongs in the image."
-    )
-    efa: Literal["auto", "none"] = Field("auto", description="auto: NCCL over EFA if the instance types have EFA.")
-    daemonset_cpu_millicores: NonNegativeInt = Field(500, description="CPU reserved for the daemonsets of each node.")
-    daemonset_memory_mib: NonNegativeInt = Field(512, description="Memory reserved for the daemonsets of each node.")
-    max_restarts: NonNegativeInt = Field(
-        5, description="Restarts after a crash; a stop that saved everything does not count."
-    )
-    service_account: Subdomain | None = Field(
-        None, description="Service account of the pods; its IAM role lets pods read and write S3 (checkpoint.mirror)."
-    )
-    huggingface_secret: SecretSection | None = Field(None, description="The token for gated models and data.")
-    queue: Subdomain | None = Field(None, description="Name of a Kueue LocalQueue.")
+    zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = None
+    """Zone of all nodes, which must be the zone of FSx. Default: any single zone."""
+    placement_group: Annotated[str, Field(pattern=r"^\S+$", max_length=255)] | None = None
+    """Name or id (pg-...) of a placement group, in which a connection between two nodes has 10 Gbit/s instead of 5."""
+    discovery: Annotated[str, Field(min_length=1, max_length=256)]
+    """Value of the tag karpenter.sh/discovery of subnets and security groups; usually the cluster's name."""
+    node_role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_+=,.@-]+$", max_length=64)]
+    """IAM role of the nodes, by name."""
+    ami: Annotated[str, Field(pattern=r"^(al2023@v[0-9]{8}|bottlerocket@v[0-9.]+)$")]
+    """Pinned AMI alias, e.g. al2023@v20260903; Karpenter takes the standard or the NVIDIA image by the type."""
+    volume_gib: PositiveInt = 100
+    """Size of the EBS root volume (gp3), for image and logs."""
+    user_data: str | None = None
+    """User data for nodes at boot; software that pods need belongs in the image."""
+    efa: Literal["auto", "none"] = "auto"
+    """auto: NCCL over EFA if the instance types have EFA."""
+    daemonset_cpu_millicores: NonNegativeInt = 500
+    """CPU reserved for the daemonsets of each node."""
+    daemonset_memory_mib: NonNegativeInt = 512
+    """Memory reserved for the daemonsets of each node."""
+    max_restarts: NonNegativeInt = 5
+    """Restarts after a crash; a stop that saved everything does not count."""
+    service_account: Subdomain | None = None
+    """Service account of the pods; its IAM role lets pods read and write S3 (checkpoint.mirror)."""
+    huggingface_secret: SecretSection | None = None
+    """The token for gated models and data."""
+    queue: Subdomain | None = None
+    """Name of a Kueue LocalQueue."""
     storage: StorageSection
 
     @model_validator(mode="after")

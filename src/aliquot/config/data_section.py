@@ -17,26 +17,26 @@ _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 class RecordsSection(Section):
     """Files or a dataset, and the fields of their records."""
 
-    path: Annotated[str | list[str] | None, PATH] = Field(
-        None,
-        description="Files, directories or globs of .txt, .md, .py, .jsonl, .json, .csv, .parquet, plain or compressed"
-        " as .gz or .zst; or `stdlib`, the files of Python's standard library.",
-    )
-    dataset: Annotated[str | None, PATH] = Field(None, description="A name for datasets.load_dataset.")
-    dataset_config: str | None = Field(None, description="The dataset's configuration, for example wikitext-2-raw-v1.")
-    split: str = Field("train", description="The dataset's split.")
-    text_field: str | None = Field(
-        None,
-        description="Field of a record that holds the text, all of which is learned. Default: the first that the"
-        " records have: `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, else"
-        " `text`.",
-    )
-    messages: str | None = Field(None, description="Field that holds a chat: a list of messages.")
-    prompt: str | None = Field(None, description="Field that holds the prompt of an answer; with `completion`.")
-    completion: str | None = Field(None, description="Field that holds the answer.")
-    document: Literal["file", "line", "block", "field"] | None = Field(
-        None, description="The unit that is one document. Default: a file of plain text; a record of the other formats."
-    )
+    path: Annotated[str | list[str] | None, PATH] = None
+    """Files, directories or globs of .txt, .md, .py, .jsonl, .json, .csv, .parquet, plain or compressed as .gz or .zst;
+    or `stdlib`, the files of Python's standard library."""
+    dataset: Annotated[str | None, PATH] = None
+    """A name for datasets.load_dataset."""
+    dataset_config: str | None = None
+    """The dataset's configuration, for example wikitext-2-raw-v1."""
+    split: str = "train"
+    """The dataset's split."""
+    text_field: str | None = None
+    """Field of a record that holds the text, all of which is learned. Default: the first that the records have:
+    `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, else `text`."""
+    messages: str | None = None
+    """Field that holds a chat: a list of messages."""
+    prompt: str | None = None
+    """Field that holds the prompt of an answer; with `completion`."""
+    completion: str | None = None
+    """Field that holds the answer."""
+    document: Literal["file", "line", "block", "field"] | None = None
+    """The unit that is one document. Default: a file of plain text; a record of the other formats."""
 
     @model_validator(mode="after")
     def check_fields(self) -> Self:
@@ -54,7 +54,8 @@ class RecordsSection(Section):
 class NamedSection(RecordsSection):
     """A source with a name: one of several."""
 
-    name: str = Field(pattern=_NAME, description="The source's name in metrics and reports.")
+    name: str = Field(pattern=_NAME)
+    """The source's name in metrics and reports."""
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
@@ -66,81 +67,52 @@ class NamedSection(RecordsSection):
 class SourceSection(NamedSection):
     """One source of a mixture."""
 
-    weight: PositiveFloat | None = Field(
-        None,
-        description="The source's share of the tokens, relative to other sources. Default: shares by their numbers of"
-        " tokens.",
-    )
-    repeat: bool = Field(
-        True,
-        description="After its last document begin again, shuffled anew; false: the source ends, other sources go on.",
-    )
+    weight: PositiveFloat | None = None
+    """The source's share of the tokens, relative to other sources. Default: shares by their numbers of tokens."""
+    repeat: bool = True
+    """After its last document begin again, shuffled anew; false: the source ends, other sources go on."""
 
 
 class DataSection(RecordsSection):
-    sources: list[SourceSection] | None = Field(
-        None, description="Several sources instead of `path`: a list of the keys above, with `name` and `weight`."
-    )
-    train_on: Literal["completions", "all"] = Field(
-        "completions",
-        description="completions: the loss is on answers alone, if records have answers; all: on all tokens.",
-    )
-    chat_template: Annotated[str | None, PATH] = Field(
-        None,
-        description="A Jinja template, or the path of one, instead of the tokenizer's; `none`: prompts and completions"
-        " without a template.",
-    )
-    chat_template_date: date | None = Field(
-        None,
-        description="The day that a chat template takes for today. Default: the day on which the run began, which the"
-        " run directory records.",
-    )
-    special_tokens_in_text: Literal["encode", "text"] | None = Field(
-        None,
-        description="Spellings of special tokens in texts, like `<|eot_id|>` in a user's message. encode: as the"
-        " special token; text: as ordinary letters. Default: text for records that go through a chat template, encode"
-        " for all others.",
-    )
-    add_bos: bool | None = Field(None, description="Begin each document with bos. Default: the model's convention.")
-    add_eos: bool | None = Field(
-        None, description="End each document with eos. Default: true if the tokenizer has eos."
-    )
-    tokenizer: Annotated[str | None, PATH] = Field(
-        None, description="Directory, tokenizer.json or hub id. Default: the model's own."
-    )
-    tokenizer_vocab_size: PositiveInt | None = Field(
-        None, description="Train a byte-level BPE tokenizer of this size on the training text instead."
-    )
-    sequence_length: PositiveInt = Field(
-        1024, ge=2, le=1 << 24, description="Tokens of a sequence, into which documents are packed."
-    )
-    packing: bool = Field(
-        True,
-        description="Pack documents into sequences, with attention inside each document only. false: a document is a"
-        " sequence, padded only where AMX needs micro-batches of few different lengths.",
-    )
-    eval_path: Annotated[str | list[str] | None, PATH] = Field(
-        None, description="Files to evaluate on, given like data.path."
-    )
-    eval_split: str | None = Field(None, description="A split of data.dataset to evaluate on.")
-    eval_fraction: float = Field(
-        0.0,
-        ge=0.0,
-        le=0.5,
-        description="Hold out this fraction of each source for evaluation, if neither eval_path nor eval_split is set.",
-    )
-    eval_sources: list[NamedSection] = Field(
-        [],
-        description="Several evaluation sets, with a loss for each: a list of `name` and the keys of a source.",
-    )
-    num_proc: PositiveInt | None = Field(
-        None,
-        description="Processes that tokenise. Default: the physical cores. Records with answers of megabytes take 1"
-        " GiB of memory in each process, and records of more than 4 MiB are left out.",
-    )
-    cache_directory: Annotated[Path | None, PATH] = Field(
-        None, description="Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."
-    )
+    sources: list[SourceSection] | None = None
+    """Several sources instead of `path`: a list of the keys above, with `name` and `weight`."""
+    train_on: Literal["completions", "all"] = "completions"
+    """completions: the loss is on answers alone, if records have answers; all: on all tokens."""
+    chat_template: Annotated[str | None, PATH] = None
+    """A Jinja template, or the path of one, instead of the tokenizer's; `none`: prompts and completions without a
+    template."""
+    chat_template_date: date | None = None
+    """The day that a chat template takes for today. Default: the day on which the run began, which the run directory
+    records."""
+    special_tokens_in_text: Literal["encode", "text"] | None = None
+    """Spellings of special tokens in texts, like `<|eot_id|>` in a user's message. encode: as the special token; text:
+    as ordinary letters. Default: text for records that go through a chat template, encode for all others."""
+    add_bos: bool | None = None
+    """Begin each document with bos. Default: the model's convention."""
+    add_eos: bool | None = None
+    """End each document with eos. Default: true if the tokenizer has eos."""
+    tokenizer: Annotated[str | None, PATH] = None
+    """Directory, tokenizer.json or hub id. Default: the model's own."""
+    tokenizer_vocab_size: PositiveInt | None = None
+    """Train a byte-level BPE tokenizer of this size on the training text instead."""
+    sequence_length: PositiveInt = Field(1024, ge=2, le=1 << 24)
+    """Tokens of a sequence, into which documents are packed."""
+    packing: bool = True
+    """Pack documents into sequences, with attention inside each document only. false: a document is a sequence, padded
+    only where AMX needs micro-batches of few different lengths."""
+    eval_path: Annotated[str | list[str] | None, PATH] = None
+    """Files to evaluate on, given like data.path."""
+    eval_split: str | None = None
+    """A split of data.dataset to evaluate on."""
+    eval_fraction: float = Field(0.0, ge=0.0, le=0.5)
+    """Hold out this fraction of each source for evaluation, if neither eval_path nor eval_split is set."""
+    eval_sources: list[NamedSection] = Field([])
+    """Several evaluation sets, with a loss for each: a list of `name` and the keys of a source."""
+    num_proc: PositiveInt | None = None
+    """Processes that tokenise. Default: the physical cores. Records with answers of megabytes take 1 GiB of memory in
+    each process, and records of more than 4 MiB are left out."""
+    cache_directory: Annotated[Path | None, PATH] = None
+    """Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."""
 
     @model_validator(mode="after")
     def check_one_source(self) -> Self:

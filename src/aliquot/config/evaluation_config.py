@@ -11,15 +11,8 @@ from pydantic import ValidationError
 from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection, adapter_base_model
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.config.key_locations import KeyPath, Location
-from aliquot.config.launch_section import is_elastic
 from aliquot.config.read_config import apply_override, read_config, validate
-from aliquot.config.schema import (
-    CheckpointSection,
-    ModelSection,
-    RunConfig,
-    ShardSection,
-    TrainSection,
-)
+from aliquot.config.schema import CheckpointSection, ModelSection, RunConfig, ShardSection, TrainSection
 from aliquot.config.section import ABOUT_KEY
 from aliquot.core.errors import ConfigError, UsageError
 from aliquot.core.paths import with_home
@@ -79,7 +72,7 @@ def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base
         ),
         checkpoint=CheckpointSection(resume="never"),
         observe=config.observe.model_copy(update={"prometheus": None}),
-        launch=config.launch.model_copy(update={"nodes": 1} if is_elastic(config.launch.nodes) else {}),
+        launch=config.launch.model_copy(update={"nodes": 1} if config.launch.is_elastic else {}),
     )
 
 

@@ -6,12 +6,28 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import yaml
+
 from aliquot.core.errors import UserError
 
 Location = str  # "file:line", or "command line"
 KeyPath = tuple[str, ...]
 
 _DOTTED_KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+
+
+def key_lines(node: yaml.Node, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+    """Yield (path, line) of every key and list item below `node`."""
+    if isinstance(node, yaml.SequenceNode):
+        children = [(str(index), item, item) for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        children = [(str(key.value), key, value) for key, value in node.value]
+    else:
+        return
+    for name, place, value in children:
+        path = (*keys, name)
+        yield path, place.start_mark.line + 1
+        yield from key_lines(value, path)
 
 
 def location_of_first_key(text: str, locations: Mapping[KeyPath, Location]) -> Location | None:

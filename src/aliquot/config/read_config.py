@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from aliquot.config.deepspeed_json import fill_from_deepspeed
 from aliquot.config.key_hints import suggestion
-from aliquot.config.key_locations import KeyPath, Location, location_of_first_key
+from aliquot.config.key_locations import KeyPath, Location, key_lines, location_of_first_key
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import ABOUT_KEY
 from aliquot.core.decode import BoundedLoader, TooDeepError, load_yaml
@@ -126,8 +126,10 @@ def _load(text: str, name: str, locations: dict[KeyPath, Location]) -> dict[str,
         values, root = load_yaml(text, _Loader)
         if root is None:
             return {}
-        if isinstance(values, dict):
-            _locate(root, (), name, locations)
+        for path, line in key_lines(root) if isinstance(values, dict) else ():
+            if path in locations:
+                raise ConfigError(f"{'.'.join(path)} is set twice, first at {locations[path]}", f"{name}:{line}")
+            locations[path] = f"{name}:{line}"
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         prefix = "" if isinstance(error, _AmbiguousNumberError) else "not valid YAML: "
@@ -137,24 +139,6 @@ def _load(text: str, name: str, locations: dict[KeyPath, Location]) -> dict[str,
     if not isinstance(values, dict):
         raise ConfigError("a config is a mapping of sections (run, model, data, train, ...)", name)
     return values
-
-
-def _locate(node: yaml.Node, keys: KeyPath, name: str, locations: dict[KeyPath, Location]) -> None:
-    """Record the line of every key and list item below `node`."""
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            path = (*keys, str(index))
-            locations[path] = f"{name}:{item.start_mark.line + 1}"
-            _locate(item, path, name, locations)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key_node, value_node in node.value:
-        path = (*keys, str(key_node.value))
-        line = f"{name}:{key_node.start_mark.line + 1}"
-        if path in locations:
-            raise ConfigError(f"{'.'.join(path)} is set twice, first at {locations[path]}", line)
-        locations[path] = line
-        _locate(value_node, path, name, locations)
 
 
 def _explain(problem: dict[str, Any], locations: Mapping[KeyPath, Location], source: str) -> tuple[str, str]:

@@ -10,52 +10,37 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from aliquot.config import schedule_settings
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
 from aliquot.config.deepspeed_json import fill_from_deepspeed
-from aliquot.config.launch_section import LaunchSection as LaunchSection
-from aliquot.config.launch_section import is_elastic
-from aliquot.config.section import PATH, Section
+from aliquot.config.section import PATH, NodeCount, Section, SectionWithNodes
+from aliquot.config.train_section import TrainSection as TrainSection
 from aliquot.core.errors import UserError
 
 
 class RunSection(Section):
-    name: str = Field(
-        "run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="Names the run directory."
-    )
-    directory: Annotated[Path, PATH] = Field(
-        Path("runs"), description="Directory for everything that the run writes; default runs/<name>."
-    )
-    seed: int = Field(42, ge=0, lt=2**63, description="Seed of initial weights, document order and sampling.")
+    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """Names the run directory."""
+    directory: Annotated[Path, PATH] = Path("runs")
+    """Directory for everything that the run writes; default runs/<name>."""
+    seed: int = Field(42, ge=0, lt=2**63)
+    """Seed of initial weights, document order and sampling."""
 
 
 class ModelSection(Section):
-    path: Annotated[str | None, PATH] = Field(None, description="A Hugging Face model directory, or a hub id.")
-    config: Annotated[dict[str, Any] | Path | None, PATH] = Field(
-        None, description="From scratch: a dict with `model_type`, or the path of a config.json."
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto",
-        description="Dtype of exported weights. auto: as in the config of the source model; from scratch,"
-        " train.precision.",
-    )
-
-    add_tokens: list[str] = Field(
-        [], description="New tokens. Their rows in the embedding begin near the mean of the existing rows."
-    )
-    add_special_tokens: list[str] = Field([], description="New special tokens, which decoding leaves out.")
+    path: Annotated[str | None, PATH] = None
+    """A Hugging Face model directory, or a hub id."""
+    config: Annotated[dict[str, Any] | Path | None, PATH] = None
+    """From scratch: a dict with `model_type`, or the path of a config.json."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Dtype of exported weights. auto: as in the config of the source model; from scratch, train.precision."""
+    add_tokens: list[str] = Field([])
+    """New tokens. Their rows in the embedding begin near the mean of the existing rows."""
+    add_special_tokens: list[str] = Field([])
+    """New special tokens, which decoding leaves out."""
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
@@ -66,164 +51,94 @@ class ModelSection(Section):
         return self
 
 
-class TrainSection(Section):
-    max_steps: PositiveInt | None = Field(None, description="Optimizer steps; wins over num_train_epochs.")
-    num_train_epochs: PositiveFloat = Field(1.0, description="Passes over the training documents.")
-    global_batch_size: PositiveInt | None = Field(
-        None, le=1 << 24, description="Sequences per optimizer step over all ranks; uneven spreads are allowed."
-    )
-    global_batch_tokens: PositiveInt | None = Field(
-        None, description="The same in tokens, rounded down to whole packed sequences; instead of global_batch_size."
-    )
-    per_device_train_batch_size: PositiveInt = Field(1, description="Sequences of a rank's micro-batch.")
-    gradient_accumulation_steps: PositiveInt | None = Field(None, description="Micro-batches per rank and step.")
-    learning_rate: PositiveFloat = Field(5e-5, description="The highest rate, reached after warm-up.")
-    lr_scheduler_type: schedule_settings.Kind = Field(
-        "linear", description="The schedule after warm-up, as transformers defines it; constant keeps the highest rate."
-    )
-    lr_scheduler_kwargs: dict[str, Any] = Field(
-        {}, description="Settings of the schedule by transformers' names, for example min_lr_rate or num_decay_steps."
-    )
-    warmup_ratio: float = Field(
-        0.0, ge=0.0, le=1.0, description="Fraction of all steps over which the rate rises from 0."
-    )
-    warmup_steps: NonNegativeInt | None = Field(None, description="Wins over warmup_ratio.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="Not applied to norms and biases.")
-    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
-    adam_epsilon: PositiveFloat = 1e-8
-    max_grad_norm: NonNegativeFloat = Field(1.0, description="Clip gradients to this global norm; 0: do not clip.")
-    gradient_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="Activations to recompute in the backward pass. selective: all but those of linear layers and"
-        " attention; full: whole layers.",
-    )
-    precision: Literal["bf16", "fp32"] = Field(
-        "bf16",
-        description="Precision of forward and backward pass; master weights and moments follow optimizer_states.",
-    )
-    optimizer_states: Literal["fp32", "bf16", "int8"] = Field(
-        "fp32",
-        description="Dtype of moments. bf16, int8: compressed moments, and gradient sums in bf16; engine host only.",
-    )
-    compile: Literal["none", "layers"] = Field(
-        "none",
-        description="layers: compile layers and update with torch.compile; the first step is slower, later steps 2 to"
-        " 18 % (AMX) faster.",
-    )
-    freeze: list[str] = Field(
-        [],
-        description="Names of weights to freeze, with * and ?: they have no gradient, moments or fp32 master weights.",
-    )
-    logging_steps: PositiveInt = Field(1, description="Log metrics every N steps.")
-    eval_steps: NonNegativeInt = Field(0, description="Evaluate every N steps; 0: only at the end.")
-    eval_on_start: bool = Field(False, description="Evaluate before the first step, too, for the record only.")
-    early_stopping_patience: PositiveInt | None = Field(
-        None, description="End the run after N evaluations in a row without improvement. Default: never."
-    )
-    early_stopping_threshold: NonNegativeFloat = Field(
-        0.0, description="How far the evaluation loss must fall to count as an improvement for early stopping."
-    )
-
-    @field_validator("lr_scheduler_type", mode="before")
-    @classmethod
-    def refuse_stateful_schedule(cls, value: Any) -> Any:
-        if isinstance(value, str) and value in schedule_settings.REFUSED:
-            raise ValueError(
-                f"it {schedule_settings.REFUSED[value]}; choose one of {', '.join(schedule_settings.SETTINGS)}"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def check_schedule(self) -> Self:
-        schedule_settings.validate_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
-        return self
-
-
 class ShardSection(Section):
-    engine: Literal["auto", "host", "fsdp", "deepspeed"] = Field(
-        "auto",
-        description="host: CPU, weights once per NUMA node in shared memory; fsdp: weights gathered layer by layer;"
-        " deepspeed: ZeRO-3. auto: deepspeed if deepspeed_config is set, else host or fsdp by memory.",
-    )
-    collectives: Literal["auto", "shared_memory", "gloo"] = Field(
-        "auto",
-        description="Collectives among CPU ranks. auto: shared_memory where possible; with fsdp on one host only.",
-    )
-    reduce_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="Dtype of gradients sent between hosts; ranks of one CPU host always sum in fp32. bf16: half the"
-        " bytes sent, and half the memory of sums that wait on a host for further micro-batches.",
-    )
-    offload: Literal["none", "cpu", "disk"] = Field(
-        "none",
-        description="cpu: keep weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed."
-        " disk: keep the state that does not fit into memory on disk, moments first, then gradient sums; engine host.",
-    )
-    offload_directory: Annotated[Path | None, PATH] = Field(
-        None, description="A directory on a fast disk of each node, for offload: disk. Default: the run directory."
-    )
-    memory: PositiveFloat | None = Field(
-        None,
-        description="GiB that the ranks of a node may use together. Default: the memory of the machine or container.",
-    )
-    deepspeed_config: dict[str, Any] | None = Field(
-        None, description="A DeepSpeed JSON (its path, or its content), which fills the keys that are not set."
-    )
+    engine: Literal["auto", "host", "fsdp", "deepspeed"] = "auto"
+    """host: CPU, weights once per NUMA node in shared memory; fsdp: weights gathered layer by layer; deepspeed: ZeRO-3.
+    auto: deepspeed if deepspeed_config is set, else host or fsdp by memory."""
+    collectives: Literal["auto", "shared_memory", "gloo"] = "auto"
+    """Collectives among CPU ranks. auto: shared_memory where possible; with fsdp on one host only."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of gradients sent between hosts; ranks of one CPU host always sum in fp32. bf16: half the bytes sent, and
+    half the memory of sums that wait on a host for further micro-batches."""
+    offload: Literal["none", "cpu", "disk"] = "none"
+    """cpu: keep weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed. disk: keep the
+    state that does not fit into memory on disk, moments first, then gradient sums; engine host."""
+    offload_directory: Annotated[Path | None, PATH] = None
+    """A directory on a fast disk of each node, for offload: disk. Default: the run directory."""
+    memory: PositiveFloat | None = None
+    """GiB that the ranks of a node may use together. Default: the memory of the machine or container."""
+    deepspeed_config: dict[str, Any] | None = None
+    """A DeepSpeed JSON (its path, or its content), which fills the keys that are not set."""
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = Field(0, description="Save every N steps; 0: only at the end.")
-    last: bool = Field(True, description="Save at the end, too; false: the run ends with the export alone.")
-    keep: PositiveInt = Field(2, description="Number of complete checkpoints to keep; older ones are removed.")
-    resume: Annotated[str, PATH] = Field(
-        "auto",
-        description="auto: the newest complete checkpoint of this run, local or in the mirror; never; a PATH or URL.",
-    )
-    mirror: str | None = Field(
-        None,
-        pattern=r"^[a-z][a-z0-9+.-]*://.+",
-        description="A URL, s3://BUCKET/PREFIX, file:///DIRECTORY or another that fsspec knows: each checkpoint is"
-        " copied to <mirror>/<run.name>/ during training.",
-    )
-    asynchronous: bool = Field(True, alias="async", description="Write to disk during training.")
-    buffer_bytes: NonNegativeInt = Field(
-        256 << 20,
-        description="Largest copy in memory of state that the next update would change before it is written;"
-        " beyond it the update waits.",
-    )
-    grace_s: PositiveFloat = Field(
-        90.0, le=1e9, description="Time after SIGTERM or Ctrl-C to finish the step, save and end."
-    )
-    on_error: Literal["stop", "warn"] = Field(
-        "stop", description="What to do if a checkpoint, its copy in the mirror, metrics or events cannot be written."
-    )
-    best: bool = Field(
-        False, description="Save the checkpoint with the lowest evaluation loss, keep it, and export it at the end."
-    )
-    export: bool = Field(True, description="Write a Hugging Face export at the end of the run.")
+    every: NonNegativeInt = 0
+    """Save every N steps; 0: only at the end."""
+    last: bool = True
+    """Save at the end, too; false: the run ends with the export alone."""
+    keep: PositiveInt = 2
+    """Number of complete checkpoints to keep; older ones are removed."""
+    resume: Annotated[str, PATH] = "auto"
+    """auto: the newest complete checkpoint of this run, local or in the mirror; never; a PATH or URL."""
+    mirror: str | None = Field(None, pattern=r"^[a-z][a-z0-9+.-]*://.+")
+    """A URL, s3://BUCKET/PREFIX, file:///DIRECTORY or another that fsspec knows: each checkpoint is copied to
+    <mirror>/<run.name>/ during training."""
+    asynchronous: bool = Field(True, alias="async")
+    """Write to disk during training."""
+    buffer_bytes: NonNegativeInt = 256 << 20
+    """Largest copy in memory of state that the next update would change before it is written; beyond it the update
+    waits."""
+    grace_s: PositiveFloat = Field(90.0, le=1e9)
+    """Time after SIGTERM or Ctrl-C to finish the step, save and end."""
+    on_error: Literal["stop", "warn"] = "stop"
+    """What to do if a checkpoint, its copy in the mirror, metrics or events cannot be written."""
+    best: bool = False
+    """Save the checkpoint with the lowest evaluation loss, keep it, and export it at the end."""
+    export: bool = True
+    """Write a Hugging Face export at the end of the run."""
+
+
+class LaunchSection(SectionWithNodes):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where torch sees a GPU."""
+    ranks: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = "auto"
+    """Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as memory (2 GiB a
+    rank) and the micro-batches of train.global_batch_size allow; one a NUMA node without train.global_batch_size and
+    with engines fsdp and deepspeed."""
+    threads_per_rank: PositiveInt | None = None
+    """Default: physical cores / local ranks."""
+    nodes: NodeCount = 1
+    """Machines; `aliquot train` is started on each of them. MIN:MAX, for example 2:4: an elastic run, whose nodes may
+    come and go, and which needs no node_rank and no master."""
+    node_rank: NonNegativeInt = 0
+    """The number of this node, from 0."""
+    master_address: str = "127.0.0.1"
+    """The address of node 0."""
+    master_port: int = Field(29500, ge=1, le=65535)
+    """A free port of node 0; a run on one machine takes any free port itself."""
+    join_timeout_s: PositiveFloat = Field(900.0, le=1e9)
+    """Nodes and ranks wait this long for the others at start."""
+    step_timeout_s: PositiveFloat = Field(1800.0, le=1e9)
+    """The run ends when a rank makes no progress in training for this long. In preparation and export it also ends when
+    a node is not heard of for this long, or when no rank computes, reads or writes."""
 
 
 class ObserveSection(Section):
-    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
-        ["tensorboard"],
-        description="Dashboards for the metrics in metrics.jsonl: tensorboard/ in the run directory, Weights & Biases,"
-        " an MLflow server. The latter two read their own environment variables; no server stops or slows a run.",
-    )
-    prometheus: int | None = Field(
-        None, ge=1, le=65535, description="Port at which rank 0 serves metrics, under /metrics."
-    )
-    prometheus_host: str = Field("127.0.0.1", description="Address at which the port is open; 0.0.0.0: to everybody.")
-    profile: NonNegativeInt = Field(
-        0, description="Trace N steps of every rank, after the first two, into <run>/profile/."
-    )
-    console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal.")
-    sample_prompt: str | None = Field(
-        None,
-        min_length=1,
-        description="Generate from this prompt at the end of the run; a chat model gets it as a user's message.",
-    )
-    sample_tokens: PositiveInt = Field(64, description="Number of tokens to generate from sample_prompt.")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(["tensorboard"])
+    """Dashboards for the metrics in metrics.jsonl: tensorboard/ in the run directory, Weights & Biases, an MLflow
+    server. The latter two read their own environment variables; no server stops or slows a run."""
+    prometheus: int | None = Field(None, ge=1, le=65535)
+    """Port at which rank 0 serves metrics, under /metrics."""
+    prometheus_host: str = "127.0.0.1"
+    """Address at which the port is open; 0.0.0.0: to everybody."""
+    profile: NonNegativeInt = 0
+    """Trace N steps of every rank, after the first two, into <run>/profile/."""
+    console: Literal["auto", "live", "plain", "quiet"] = "auto"
+    """auto: live on a terminal."""
+    sample_prompt: str | None = Field(None, min_length=1)
+    """Generate from this prompt at the end of the run; a chat model gets it as a user's message."""
+    sample_tokens: PositiveInt = 64
+    """Number of tokens to generate from sample_prompt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -312,16 +227,16 @@ class RunConfig(Section):
 
     def _check_node_counts(self) -> None:
         """Require a global batch that does not depend on the number of nodes, and resuming, for elastic runs."""
-        counts = {"launch.nodes": self.launch.nodes}
-        if self.cluster is not None:
-            counts["cluster.nodes"] = self.cluster.nodes
-        for key, nodes in counts.items():
-            if is_elastic(nodes) and self.train.global_batch_size is None:
+        for key, section in (("launch.nodes", self.launch), ("cluster.nodes", self.cluster)):
+            if section is None or not section.is_elastic:
+                continue
+            nodes = section.nodes
+            if self.train.global_batch_size is None:
                 raise ValueError(
                     f"{key} {nodes}: the batch of a step would change with the number of nodes:"
                     " give train.global_batch_size, or train.global_batch_tokens"
                 )
-            if is_elastic(nodes) and self.checkpoint.resume == "never":
+            if self.checkpoint.resume == "never":
                 raise ValueError(
                     f"{key} {nodes}: an elastic run continues from its newest checkpoint when its nodes change:"
                     " leave checkpoint.resume: never out"
@@ -329,18 +244,15 @@ class RunConfig(Section):
 
     def _check_evaluations(self) -> None:
         """Require evaluation data, and several evaluations, for the keys that compare evaluations."""
-        stops_early = self.train.early_stopping_patience is not None
-        users = {
-            "checkpoint.best": self.checkpoint.best,
-            "train.early_stopping_patience": stops_early,
-            "train.eval_on_start": self.train.eval_on_start,
-        }
-        key = next((key for key, is_set in users.items() if is_set), None)
+        best, stops_early = self.checkpoint.best, self.train.early_stopping_patience is not None
+        users = (("checkpoint.best", best), ("train.early_stopping_patience", stops_early),
+                 ("train.eval_on_start", self.train.eval_on_start))  # fmt: skip
+        key = next((key for key, is_set in users if is_set), None)
         if key is not None and not self.data.has_evaluation:
             raise ValueError(
                 f"{key} needs evaluation data: set data.eval_path, eval_sources, eval_split or eval_fraction"
             )
-        if (stops_early or self.checkpoint.best) and not self.train.eval_steps:
+        if (stops_early or best) and not self.train.eval_steps:
             raise ValueError(f"{key} compares evaluations, but only one is made, at the end: set train.eval_steps")
 
     def _sequences(self, tokens: int) -> int:

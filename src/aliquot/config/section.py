@@ -1,13 +1,13 @@
-"""The base class of every section of a run configuration: which values no key may have."""
+"""The base classes of the sections of a run configuration: values that no key may have, and numbers of nodes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from aliquot.core.errors import has_url_credentials
@@ -15,6 +15,7 @@ from aliquot.core.paths import with_home
 
 # Limits of fp32 and of 64 bits: code that computes with a larger value would fail in a way that names no key.
 _SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1
+_NODE_RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
 _URL = re.compile(r"\s*[A-Za-z][\w+.:-]*:/")
 _NO_PASSWORDS = (
     "is a URL with a user name or password in it: the run directory, reports, dashboards and manifests would show it."
@@ -44,9 +45,21 @@ PATH = BeforeValidator(_check_path)  # for a key that names a file, a directory,
 
 
 class Section(BaseModel):
-    """A section of a run configuration. Unknown keys are errors."""
+    """A section of a run configuration. Unknown keys are errors. The docstring below a key is its description."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )  # fmt: skip
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Join the lines of descriptions."""
+        long = [field for field in cls.model_fields.values() if "\n" in (field.description or "")]
+        for field in long:
+            field.description = str(field.description).replace("\n", " ")
+        if long:
+            cls.model_rebuild(force=True)  # the JSON schema has descriptions, too
 
     @field_validator("*", mode="after")
     @classmethod
@@ -69,14 +82,12 @@ class Section(BaseModel):
         """Refuse `max_steps: true`, which Python would take for 1."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
-            if (
-                isinstance(value, bool)
-                and field is not None
-                and bool not in (field.annotation, *get_args(field.annotation))
-            ):
-                options = map(str, get_args(field.annotation)) if get_origin(field.annotation) is Literal else ()
-                choices = ", ".join(options)
-                advice = f": choose {choices}" if choices else ""
+            if not isinstance(value, bool) or field is None:
+                continue
+            options = get_args(field.annotation)
+            if bool not in (field.annotation, *options):
+                is_choice = get_origin(field.annotation) is Literal
+                advice = f": choose {', '.join(map(str, options))}" if is_choice else ""
                 raise ValueError(f"{key} is {str(value).lower()}, which is not a value for it{advice}")
         return values
 
@@ -92,3 +103,33 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner)
+
+
+def _check_range(text: str) -> str:
+    match = _NODE_RANGE.fullmatch(text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError("give a number, or MIN:MAX for nodes that may come and go, for example 2:4")
+    return text
+
+
+NodeCount = Annotated[int, Field(gt=0, le=999_999)] | Annotated[str, AfterValidator(_check_range)]
+
+
+class SectionWithNodes(Section):
+    """A section that declares a key `nodes`, at its place among its other keys: a number of machines, or MIN:MAX."""
+
+    if TYPE_CHECKING:
+        nodes: NodeCount
+
+    @property
+    def fewest_nodes(self) -> int:
+        return int(str(self.nodes).partition(":")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        return int(str(self.nodes).rpartition(":")[2])
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether `nodes` is MIN:MAX, so that nodes may come and go during the run."""
+        return ":" in str(self.nodes)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from aliquot.config import schedule_settings
-from aliquot.config.schema import TrainSection
+from aliquot.config import train_section
+from aliquot.config.train_section import TrainSection
 from aliquot.core.errors import ConfigError
 
 
@@ -23,16 +23,16 @@ class Schedule:
     peak: float
     warmup_steps: int
     total_steps: int
-    settings: schedule_settings.Constant
+    settings: train_section.Constant
 
     @classmethod
     def of(cls, train: TrainSection, total_steps: int) -> Self:
         """Read the schedule from the configuration. Raises ConfigError if its phases are longer than the run."""
-        settings = schedule_settings.validate_schedule(
+        settings = train_section.validate_schedule(
             train.lr_scheduler_type, train.lr_scheduler_kwargs, train.learning_rate
         )
         warmup_steps = warmup(train.warmup_steps, train.warmup_ratio, total_steps)
-        if isinstance(settings, schedule_settings.WarmupStableDecay) and settings.num_stable_steps is None:
+        if isinstance(settings, train_section.WarmupStableDecay) and settings.num_stable_steps is None:
             phases = warmup_steps + settings.num_decay_steps
             if phases > total_steps:
                 raise ConfigError(
@@ -57,13 +57,13 @@ def warmup(steps: int | None, ratio: float, total_steps: int) -> int:
     return math.ceil(ratio * total_steps) if steps is None else steps
 
 
-def _rising(settings: schedule_settings.Constant, step: int, steps: int) -> float:
+def _rising(settings: train_section.Constant, step: int, steps: int) -> float:
     """Return the rate of a warm-up step as a part of the peak."""
     done = step / steps
-    if isinstance(settings, schedule_settings.CosineWarmupWithMinLr):  # reaches the peak in the last step
+    if isinstance(settings, train_section.CosineWarmupWithMinLr):  # reaches the peak in the last step
         lowest = settings.warmup_lr_rate
         return (step + 1) / steps if lowest is None else _above(lowest, step / max(1, steps - 1))
-    if isinstance(settings, schedule_settings.WarmupStableDecay):
+    if isinstance(settings, train_section.WarmupStableDecay):
         shapes = {"linear": done, "cosine": 1.0 - _waves(0.5, done), "1-sqrt": 1.0 - math.sqrt(1.0 - done)}
         return _above(settings.min_lr_ratio, shapes[settings.warmup_type])
     return done
@@ -72,39 +72,39 @@ def _rising(settings: schedule_settings.Constant, step: int, steps: int) -> floa
 # Each of these functions returns the rate of a step after the warm-up as a part of the peak.
 
 
-def _constant(schedule: Schedule, settings: schedule_settings.Constant, step: int) -> float:
+def _constant(schedule: Schedule, settings: train_section.Constant, step: int) -> float:
     return 1.0
 
 
-def _linear(schedule: Schedule, settings: schedule_settings.Linear, step: int) -> float:
+def _linear(schedule: Schedule, settings: train_section.Linear, step: int) -> float:
     return max(0.0, 1.0 - schedule.progress(step))
 
 
-def _cosine(schedule: Schedule, settings: schedule_settings.Cosine, step: int) -> float:
+def _cosine(schedule: Schedule, settings: train_section.Cosine, step: int) -> float:
     return max(0.0, _waves(settings.num_cycles, schedule.progress(step)))
 
 
-def _cosine_with_restarts(schedule: Schedule, settings: schedule_settings.CosineWithRestarts, step: int) -> float:
+def _cosine_with_restarts(schedule: Schedule, settings: train_section.CosineWithRestarts, step: int) -> float:
     progress = schedule.progress(step)
     return 0.0 if progress >= 1.0 else max(0.0, _waves(0.5, settings.num_cycles * progress % 1.0))
 
 
-def _cosine_with_min_lr(schedule: Schedule, settings: schedule_settings.CosineWithMinLr, step: int) -> float:
+def _cosine_with_min_lr(schedule: Schedule, settings: train_section.CosineWithMinLr, step: int) -> float:
     # The variant with its own warm-up reaches its end in the last step, the other one in the step after that.
-    step += isinstance(settings, schedule_settings.CosineWarmupWithMinLr)
+    step += isinstance(settings, train_section.CosineWarmupWithMinLr)
     return max(0.0, _above(settings.lowest(schedule.peak), _waves(settings.num_cycles, schedule.progress(step))))
 
 
-def _polynomial(schedule: Schedule, settings: schedule_settings.Polynomial, step: int) -> float:
+def _polynomial(schedule: Schedule, settings: train_section.Polynomial, step: int) -> float:
     return _above(settings.lr_end / schedule.peak, (1.0 - schedule.progress(step)) ** settings.power)
 
 
-def _inverse_sqrt(schedule: Schedule, settings: schedule_settings.InverseSqrt, step: int) -> float:
+def _inverse_sqrt(schedule: Schedule, settings: train_section.InverseSqrt, step: int) -> float:
     timescale = settings.timescale or schedule.warmup_steps or 10_000
     return 1.0 / math.sqrt((step - schedule.warmup_steps + timescale) / timescale)
 
 
-def _warmup_stable_decay(schedule: Schedule, settings: schedule_settings.WarmupStableDecay, step: int) -> float:
+def _warmup_stable_decay(schedule: Schedule, settings: train_section.WarmupStableDecay, step: int) -> float:
     decay_steps, stable_steps = settings.num_decay_steps, settings.num_stable_steps
     if stable_steps is None:
         stable_steps = schedule.total_steps - schedule.warmup_steps - decay_steps
@@ -118,16 +118,16 @@ def _warmup_stable_decay(schedule: Schedule, settings: schedule_settings.WarmupS
     return max(0.0, _above(settings.min_lr_ratio, shapes[settings.decay_type]))
 
 
-_AFTER_WARMUP: Mapping[type[schedule_settings.Constant], Callable[[Schedule, Any, int], float]] = {
-    schedule_settings.Constant: _constant,
-    schedule_settings.Linear: _linear,
-    schedule_settings.Cosine: _cosine,
-    schedule_settings.CosineWithRestarts: _cosine_with_restarts,
-    schedule_settings.CosineWithMinLr: _cosine_with_min_lr,
-    schedule_settings.CosineWarmupWithMinLr: _cosine_with_min_lr,
-    schedule_settings.Polynomial: _polynomial,
-    schedule_settings.InverseSqrt: _inverse_sqrt,
-    schedule_settings.WarmupStableDecay: _warmup_stable_decay,
+_AFTER_WARMUP: Mapping[type[train_section.Constant], Callable[[Schedule, Any, int], float]] = {
+    train_section.Constant: _constant,
+    train_section.Linear: _linear,
+    train_section.Cosine: _cosine,
+    train_section.CosineWithRestarts: _cosine_with_restarts,
+    train_section.CosineWithMinLr: _cosine_with_min_lr,
+    train_section.CosineWarmupWithMinLr: _cosine_with_min_lr,
+    train_section.Polynomial: _polynomial,
+    train_section.InverseSqrt: _inverse_sqrt,
+    train_section.WarmupStableDecay: _warmup_stable_decay,
 }
 
 

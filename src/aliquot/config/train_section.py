@@ -1,0 +1,202 @@
+"""The `train` section, and the settings of each learning-rate schedule; the names are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from aliquot.config.section import Section
+
+Kind = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+Shape = Literal["linear", "cosine", "1-sqrt"]
+
+
+class Constant(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    def check(self, peak: float) -> None:
+        """Raise ValueError for a setting that contradicts `peak`, the highest learning rate."""
+
+
+class Linear(Constant):
+    pass
+
+
+class Cosine(Constant):
+    num_cycles: PositiveFloat = 0.5
+
+
+class CosineWithRestarts(Constant):
+    num_cycles: PositiveInt = 1
+
+
+class CosineWithMinLr(Cosine):
+    min_lr: NonNegativeFloat | None = None
+    min_lr_rate: float | None = Field(None, ge=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def one_minimum(self) -> Self:
+        if (self.min_lr is None) == (self.min_lr_rate is None):
+            raise ValueError("give exactly one of min_lr (a rate) and min_lr_rate (a part of train.learning_rate)")
+        return self
+
+    def check(self, peak: float) -> None:
+        if self.min_lr is not None and self.min_lr > peak:
+            raise ValueError(f"min_lr {self.min_lr:g} is above train.learning_rate {peak:g}")
+
+    def lowest(self, peak: float) -> float:
+        """Return the lowest learning rate as a fraction of `peak`."""
+        return self.min_lr / peak if self.min_lr is not None else self.min_lr_rate or 0.0
+
+
+class CosineWarmupWithMinLr(CosineWithMinLr):
+    warmup_lr_rate: float | None = Field(None, ge=0.0, le=1.0)
+
+
+class Polynomial(Constant):
+    lr_end: NonNegativeFloat = 1e-7
+    power: PositiveFloat = 1.0
+
+    def check(self, peak: float) -> None:
+        if self.lr_end >= peak:
+            raise ValueError(f"lr_end {self.lr_end:g} is not below train.learning_rate {peak:g}")
+
+
+class InverseSqrt(Constant):
+    timescale: PositiveInt | None = None
+
+
+class WarmupStableDecay(Constant):
+    num_decay_steps: NonNegativeInt
+    num_stable_steps: NonNegativeInt | None = None
+    warmup_type: Shape = "linear"
+    decay_type: Shape = "cosine"
+    min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    num_cycles: PositiveFloat = 0.5
+
+
+SETTINGS: dict[Kind, type[Constant]] = {
+    "linear": Linear,
+    "cosine": Cosine,
+    "cosine_with_restarts": CosineWithRestarts,
+    "polynomial": Polynomial,
+    "constant": Constant,
+    "constant_with_warmup": Constant,
+    "inverse_sqrt": InverseSqrt,
+    "cosine_with_min_lr": CosineWithMinLr,
+    "cosine_warmup_with_min_lr": CosineWarmupWithMinLr,
+    "warmup_stable_decay": WarmupStableDecay,
+}
+# Schedules of transformers that are no functions of the step.
+_FOLLOWS_LOSSES = "follows the losses of the run, not the step alone, so that a resumed run would need its memory"
+REFUSED = {"reduce_lr_on_plateau": _FOLLOWS_LOSSES, "greedy": _FOLLOWS_LOSSES}
+
+
+def validate_schedule(kind: Kind, kwargs: Mapping[str, Any], peak: float) -> Constant:
+    """Return `kwargs` as the settings of the schedule `kind`, whose highest learning rate is `peak`.
+
+    Raises ValueError, in one line, for a key that the schedule does not take, or a wrong value.
+    """
+    model = SETTINGS[kind]
+    try:
+        settings = model.model_validate(dict(kwargs))
+        settings.check(peak)
+    except ValidationError as error:
+        keys = f"takes {', '.join(model.model_fields)}" if model.model_fields else "takes none"
+        raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {_problem(error)}; it {keys}") from None
+    except ValueError as error:
+        raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {error}") from None
+    return settings
+
+
+def _problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"][:1])
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"it has no {key}"
+    if problem["type"] == "missing":
+        return f"{key} is missing"
+    return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}" if key else message
+
+
+class TrainSection(Section):
+    max_steps: PositiveInt | None = None
+    """Optimizer steps; wins over num_train_epochs."""
+    num_train_epochs: PositiveFloat = 1.0
+    """Passes over the training documents."""
+    global_batch_size: PositiveInt | None = Field(None, le=1 << 24)
+    """Sequences per optimizer step over all ranks; uneven spreads are allowed."""
+    global_batch_tokens: PositiveInt | None = None
+    """The same in tokens, rounded down to whole packed sequences; instead of global_batch_size."""
+    per_device_train_batch_size: PositiveInt = 1
+    """Sequences of a rank's micro-batch."""
+    gradient_accumulation_steps: PositiveInt | None = None
+    """Micro-batches per rank and step."""
+    learning_rate: PositiveFloat = 5e-5
+    """The highest rate, reached after warm-up."""
+    lr_scheduler_type: Kind = "linear"
+    """The schedule after warm-up, as transformers defines it; constant keeps the highest rate."""
+    lr_scheduler_kwargs: dict[str, Any] = Field({})
+    """Settings of the schedule by transformers' names, for example min_lr_rate or num_decay_steps."""
+    warmup_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    """Fraction of all steps over which the rate rises from 0."""
+    warmup_steps: NonNegativeInt | None = None
+    """Wins over warmup_ratio."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Not applied to norms and biases."""
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    adam_epsilon: PositiveFloat = 1e-8
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip gradients to this global norm; 0: do not clip."""
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations to recompute in the backward pass. selective: all but those of linear layers and attention; full:
+    whole layers."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Precision of forward and backward pass; master weights and moments follow optimizer_states."""
+    optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Dtype of moments. bf16, int8: compressed moments, and gradient sums in bf16; engine host only."""
+    compile: Literal["none", "layers"] = "none"
+    """layers: compile layers and update with torch.compile; the first step is slower, later steps 2 to 18 % (AMX)
+    faster."""
+    freeze: list[str] = Field([])
+    """Names of weights to freeze, with * and ?: they have no gradient, moments or fp32 master weights."""
+    logging_steps: PositiveInt = 1
+    """Log metrics every N steps."""
+    eval_steps: NonNegativeInt = 0
+    """Evaluate every N steps; 0: only at the end."""
+    eval_on_start: bool = False
+    """Evaluate before the first step, too, for the record only."""
+    early_stopping_patience: PositiveInt | None = None
+    """End the run after N evaluations in a row without improvement. Default: never."""
+    early_stopping_threshold: NonNegativeFloat = 0.0
+    """How far the evaluation loss must fall to count as an improvement for early stopping."""
+
+    @field_validator("lr_scheduler_type", mode="before")
+    @classmethod
+    def refuse_stateful_schedule(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in REFUSED:
+            raise ValueError(f"it {REFUSED[value]}; choose one of {', '.join(SETTINGS)}")
+        return value
+
+    @model_validator(mode="after")
+    def check_schedule(self) -> Self:
+        validate_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
+        return self
