@@ -137,7 +137,7 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
 
     from aliquot.machine.memory import memory_use, peak_pss
     from aliquot.models import meta
-    from aliquot.models.structure import attention_widths
+    from aliquot.models.meta import attention_widths
     from aliquot.observe.throughput import model_flops
 
     built = meta.build(AutoConfig.for_model(**config))
@@ -177,7 +177,7 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
             "peak_pss_bytes": peak_pss(memory_use()),
             "states_bytes": states_bytes,
             "parameters": built.numel,
-            "active": built.matmul_parameters,
+            "active": meta.matmul_parameters(built.model),
         }
     )
     os._exit(0)  # peers leave threads behind that abort at exit

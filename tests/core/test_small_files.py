@@ -14,8 +14,8 @@ from aliquot.core.errors import UserError
 from aliquot.core.run_lock import LOCK
 from aliquot.core.small_files import open_unlinked, publish_text, read_small_file
 from aliquot.models.model_files import model_files
-from aliquot.models.remote_code import without_code
 from aliquot.models.source import resolve
+from aliquot.models.untrusted_code import without_code
 from aliquot.observe.metrics import MetricsFile
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.tensor_io.jsonfile import read_small

@@ -33,7 +33,7 @@ from aliquot.engines.host import gradient_exchange, host_memory, streamed_layers
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.engines.state_placement import OnDisk
-from aliquot.models import initialize, meta, recompute
+from aliquot.models import backward_pass, initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.published import Published, PublishedStore
 from aliquot.offload.scratch_file import ScratchFile
@@ -87,7 +87,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         ScratchFile._move = late(ScratchFile._move, rank, 0.02)  # type: ignore[method-assign]
     topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
     if setup.hosts > 1:
-        recompute.enable(built.model, case.checkpointing)
+        backward_pass.enable_checkpointing(built.model, case.checkpointing)
         host = f"host {rank * setup.hosts // setup.ranks}"
         engine: Engine = HostEngine(built.model, spec, Hosts.join(rank, 0, gather, host), topology)
     elif setup.numa_nodes > 1:

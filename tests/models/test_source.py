@@ -24,8 +24,8 @@ from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.data.tokenizer import load_tokenizer
 from aliquot.models import meta
-from aliquot.models.model_identity import fingerprint
 from aliquot.models.source import model_on_meta, resolve
+from aliquot.models.stored_weights import fingerprint
 from aliquot.tensor_io.bytemap import ByteMap
 from tests.engines.cases import SMALL
 from tests.models.hub_server import hub_with

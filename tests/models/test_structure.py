@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from aliquot.models.materialise import freeze_buffers
-from aliquot.models.structure import attention_widths, fp32_weights
+from aliquot.models.meta import attention_widths
+from aliquot.models.structure import fp32_weights, freeze_buffers
 
 SIZES = {"num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 8, "hidden_size": 32}
 

@@ -16,8 +16,8 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.models import model_calls
-from aliquot.models.materialise import materialise
 from aliquot.models.shaped_model import shaped_model
+from aliquot.models.structure import materialise
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.loss.base import IGNORE

@@ -117,7 +117,7 @@ def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: P
     """Compare the model's configuration with the one saved, because the same weights compute differently under another.
 
     Args:
-        model: as of models/model_identity.py.
+        model: as of models/model_config.py.
 
     Returns:
         A warning if the configuration differs and the version of transformers too, because versions may read the same

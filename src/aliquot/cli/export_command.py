@@ -31,7 +31,7 @@ def command(
     with one_line_errors(debug), ExitStack() as stack:
         from aliquot.checkpoint.remote_download import fetched_weights
         from aliquot.models.export import export_checkpoint
-        from aliquot.models.older_transformers import older_transformers
+        from aliquot.models.model_files import older_transformers
         from aliquot.stores.store import is_url
         from aliquot.tensor_io.jsonfile import read_json
         from aliquot.tensor_io.manifest import verify as verify_all

@@ -13,7 +13,7 @@ from typing import Any
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import TokenizerError, UserError
 from aliquot.data.chat_messages import text_parts
-from aliquot.models.bounded_rendering import bounded_rendering
+from aliquot.models.untrusted_code import limit_rendering
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -92,7 +92,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with bounded_rendering():
+            with limit_rendering():
                 texts, marks = render_jinja_template(
                     conversations=[messages],
                     tools=self.tools,

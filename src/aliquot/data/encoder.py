@@ -27,7 +27,7 @@ from aliquot.core.errors import TrainingError, UserError, user_error_types
 from aliquot.core.interpreter import python_command
 from aliquot.data.chat import encode_record
 from aliquot.data.text_encoder import EncoderSpec
-from aliquot.models.remote_code import without_code
+from aliquot.models.untrusted_code import without_code
 
 AT_ONCE_CHARACTERS = 1 << 16
 HOLDS_SPECIAL = "a text or a piece of a text with special tokens, encoded as special tokens"

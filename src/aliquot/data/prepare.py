@@ -36,7 +36,7 @@ from aliquot.data.tokenizer import (
     publish_tokenizer,
 )
 from aliquot.distributed.ranks import Ranks
-from aliquot.models.model_files import trained_prefix
+from aliquot.models.model_files import trained_tokens
 
 NamedProgress = Callable[[str, int, int], None]  # (the work in progress, bytes done, bytes of the source)
 
@@ -133,7 +133,7 @@ def prepare(
         [adapter_dir, model_dir] if is_own_tokenizer else [Path(section.tokenizer)] if section.tokenizer else []
     )
     prefixes = (
-        trained_prefix(directory_with_prefix)
+        trained_tokens(directory_with_prefix, "prefix")
         for directory_with_prefix in directories
         if directory_with_prefix is not None
     )

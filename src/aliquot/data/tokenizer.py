@@ -24,8 +24,8 @@ from aliquot.data.formats import words
 from aliquot.data.sources import Source
 from aliquot.data.token_store import TokenStore
 from aliquot.models.model_files import save_tokenizer
-from aliquot.models.remote_code import without_code
 from aliquot.models.source import DESCRIPTION_FILES
+from aliquot.models.untrusted_code import without_code
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Texts in which tokenizers that split words differently give different tokens.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aliquot.models.recompute import keeps
+from aliquot.models.backward_pass import is_kept
 
 
 class ActivationMeter:
@@ -60,6 +60,6 @@ class _SelectiveResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if keeps(func):
+        if is_kept(func):
             self.total_bytes += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, torch.Tensor))
         return result

@@ -21,7 +21,7 @@ from aliquot.engines.base import EngineSpec
 from aliquot.machine import matmul
 from aliquot.machine.matmul import caches_kernels, copies_transposed, copy_pays
 from aliquot.machine.torch_compile import compile_function, inductor_options
-from aliquot.models.linear_layers import copy_in_backward
+from aliquot.models.backward_pass import copy_in_backward
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.base import AttentionBackend
 from aliquot.nn.attention.document_attention import register

@@ -16,11 +16,10 @@ from aliquot.core.errors import UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.distributed.collectives.json_values import JSON, gather
 from aliquot.models.load import LoadOptions, load_weights
-from aliquot.models.materialise import compute_buffers, materialise, saved_buffers, tied_weights
 from aliquot.models.published import published_of
-from aliquot.models.remote_code import without_code
 from aliquot.models.stored_weights import StoredNames
-from aliquot.models.structure import decoder_layers
+from aliquot.models.structure import compute_buffers, decoder_layers, materialise, saved_buffers, tied_weights
+from aliquot.models.untrusted_code import model_from_config
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.transfer import Watch
@@ -126,14 +125,10 @@ class Members:
 
 
 def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     if mesh is None:
         raise UsageError("load_sharded of a configuration needs a mesh: init_device_mesh('cpu', (world_size,))")
     with torch.device("meta"):
-        model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
-            config, dtype=dtype or config.dtype or torch.float32
-        )
+        model = model_from_config(config, dtype=dtype or config.dtype or torch.float32)
     for module in [*decoder_layers(model), model]:
         fully_shard(module, mesh=mesh)
     return model

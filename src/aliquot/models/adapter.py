@@ -1,4 +1,4 @@
-"""LoRA: peft adds two small matrices to each adapted matrix; only these learn, are saved and exported.
+"""LoRA: peft adds two small matrices to each adapted matrix; only these learn, are saved, exported and merged.
 
 In a run an adapted matrix is `X.base_layer.weight` next to `X.lora_A.default.weight` and `X.lora_B.default.weight`;
 in the files of the model it is `X.weight`, in the files of an adapter `base_model.model.X.lora_A.weight`.
@@ -6,30 +6,43 @@ in the files of the model it is `X.weight`, in the files of an adapter `base_mod
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection
-from aliquot.core.errors import ConfigError, MissingToolError
+from aliquot.core.errors import ConfigError, MissingToolError, ModelFilesError, WeightsFileError
 from aliquot.core.paths import with_home
 from aliquot.models.initialize import Fills, record_added
-from aliquot.models.linear_layers import fuse
+from aliquot.models.model_files import with_ends
 from aliquot.models.published import Published, published_of
+from aliquot.models.source import local_directory, model_on_meta
+from aliquot.models.stored_weights import StoredNames, StoredWeights, fingerprint, names_in_file_order
+from aliquot.models.structure import fp32_weights
 from aliquot.nn.experts.expert_modules import weights_of
-from aliquot.tensor_io.bytemap import Shape
+from aliquot.tensor_io.bytemap import ByteMap, Shape
+from aliquot.tensor_io.jsonfile import parse_json, read_small
+from aliquot.tensor_io.parts import Part
+from aliquot.tensor_io.range_io import RangeReader
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 BASE = "model (hash of samples)"  # key of a checkpoint's state: the fingerprint of the base model
 STEM = "adapter_model"  # how the names of its safetensors begin, by peft's convention
 _NAME = ".default"  # the name of the adapter in a model, which files leave out
 _PREFIX = "base_model.model."
+_A, _B = f".lora_A{_NAME}.weight", f".lora_B{_NAME}.weight"
+_MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -49,11 +62,8 @@ class Adapter:
         self.settings.base_model_name_or_path = str(directory.resolve()) if directory.is_dir() else path
         with tempfile.TemporaryDirectory() as folder:
             self.settings.save_pretrained(folder)
-            adapter_config = (Path(folder) / ADAPTER_CONFIG).read_bytes()
-        weight_configs = ("config.json", "generation_config.json")
-        return {ADAPTER_CONFIG: adapter_config} | {
-            name: data for name, data in model_files.items() if name not in weight_configs
-        }
+            files = {ADAPTER_CONFIG: (Path(folder) / ADAPTER_CONFIG).read_bytes()}
+        return files | {name: data for name, data in model_files.items() if name not in _MODEL_CONFIGS}
 
 
 def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fills]:
@@ -95,20 +105,19 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         raise ConfigError("adapter.target_modules: the output head is not adapted: head and loss are one step here")
     settings.target_modules = sorted(settings.target_modules)  # peft makes a set, whose order varies
     settings.inference_mode = True
-    current_names = {
-        names[id(parameter)]: name for name, parameter in model.named_parameters() if id(parameter) in names
-    }
-    loads = tuple(Published(tensor.name, tensor.shape, current_names[tensor.source], tensor.start) for tensor in stored)
-    return Adapter(loads, saves_of(_shapes(model, fills)), settings), fills
+    new_names = {names[id(weight)]: name for name, weight in model.named_parameters() if id(weight) in names}
+    loads = tuple(Published(tensor.name, tensor.shape, new_names[tensor.source], tensor.start) for tensor in stored)
+    saves = saves_of([(name, tuple(model.get_parameter(name).shape)) for name in fills])
+    return Adapter(loads, saves, settings), fills
 
 
 def _check_names(model: PreTrainedModel, targets: str | Sequence[str]) -> None:
     """Raise ConfigError for a name without a module: peft ignores such a name if another one has a module."""
     if isinstance(targets, str):
         return
-    paths = [path for path, _ in model.named_modules() if path]
+    paths = [f".{path}" for path, _ in model.named_modules() if path]
     for name in targets:
-        if not any(path == name or path.endswith(f".{name}") for path in paths):
+        if not any(path.endswith(f".{name}") for path in paths):
             raise ConfigError(
                 f"adapter.target_modules: {name!r} is the end of no layer's name; there are"
                 f" {', '.join(_linear_layers(model))}"
@@ -139,5 +148,126 @@ def saves_of(tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...]:
     return tuple(Published(_PREFIX + name.replace(_NAME, ""), shape, name, 0) for name, shape in tensors)
 
 
-def _shapes(model: PreTrainedModel, fills: Fills) -> list[tuple[str, Shape]]:
-    return [(name, tuple(model.get_parameter(name).shape)) for name in fills]
+def fuse(settings: LoraConfig) -> None:
+    """Make peft create FusedLoraLinear for linear layers.
+
+    That layer computes the sums of peft's plain layer inside of the matrix products. peft scales and adds in separate
+    passes over results of the layer's size, which take a fifth of a step on a CPU. peft calls the registration of
+    custom layers experimental. Without it, and for dropout, merged weights and other variants, peft's code runs.
+    """
+    register = getattr(settings, "_register_custom_module", None)
+    if register is not None:
+        register({nn.Linear: fused_lora_layer()})
+
+
+@cache
+def fused_lora_layer() -> Any:
+    """Return peft's linear LoRA layer with a fused forward pass; a class made here, because peft is optional."""
+    from peft.tuners.lora import Linear
+
+    class FusedLoraLinear(Linear):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            names, base = self.active_adapters, self.base_layer
+            plain = type(base) is nn.Linear and len(names) == 1 and not self.disable_adapters and not self.merged
+            if args or kwargs or not plain or names[0] in self.lora_variant or names[0] not in self.lora_A:
+                return super().forward(x, *args, **kwargs)
+            name = names[0]
+            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            if not isinstance(self.lora_dropout[name], nn.Identity) or not x.dtype == base.weight.dtype == a.dtype:
+                return super().forward(x)
+            rows: Tensor = _Lora.apply(x, base.weight, base.bias, a, b, float(self.scaling[name]))  # type: ignore[no-untyped-call]
+            # The view is made outside of _Lora, because a model may change the result in place, as OLMo does.
+            return rows.view(*x.shape[:-1], -1)
+
+    return FusedLoraLinear
+
+
+class _Lora(torch.autograd.Function):
+    """x [..., I], weight [O, I] and bias [O], frozen, a [r, I], b [O, r] -> rows [-1, O]"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        inner = rows @ a.t()
+        # Not in place, because selective checkpointing keeps the result of the first product.
+        result = torch.addmm(F.linear(rows, weight, bias), inner, b.t(), alpha=scaling)
+        ctx.save_for_backward(rows, inner, weight, a, b)
+        ctx.scaling, ctx.shape = scaling, x.shape
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, a, b = ctx.saved_tensors
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        inner_gradient = (gradient @ b).mul_(ctx.scaling)
+        x_gradient = (gradient @ weight).addmm_(inner_gradient, a).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        return x_gradient, None, None, inner_gradient.t() @ rows, (gradient.t() @ inner).mul_(ctx.scaling), None
+
+
+class MergedWeights:
+    """Weights of the base model with the adapter merged in, by the names and shapes of the model's files.
+
+    To each adapted weight the product of the adapter's two matrices is added, in fp32.
+    """
+
+    def __init__(
+        self, adapter: StoredWeights, settings: bytes, reader: RangeReader, base: str | None, base_fingerprint: object
+    ) -> None:
+        """Open the base model. Raises UserError if it is not the model that has `base_fingerprint`, as in training.
+
+        Args:
+            settings: peft's configuration, as JSON.
+            reader: reads the files of the base model.
+            base: the directory of the base model, if it has moved.
+        """
+        fields = parse_json(settings, ADAPTER_CONFIG)
+        try:
+            self._directory = local_directory(base or str(fields["base_model_name_or_path"]))
+        except ModelFilesError as error:
+            raise ModelFilesError(f"the model that the adapter is for: {error}; --base names another place") from None
+        if fingerprint(self._directory) != base_fingerprint:
+            raise WeightsFileError("not the base weights that the adapter was trained on", self._directory)
+        source = ByteMap.from_directory(self._directory)
+        self._base = StoredWeights(source, reader)
+        self.tensors = names_in_file_order(source)
+        model = model_on_meta(self._directory)
+        names = StoredNames.from_model(model)
+        exact = names.matched(source.entries, sorted(fp32_weights(model)))
+        self.exact = frozenset(entry.name for entry in exact.values())  # weights that transformers keeps in fp32
+        rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
+        self._scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+        self._factors: dict[str, tuple[Tensor, Tensor]] = {}  # by name in the files: [rows, r] and [r, columns]
+        parts = {part.name: part for part in adapter.parts()}
+        for module in (name.removesuffix(_A) for name in parts if name.endswith(_A)):
+            weight = f"{module}.weight"
+            if (entry := names.matched(source.entries, [weight]).get(weight)) is None:
+                raise WeightsFileError(f"no {weight} here, which the adapter is for", self._directory)
+            a, b = (_whole(adapter, parts[module + end]) for end in (_A, _B))
+            self._factors[entry.name] = (a.t(), b.t()) if fields.get("fan_in_fan_out") else (b, a)
+
+    def files(self, adapter_files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the configurations of the base model and the tokenizer files of the adapter."""
+        configs = [self._directory / name for name in _MODEL_CONFIGS if (self._directory / name).is_file()]
+        text_files = {name: data for name, data in adapter_files.items() if name != ADAPTER_CONFIG}
+        return with_ends(text_files | {file.name: read_small(file) for file in configs})
+
+    def parts(self) -> Sequence[Part]:
+        return self._base.parts()
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        self._base.read(part, start, out)
+        if part.name not in self._factors:
+            return
+        left, right = self._factors[part.name]
+        columns = right.shape[1]
+        first, last = start // columns, -(-(start + out.numel()) // columns)
+        change = (left[first:last] @ right).mul_(self._scaling)
+        out += change.view(-1)[start - first * columns :][: out.numel()]
+
+
+def _whole(store: StoredWeights, part: Part) -> Tensor:
+    out = torch.empty(part.numel)
+    store.read(part, 0, out)
+    return out.view(part.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +14,8 @@ import torch
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.core.errors import RunDirectoryError, UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
-from aliquot.models.adapter import BASE, STEM, saves_of
-from aliquot.models.merge import MergedWeights
+from aliquot.models.adapter import BASE, STEM, MergedWeights, saves_of
+from aliquot.models.model_files import json_bytes
 from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import model_on_meta
 from aliquot.models.stored_weights import StoredWeights, names_in_file_order
@@ -185,4 +184,4 @@ def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     fields = parse_json(config, "config.json")
     fields.pop("torch_dtype", None)  # what transformers 4 called it
     fields["dtype"] = str(dtype).removeprefix("torch.")
-    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+    return json_bytes(fields)

@@ -15,11 +15,10 @@ from transformers import StoppingCriteria, TextIteratorStreamer
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
-from aliquot.models.bounded_rendering import bounded_rendering
 from aliquot.models.export import STATE, export_checkpoint
-from aliquot.models.model_files import joined_ends, trained_ends, trained_prefix
-from aliquot.models.remote_code import without_code
+from aliquot.models.model_files import joined_ends, trained_tokens
 from aliquot.models.source import local_directory
+from aliquot.models.untrusted_code import limit_rendering, without_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,9 +111,10 @@ def load(directory: Path, base: str | None = None) -> Loaded:
             f"transformers cannot load this model: {' '.join(str(error).split())}", directory
         ) from error
     model.generation_config = _one_by_one(model.generation_config)
-    if (ids := joined_ends(model.generation_config.eos_token_id, trained_ends(directory))) is not None:
+    ends = trained_tokens(directory, "ends") or []
+    if (ids := joined_ends(model.generation_config.eos_token_id, ends)) is not None:
         model.generation_config.eos_token_id = ids  # an adapter has no generation config
-    return Loaded(model, tokenizer, trained_prefix(directory), trained_prefix(directory, "chat_prefix"))
+    return Loaded(model, tokenizer, trained_tokens(directory, "prefix"), trained_tokens(directory, "chat_prefix"))
 
 
 def _one_by_one(model_config: GenerationConfig) -> GenerationConfig:
@@ -209,7 +209,7 @@ def _rendered(tokenizer: Any, messages: Messages, **options: bool) -> str:
     if not tokenizer.chat_template:
         raise TokenizerError("the tokenizer has no chat template; `aliquot generate` continues a text without one")
     try:
-        with bounded_rendering():
+        with limit_rendering():
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # a template is a program of the model's author
         raise TokenizerError(f"the chat template fails: {' '.join(str(error).split())}") from error

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.models.materialise import compute_buffers, freeze_buffers, initialize_module
 from aliquot.models.narrow import built, narrow
-from aliquot.models.remote_code import without_code
-from aliquot.models.structure import decoder_layers
+from aliquot.models.structure import compute_buffers, decoder_layers, freeze_buffers, initialize_module
+from aliquot.models.untrusted_code import model_from_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -194,10 +193,8 @@ def _layer_fill(model: PreTrainedModel, name: str, layers: list[str], reason: st
 
 @lru_cache(maxsize=1)  # a rank needs all weights of a layer before weights of the next layer
 def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Tensor]:
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = without_code(AutoModelForCausalLM.from_config)(kind.from_dict(json.loads(config)), dtype=torch.float32)
+        model = model_from_config(kind.from_dict(json.loads(config)), dtype=torch.float32)
     freeze_buffers(model)
     layer = model.get_submodule(path).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():

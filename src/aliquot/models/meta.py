@@ -1,8 +1,9 @@
-"""Build a model on the meta device: names, shapes and initialisation of its weights, without a byte of them."""
+"""Build a model on the meta device: names, shapes, cost and initialisation of its weights, without a byte of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,11 +17,10 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.core.errors import ConfigError, UnsupportedModelError
 from aliquot.models import initialize
 from aliquot.models.adapter import Adapter, adapt
-from aliquot.models.materialise import freeze_buffers, tied_weights
 from aliquot.models.narrow import for_training, has_dropout
-from aliquot.models.remote_code import without_code
-from aliquot.models.structure import decoder_layers, fp32_weights, matmul_flops, matmul_parameters
+from aliquot.models.structure import decoder_layers, fp32_weights, freeze_buffers, tied_weights
 from aliquot.models.traits import Traits, traits
+from aliquot.models.untrusted_code import model_from_config
 from aliquot.nn.attention.document_attention import register
 from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, suits
@@ -28,6 +28,10 @@ from aliquot.nn.experts.sorted_experts import register as register_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,7 @@ class MetaModel:
     learned: frozenset[str]  # names of tensors that are trained
     exact: frozenset[str]  # names of tensors that transformers keeps in fp32 in a model of any dtype
     fills: initialize.Fills  # how weights are drawn: by the model's _init_weights, or by peft
-    matmul_parameters: (
-        int  # parameters that multiply each token: all matrices but the input embedding; a tied head counts once
-    )
-    matmul_flops: int  # FLOPs of a token in these matrices, forward and backward
+    matmul_flops: int  # FLOPs of a token in matrices, forward and backward
     vocabulary: tuple[str, ...]  # weights with a row for each token: the embedding, and a head that is not tied
     traits: Traits
     dropout: bool  # whether the configuration or the adapter has dropout
@@ -80,14 +81,12 @@ def build(
     `frozen` are patterns of weights to freeze. Raises UserError for a model that transformers cannot run, that is not
     causal or that lacks layers or an embedding, and for an adapter or patterns that do not fit the model.
     """
-    from transformers import AutoModelForCausalLM
-
     model_traits = known or traits(config)
     register()
     register_experts()
     with torch.device("meta"):
         try:
-            model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
+            model = model_from_config(
                 for_training(config), dtype=torch.float32, attn_implementation=model_traits.attention
             )
         except Exception as error:  # each model's code fails in its own way on a config it does not like
@@ -111,7 +110,6 @@ def build(
         learned=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
         exact=fp32_weights(model),
         fills=fills,
-        matmul_parameters=matmul_parameters(model),
         matmul_flops=matmul_flops(model),
         vocabulary=vocabulary,
         traits=model_traits,
@@ -154,3 +152,61 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             weight.requires_grad_(False)
     if not any(weight.requires_grad for weight in weights.values()):
         raise ConfigError("train.freeze: nothing is left to learn")
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """Count the parameters that multiply each token: all matrices but the input embedding; a tied head counts once.
+
+    Of experts, as many count as a token uses.
+    """
+    return int(sum(numel for _, numel in _matrices(model)))
+
+
+def matmul_flops(model: PreTrainedModel) -> int:
+    """Count the FLOPs of a token in matrices, forward and backward.
+
+    Each weight costs 2 for its output, 2 for the gradient of its input if an earlier weight learns, and 2 for its own
+    gradient if it learns.
+    """
+    order = {id(parameter): at for at, parameter in enumerate(model.parameters())}
+    first = min((at for at, parameter in enumerate(model.parameters()) if parameter.requires_grad), default=len(order))
+    embedding = model.get_input_embeddings().weight
+    flops = 0.0
+    for matrix, numel in _matrices(model):
+        after = matrix is embedding or order[id(matrix)] > first  # a tied head comes last
+        flops += numel * (2 + 2 * (after and first < len(order)) + 2 * matrix.requires_grad)
+    return int(flops)
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, float]]:
+    """Yield (matrix, number of its elements that multiply a token)."""
+    config = model.config
+    experts = next((n for key in EXPERTS if isinstance(n := getattr(config, key, None), int) and n), 0)
+    chosen = next((n for key in CHOSEN if isinstance(n := getattr(config, key, None), int) and n), experts)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    for parameter in model.parameters():
+        holds_experts = parameter.ndim >= 3 and parameter.shape[0] == experts
+        if parameter.ndim >= 2 and (tied or parameter is not embedding.weight):
+            yield parameter, parameter.numel() * (chosen / experts if holds_experts else 1)
+
+
+def attention_widths(config: PretrainedConfig) -> dict[int | None, int]:
+    """Return layers x heads x head size, by the window of the layers (None: all keys).
+
+    This is the cost of one (query, key) pair in attention, in multiply-adds of each product. Layers without attention
+    (state-space, linear) do not count.
+    """
+    config = config.get_text_config(decoder=True)
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    if not heads:
+        return {}
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    window = getattr(config, "sliding_window", None)
+    everywhere = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    widths: Counter[int | None] = Counter()
+    for kind in kinds or [everywhere] * int(config.num_hidden_layers):
+        if kind in _ATTENTION:
+            widths[window if kind == "sliding_attention" else None] += heads * head_dim
+    return dict(widths)

@@ -1,4 +1,9 @@
-"""Write the small files of a model: config, generation config and tokenizer, for transformers 4.57 and 5."""
+"""Write the small files of a model: config, generation config and tokenizer, for transformers 4.57 and 5.
+
+Version 4 uses a default for a missing key of config.json: the model would load without a warning and compute something
+else. Renamed keys therefore stand under both names. `pytest -m long tests/models/test_model_files.py` compares the
+logits of all types.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from aliquot.core.errors import UserError
-from aliquot.models.older_transformers import with_old_names
+from aliquot.models.model_config import with_floats
 from aliquot.models.source import SPECIAL
 from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 
@@ -22,6 +27,32 @@ if TYPE_CHECKING:
 # Token ids before each document, for `aliquot generate` and later training; in the export of a run also the step.
 CONVENTION_FILE = "aliquot.json"
 _OF_LOADING = {"is_local", "local_files_only"}  # transformers saves where a tokenizer was loaded from
+# By model type: names in version 4 of keys of the config, or of its rope_parameters.
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    "gpt_neox_japanese": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+}
+# By model type: kinds of layers under the names of version 4, which version 5 reads, too.
+_KINDS: Mapping[str, Mapping[str, str]] = {
+    "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
+    "zamba": {"linear_attention": "mamba"},
+    "zamba2": {"linear_attention": "mamba"},
+}
+# Model types whose rope_scaling applies to layers with full attention alone, in both versions.
+_SCALES_WHOLE = ("gemma3_text", "olmo3")
+_UNLIKE = "its code computes other numbers than that of version 5"
+_WITHOUT_KERNELS = "without CUDA kernels its code computes other numbers than that of version 5"
+# Model types that version 4.57 computes differently, whatever the files say.
+_CANNOT: Mapping[str, str] = {
+    "apertus": _UNLIKE,
+    "mamba2": _WITHOUT_KERNELS,
+    "modernbert-decoder": _UNLIKE,
+    "moshi": _UNLIKE,
+    "recurrent_gemma": _UNLIKE,
+    "xlstm": "its code fails there",
+    "zamba2": _WITHOUT_KERNELS,
+}
 
 
 def model_files(
@@ -46,19 +77,22 @@ def model_files(
         saved.save_pretrained(folder)
         save_tokenizer(tokenizer, Path(folder))
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
-    special = {key: getattr(tokenizer, key) for key in SPECIAL if getattr(tokenizer, key) is not None}
+    special = {key: token for key in SPECIAL if (token := getattr(tokenizer, key)) is not None}
     fields = parse_json(files["config.json"], "config.json")
     fields.pop("auto_map", None)  # names Python code that is not exported and was not trained
     if source is None:
         fields |= special
-        files["generation_config.json"] = _json(special)
+        files["generation_config.json"] = json_bytes(special)
     elif (source / "generation_config.json").is_file():
         data = read_small(source / "generation_config.json")
         parse_json(data, source / "generation_config.json")
         files["generation_config.json"] = data
-    files["config.json"] = _json(with_old_names(fields))
-    files["tokenizer_config.json"] = _json(_known_class(parse_json(files["tokenizer_config.json"], "tokenizer_config")))
-    files[CONVENTION_FILE] = _json({"prefix": list(prefix), "chat_prefix": list(chat_prefix), "ends": list(ends)})
+    files["config.json"] = json_bytes(with_old_names(fields))
+    tokenizer_fields = parse_json(files["tokenizer_config.json"], "tokenizer_config")
+    if tokenizer_fields.get("tokenizer_class") == "TokenizersBackend":  # a class that transformers 4 does not know
+        tokenizer_fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    files["tokenizer_config.json"] = json_bytes(tokenizer_fields)
+    files[CONVENTION_FILE] = json_bytes({"prefix": list(prefix), "chat_prefix": list(chat_prefix), "ends": list(ends)})
     return with_ends(files)
 
 
@@ -78,11 +112,11 @@ def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
             generation = parse_json(files["generation_config.json"], "generation_config.json")
     changed = dict(files)
     if generation is not None and (ids := joined_ends(generation.get("eos_token_id"), ends)) is not None:
-        changed["generation_config.json"] = _json(generation | {"eos_token_id": ids})
+        changed["generation_config.json"] = json_bytes(generation | {"eos_token_id": ids})
     if (ids := joined_ends(config.get("eos_token_id"), ends)) is not None:
         with suppress(Exception):  # some configuration classes accept a single number only
             AutoConfig.for_model(config["model_type"], eos_token_id=ids)
-            changed["config.json"] = _json(config | {"eos_token_id": ids})
+            changed["config.json"] = json_bytes(config | {"eos_token_id": ids})
     return changed
 
 
@@ -102,31 +136,23 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     file = directory / "tokenizer_config.json"
     fields = read_json(file)
     if _OF_LOADING & fields.keys():
-        file.write_bytes(_json({key: value for key, value in fields.items() if key not in _OF_LOADING}))
+        file.write_bytes(json_bytes({key: value for key, value in fields.items() if key not in _OF_LOADING}))
 
 
-def trained_prefix(directory: Path, key: Literal["prefix", "chat_prefix"] = "prefix") -> list[int] | None:
-    """Return the token ids before each document, or each chat, in the training of a model; None if unknown."""
-    return _trained_tokens(directory, key)
+def trained_tokens(directory: Path, key: Literal["prefix", "chat_prefix", "ends"]) -> list[int] | None:
+    """Return token ids of the training of a model or adapter; None if unknown.
 
-
-def trained_ends(directory: Path) -> list[int]:
-    """Return the tokens that end learned answers of an exported model or adapter."""
-    return _trained_tokens(directory, "ends") or []
-
-
-def _trained_tokens(directory: Path, key: str) -> list[int] | None:
+    `prefix` stands before each document, `chat_prefix` before each chat, and `ends` end learned answers.
+    """
     file = directory / CONVENTION_FILE
-    if not file.is_file():
-        return None
-    tokens = read_json(file).get(key)
+    tokens = read_json(file).get(key) if file.is_file() else None
     return tokens if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens) else None
 
 
 def with_step(files: Mapping[str, bytes], step: int) -> dict[str, bytes]:
     """Return `files` with the `step` after which a run had the weights next to them."""
     fields = parse_json(files[CONVENTION_FILE], CONVENTION_FILE)
-    return {**files, CONVENTION_FILE: _json({**fields, "step": step})}
+    return {**files, CONVENTION_FILE: json_bytes({**fields, "step": step})}
 
 
 def exported_step(directory: Path) -> int | None:
@@ -148,12 +174,50 @@ def export_dtype(setting: str, stored: torch.dtype | None, precision: str) -> to
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def _known_class(fields: dict[str, Any]) -> dict[str, Any]:
-    """Rename the tokenizer class of version 5 that transformers 4 does not know."""
-    if fields.get("tokenizer_class") == "TokenizersBackend":
-        fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+def json_bytes(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+
+
+def older_transformers(model_type: str) -> str | None:
+    """Return a warning about an export of a type that transformers 4.57 reads differently from version 5.
+
+    None if version 4.57 reads the type alike or does not know it.
+    """
+    why = _CANNOT.get(model_type)
+    return None if why is None else f"transformers 4 does not read this {model_type} export as version 5 does: {why}"
+
+
+def with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the `fields` of a config.json with the names of transformers 4.57 added."""
+    fields = {key: with_floats(value) for key, value in _with_old_rope(fields).items()}
+    model_type = str(fields.get("model_type"))
+    for old, new in _KEYS.get(model_type, {}).items():
+        if old not in fields and new in fields:
+            fields[old] = fields[new]
+    kinds = _KINDS.get(model_type, {})
+    for key in ("layer_types", "layers_block_type"):
+        if kinds and isinstance(fields.get(key), list):
+            fields[key] = [kinds.get(kind, kind) for kind in fields[key]]
     return fields
 
 
-def _json(fields: dict[str, Any]) -> bytes:
-    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+def _with_old_rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """Add the names of transformers 4 for the numbers of the rotary embedding."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return fields
+    local = rope.get("sliding_attention")
+    whole = rope.get("full_attention") if isinstance(rope.get("full_attention"), dict) else rope
+    if not isinstance(whole, dict) or "rope_theta" not in whole:
+        return fields
+    old: dict[str, Any] = {"rope_theta": whole["rope_theta"]}
+    if isinstance(local, dict) and "rope_theta" in local:
+        old["rope_local_base_freq"] = local["rope_theta"]
+    if "partial_rotary_factor" in whole:
+        old["partial_rotary_factor"] = whole["partial_rotary_factor"]
+    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if scaling.get("rope_type", "default") != "default" and (
+        whole is rope or fields.get("model_type") in _SCALES_WHOLE
+    ):
+        old["rope_scaling"] = {**scaling, "rope_theta": whole["rope_theta"]}
+    return old | fields

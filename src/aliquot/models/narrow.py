@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from aliquot.models.remote_code import without_code
+from aliquot.models.untrusted_code import model_from_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -79,12 +77,11 @@ def for_training(config: PretrainedConfig) -> PretrainedConfig:
 
 def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Build the model of a narrow configuration in fp32 on CPU. Raises whatever the model's code raises."""
-    from transformers import AutoModelForCausalLM
+    import torch
 
-    model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(
+    return model_from_config(
         for_training(config), dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
     )
-    return model
 
 
 def is_dropout(key: str) -> bool:

@@ -7,21 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.config.schema import ModelSection
-from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError
 from aliquot.core.paths import looks_local, with_home
-from aliquot.models.config_checks import (
-    refuse_absurd_counts,
-    refuse_empty_window,
-    refuse_out_of_scope,
-    refuse_quantized,
-    without_quantization,
-)
-from aliquot.models.remote_code import without_code
+from aliquot.models.model_config import parse_config, read_fields, refuse_quantized, without_quantization
+from aliquot.models.untrusted_code import model_from_config
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +102,7 @@ class ModelSource:
     @cached_property
     def fingerprint(self) -> str | None:
         """Fingerprint of the weights at the first use of this property; None from scratch."""
-        from aliquot.models.model_identity import fingerprint
+        from aliquot.models.stored_weights import fingerprint
 
         return None if self.directory is None else fingerprint(self.directory)
 
@@ -152,29 +144,27 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
     if section.path is not None:
         directory = local_directory(section.path, hub_files)
         file = directory / "config.json"
-        config = _parse_config(_read_json(file, "model.path"), str(file))
+        config = parse_config(read_fields(file, "model.path"), str(file))
         refuse_quantized(config, str(file))
         return ModelSource(config, directory, config.dtype)
     assert section.config is not None  # the schema demands one of the two
     if isinstance(section.config, Path):
-        values = _read_json(section.config, "model.config")
-        config = _parse_config(values, str(section.config))
+        values = read_fields(section.config, "model.config")
+        config = parse_config(values, str(section.config))
     else:
         values = section.config
-        config = _parse_config(values, "model.config")
+        config = parse_config(values, "model.config")
     return ModelSource(without_quantization(config), None, None, frozenset(values))
 
 
 def model_on_meta(directory: Path) -> PreTrainedModel:
     """Build the model of the config.json in `directory` on the meta device. Raises UserError as `resolve` does."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     file = directory / "config.json"
-    config = without_quantization(_parse_config(_read_json(file, "config.json"), str(file)))
+    config = without_quantization(parse_config(read_fields(file, "config.json"), str(file)))
     with torch.device("meta"):
-        model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config)
-    return model
+        return model_from_config(config)
 
 
 def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
@@ -194,51 +184,3 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
         raise ModelFilesError(
             f"model.path {path}: no such directory, and the hub could not serve it: {reason}"
         ) from error
-
-
-def _read_json(file: Path, key: str) -> dict[str, Any]:
-    try:
-        return read_json_object(file, anywhere=key == "model.config")
-    except FileNotFoundError:
-        if (file.parent / ADAPTER_CONFIG).is_file():
-            raise ModelFilesError(
-                f"{key}: an adapter, not a model: aliquot export CHECKPOINT OUT --merge makes one of it", file.parent
-            ) from None
-        raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
-    except (OSError, ValueError) as error:
-        raise ModelFilesError(f"{key}: {error}", file) from None
-
-
-def _with_special_floats(value: Any) -> Any:
-    """Decode infinities, which transformers 5 writes as {"__float__": "Infinity"}."""
-    if isinstance(value, list):
-        return [_with_special_floats(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"__float__"}:
-        return float(value["__float__"])
-    return {key: _with_special_floats(item) for key, item in value.items()}
-
-
-def _parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    values = {key: _with_special_floats(value) for key, value in values.items()}
-    model_type = values.pop("model_type", None)
-    if model_type is None:
-        raise ModelFilesError("model_type is missing; for example model_type: llama", where)
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
-    refuse_absurd_counts(values, where)
-    try:
-        config = AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # each configuration checks itself in its own way
-        raise ModelFilesError(f"not a valid {model_type} configuration: {_one_line(error)}", where) from error
-    refuse_out_of_scope(config, where)
-    refuse_empty_window(config, where)
-    return config
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -1,18 +1,21 @@
-"""Weights as files store them: under which names, and their values as parts."""
+"""Weights as files store them: under which names, their values as parts, and a fingerprint of them."""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.tensor_io.bytemap import ByteMap, Shape
-from aliquot.tensor_io.header import TensorEntry
+from aliquot.tensor_io.header import TensorEntry, read_header
 from aliquot.tensor_io.parts import Part, row_ranges
 from aliquot.tensor_io.range_io import RangeReader
 
@@ -20,15 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers.core_model_loading import WeightRenaming
 
-    from aliquot.tensor_io.header import TensorEntry
-
-
 # Buffers that older versions of transformers saved and that models compute today.
 _COMPUTED = re.compile(
     r"(.*\.)?((rotary_emb|maybe_rotary)\.(inv_freq|cos_cached|sin_cached)|position_ids|embed_positions\.weights"
     r"|attn\.(bias|masked_bias|causal_mask))"
 )
 _MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # other models have trained biases of this name
+_SAMPLE_BYTES = 4096
+_EVERY_BYTES = 4 << 20  # distance of samples: an interrupted copy lacks more
+_OTHER_FORMS = "consolidated*.safetensors"  # the same weights in a format for other programs
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,26 @@ def names_in_file_order(source: ByteMap) -> list[tuple[str, Shape]]:
 
 def _position(entry: TensorEntry) -> tuple[Path, int, int]:
     return entry.file, entry.offset, entry.numel
+
+
+def fingerprint(directory: Path) -> str:
+    """Hash samples of the weights: sizes, headers, the beginning of each tensor, and 4 KiB of each 4 MiB.
+
+    Raises OSError.
+    """
+    total = hashlib.sha256()
+    for path in sorted(set(directory.glob("*.safetensors")) - set(directory.glob(_OTHER_FORMS))):
+        total.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            for at in sorted({*range(0, path.stat().st_size, _EVERY_BYTES), *_places(path)}):
+                file.seek(at)
+                total.update(file.read(_SAMPLE_BYTES))
+    return total.hexdigest()[:16]
+
+
+def _places(path: Path) -> Iterator[int]:
+    """Yield the offsets of tensors and of pieces of the header; nothing for a file whose loading will fail."""
+    with suppress(UserError):
+        header = read_header(path)
+        yield from range(0, header.header_bytes, _SAMPLE_BYTES)
+        yield from (entry.offset for entry in header.entries.values())

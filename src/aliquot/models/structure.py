@@ -1,18 +1,17 @@
-"""Find the parts of a transformers model: its decoder layers, and the matrices that multiply each token."""
+"""The structure of a transformers model: its layers, tied weights and buffers, and memory for all of them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from aliquot.core.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+    from transformers import PreTrainedModel
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -27,65 +26,100 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return named or max(alike, key=len, default=[])
 
 
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
-
-
 def fp32_weights(model: nn.Module) -> frozenset[str]:
     """Return the names of weights that transformers keeps in fp32 in a bf16 model, such as biases of routers."""
     parts: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
     return frozenset(name for name in model.state_dict() if any(part in name for part in parts))
 
 
-def matmul_parameters(model: PreTrainedModel) -> int:
-    """Count the parameters that multiply each token; of experts, as many as a token uses."""
-    return int(sum(numel for _, numel in _matrices(model)))
+def tied_weights(model: nn.Module) -> dict[str, str]:
+    """Return further names of tied weights -> the first name."""
+    first: dict[Tensor, str] = {}
+    names = [(name, first.setdefault(weight, name)) for name, weight in model.named_parameters(remove_duplicate=False)]
+    return {name: first_name for name, first_name in names if name != first_name}
 
 
-def matmul_flops(model: PreTrainedModel) -> int:
-    """Count the FLOPs of a token in matrices, forward and backward.
+def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the parameters and buffers of the model by those of `tensors`, by name."""
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, tensor)
 
-    Each weight costs 2 for its output, 2 for the gradient of its input if an earlier weight learns, and 2 for its own
-    gradient if it learns.
+
+def materialise(
+    model: nn.Module, device: torch.device, buffers_on: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Allocate every parameter on `device` without values, as `dtype` if it is set; buffers keep values and dtype."""
+    tied = tied_weights(model)
+    buffers = {name: buffer.to(buffers_on, copy=True) for name, buffer in model.named_buffers()}
+    model.to(dtype).to_empty(device=device)
+    # Both calls also changed the buffers and gave each name of a tied weight a parameter of its own.
+    replace_tensors(model, {**buffers, **{alias: model.get_parameter(name) for alias, name in tied.items()}})
+
+
+def freeze_buffers(model: nn.Module) -> None:
+    """Turn the buffers that a checkpoint holds into frozen weights, so that they are sharded, saved and exported.
+
+    Biases of routers are such buffers. Raises UserError for a buffer that is not floating point.
     """
-    order = {id(parameter): at for at, parameter in enumerate(model.parameters())}
-    first = min((at for at, parameter in enumerate(model.parameters()) if parameter.requires_grad), default=len(order))
-    embedding = model.get_input_embeddings().weight
-    flops = 0.0
-    for matrix, numel in _matrices(model):
-        after = matrix is embedding or order[id(matrix)] > first  # a tied head comes last
-        flops += numel * (2 + 2 * (after and first < len(order)) + 2 * matrix.requires_grad)
-    return int(flops)
+    saved = model.state_dict().keys()
+    for path, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            full_name = f"{path}.{name}".removeprefix(".")
+            if full_name not in saved:
+                continue
+            if not buffer.is_floating_point():
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: buffer {full_name} holds {buffer.dtype}, not weights: not supported"
+                )
+            delattr(module, name)
+            module.register_parameter(name, nn.Parameter(buffer.to(torch.float32), requires_grad=False))
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, float]]:
-    """Yield (matrix, number of its elements that multiply a token)."""
-    config = model.config
-    experts = next((n for key in EXPERTS if isinstance(n := getattr(config, key, None), int) and n), 0)
-    chosen = next((n for key in CHOSEN if isinstance(n := getattr(config, key, None), int) and n), experts)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    for parameter in model.parameters():
-        holds_experts = parameter.ndim >= 3 and parameter.shape[0] == experts
-        if parameter.ndim >= 2 and (tied or parameter is not embedding.weight):
-            yield parameter, parameter.numel() * (chosen / experts if holds_experts else 1)
+def initialize_module(model: nn.Module, module: nn.Module) -> None:
+    """Initialise `module` as transformers does, by the innermost model that contains it."""
+    models = [part for part in model.modules() if hasattr(part, "_init_weights") and module in set(part.modules())]
+    cast("PreTrainedModel", models[-1])._init_weights(module)
 
 
-def attention_widths(config: PretrainedConfig) -> dict[int | None, int]:
-    """Return layers x heads x head size, by the window of the layers (None: all keys).
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint holds in addition to the weights (biases of routers), by name."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
 
-    This is the cost of one (query, key) pair in attention, in multiply-adds of each product. Layers without attention
-    (state-space, linear) do not count.
+
+def compute_buffers(model: nn.Module) -> None:
+    """Compute the values of buffers on the meta device, by the initialisation code of transformers' models.
+
+    `saved_buffers` get memory only, because loading fills them. Raises UserError for another buffer that a checkpoint
+    would hold, and for a buffer that the model does not compute.
     """
-    config = config.get_text_config(decoder=True)
-    heads = int(getattr(config, "num_attention_heads", None) or 0)
-    if not heads:
-        return {}
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    window = getattr(config, "sliding_window", None)
-    everywhere = "full_attention" if window is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    widths: Counter[int | None] = Counter()
-    for kind in kinds or [everywhere] * int(config.num_hidden_layers):
-        if kind in _ATTENTION:
-            widths[window if kind == "sliding_attention" else None] += heads * head_dim
-    return dict(widths)
+    on_meta = {name: buffer for name, buffer in saved_buffers(model).items() if buffer.is_meta}
+    replace_tensors(model, {name: torch.empty_like(buffer, device="cpu") for name, buffer in on_meta.items()})
+    saved = model.state_dict().keys()
+    owners = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{path}.{name}".removeprefix(".")
+            if buffer.is_meta and full_name in saved:
+                raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
+            if buffer.is_meta:
+                owners[full_name] = module
+    # An outer module may fill the buffers of an inner module; inner modules go first.
+    submodules = [(module, set(module.modules())) for module in model.modules()]
+    owning = [module for module, within in reversed(submodules) if not within.isdisjoint(owners.values())]
+    results = []
+    for filling in (0, 1):  # values that the model computes do not depend on former values
+        for full_name, module in owners.items():
+            name = full_name.rpartition(".")[2]
+            setattr(module, name, torch.full_like(getattr(module, name), filling, device="cpu"))
+        if hasattr(model, "_init_weights"):
+            with torch.no_grad():
+                for module in owning:
+                    initialize_module(model, module)
+        results.append({name: model.get_buffer(name).clone() for name in owners})
+    unset = [name for name in owners if not torch.equal(*(values[name] for values in results))]
+    if unset:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not compute its buffers {', '.join(unset)}: give them values first"
+        )

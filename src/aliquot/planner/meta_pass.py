@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from aliquot.engines.host.host_memory import piece_edges
 from aliquot.models import model_calls
-from aliquot.models.linear_layers import copy_in_backward
+from aliquot.models.backward_pass import copy_in_backward, enable_checkpointing
 from aliquot.models.model_shape import ModelShape
-from aliquot.models.recompute import enable
 from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
 from aliquot.nn import row_counts
@@ -244,7 +243,7 @@ def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]],
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these
         model.gradient_checkpointing_disable()
-        enable(model, step.checkpointing)
+        enable_checkpointing(model, step.checkpointing)
     model.train()
     layers = decoder_layers(model)
     holder = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is layers[0])

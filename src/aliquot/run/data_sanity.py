@@ -15,7 +15,7 @@ from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.model_identity import fingerprint
+from aliquot.models.stored_weights import fingerprint
 from aliquot.nn.loss.base import IGNORE
 from aliquot.run.run_context import Inputs, Model, RunContext
 

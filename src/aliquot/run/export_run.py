@@ -18,8 +18,7 @@ from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.adapter import STEM
 from aliquot.models.export import ExportOptions, export, export_checkpoint
 from aliquot.models.generate import Sampling, continuation
-from aliquot.models.model_files import export_dtype, exported_step, with_step
-from aliquot.models.older_transformers import older_transformers
+from aliquot.models.model_files import export_dtype, exported_step, older_transformers, with_step
 from aliquot.observe import run_summary
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import STEADY_PEAK

@@ -10,7 +10,7 @@ from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.live_parts import copier_for
 from aliquot.checkpoint.remote_upload import Uploader
-from aliquot.models.model_identity import computed
+from aliquot.models.model_config import computation_settings
 from aliquot.run.run_context import RunContext, Stage, Start, TrainingContext
 from aliquot.run.shutdown import Phase
 
@@ -150,7 +150,7 @@ class RunCheckpoints:
             # Every random number is drawn from (seed, name or epoch), so the seed is the whole state of randomness.
             "rng": {"seed": run.config.run.seed},
             "determinants": inputs.determinants(run.config),
-            "model": computed(inputs.source.config),
+            "model": computation_settings(inputs.source.config),
             "engine": self._training.model.engine_name,
             "config": run.config.model_dump(mode="json", by_alias=True),
         }

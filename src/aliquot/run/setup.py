@@ -38,8 +38,8 @@ from aliquot.machine.matmul import caches_large_kernels
 from aliquot.machine.memory import memory_limit
 from aliquot.models import initialize, meta
 from aliquot.models.load import LoadOptions, load_adapter, load_weights
+from aliquot.models.model_config import computation_settings
 from aliquot.models.model_files import model_files
-from aliquot.models.model_identity import computed
 from aliquot.models.published import published_of
 from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.stored_weights import StoredNames
@@ -231,7 +231,7 @@ def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
         return None
     checkpoint, state = resumed
     check_continuity(state, inputs.determinants(config), checkpoint)
-    if (difference := check_model(state, computed(inputs.source.config), checkpoint)) is not None:
+    if (difference := check_model(state, computation_settings(inputs.source.config), checkpoint)) is not None:
         warn(difference)
     model.engine.resume_at(state["step"])
     evaluations = _resume_evaluations(run, inputs, checkpoint, state)

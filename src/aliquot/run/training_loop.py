@@ -13,7 +13,7 @@ from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
 from aliquot.data.batches import BatchCopier, BatchPrefetcher, StepBatch
 from aliquot.distributed.signals import Terminated
-from aliquot.models.structure import attention_widths
+from aliquot.models.meta import attention_widths
 from aliquot.nn.experts.expert_modules import has_experts
 from aliquot.nn.experts.routing import mean_balance, spread, take_balance, take_counts
 from aliquot.observe.throughput import model_flops

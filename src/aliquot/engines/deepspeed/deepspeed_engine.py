@@ -23,7 +23,7 @@ from aliquot.engines.deepspeed.deepspeed_setup import adamw, prepare_ops, prepar
 from aliquot.engines.model_kernels import compile_layers, warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.matmul import copies_transposed
-from aliquot.models import model_calls, recompute
+from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
@@ -79,7 +79,7 @@ class DeepspeedEngine:
             prepare_ops()
         deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
         settings = dict(spec.deepspeed or {})
-        recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
+        backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
         if spec.compile == "layers":
             compile_layers(meta, topology.threads)
         cast_parameters(meta, spec.compute_dtype)

@@ -32,9 +32,9 @@ from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, grou
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.matmul import copies_transposed
-from aliquot.models import model_calls, recompute
-from aliquot.models.materialise import materialise
+from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.models.structure import materialise
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
 from aliquot.nn.loss.head_loss import head_loss_on
@@ -100,7 +100,7 @@ class FsdpEngine:
         device = torch.device(topology.device)
         mesh = init_device_mesh(topology.device, (topology.world_size,))
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
-        recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
+        backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
         # With pinned memory FSDP2 would copy the shards at the first forward pass, and the optimizer would update the
         # former ones.

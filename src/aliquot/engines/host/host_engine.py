@@ -38,7 +38,7 @@ from aliquot.engines.host.streamed_layers import Layers
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.matmul import copies_transposed
-from aliquot.models import model_calls, recompute
+from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import attention_on
@@ -91,7 +91,7 @@ class HostEngine:
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
-        recompute.enable(meta, spec.gradient_checkpointing, spec.dropout)
+        backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 

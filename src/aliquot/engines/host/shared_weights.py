@@ -20,7 +20,7 @@ from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.shared_memory import SharedMemory
-from aliquot.models.materialise import replace_tensors, tied_weights
+from aliquot.models.structure import replace_tensors, tied_weights
 from aliquot.optim.adamw import decays
 
 

@@ -250,7 +250,7 @@ def attended_alone(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | No
     return _attended(query, key, value, tiles, scores, SavedProbabilities(query, 0))
 
 
-# Selective activation checkpointing (models/recompute.py) keeps results of operations that torch knows.
+# Selective activation checkpointing (models/backward_pass.py) keeps results of operations that torch knows.
 torch.library.define(
     "aliquot::tiled_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int[] layout, Tensor[] biases, Tensor? tokens, "

@@ -1,16 +1,20 @@
-"""Refuse model configurations that cannot be trained: out of scope, quantised, or with absurd numbers."""
+"""A model's configuration: read it, refuse one that cannot be trained, and compare what two of them compute."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aliquot.config.adapter_section import ADAPTER_CONFIG
+from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ModelFilesError, UnsupportedModelError
+from aliquot.models.narrow import is_dropout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
 
 # Limits far above any model, for keys that decide how many modules are built or counted.
 _LIMITS = {
@@ -21,9 +25,60 @@ _LIMITS = {
     # Weights of such a width would stay on the meta device, but rotary frequencies are computed.
     re.compile(r"(?!(.*_)?vocab_size)(.*_)?(size|dim|rank|heads?|model|embd|inner|ff)"): (10_000_000, "columns"),
 }
+# Keys that may change between two stages of a run: special tokens, auxiliary losses, the attention implementation, and
+# settings without an effect on steps: initialisation, and what is cached and returned.
+_ELSEWHERE = ("_token_id", "_loss", "implementation", "initializer", "init_std")
+_OTHERS = {"use_cache", "torch_dtype", "pretraining_tp", "output_router_logits", "output_attentions"}
 
 
-def refuse_absurd_counts(values: dict[str, Any], where: str) -> None:
+def read_fields(file: Path, key: str) -> dict[str, Any]:
+    """Read a config.json, which the configuration names as `key`. Raises ModelFilesError."""
+    try:
+        return read_json_object(file, anywhere=key == "model.config")
+    except FileNotFoundError:
+        if (file.parent / ADAPTER_CONFIG).is_file():
+            raise ModelFilesError(
+                f"{key}: an adapter, not a model: aliquot export CHECKPOINT OUT --merge makes one of it", file.parent
+            ) from None
+        raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{key}: {error}", file) from None
+
+
+def parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
+    """Make the configuration of the fields of a config.json. Raises UserError for one that aliquot does not train."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    values = {key: with_floats(value) for key, value in values.items()}
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise ModelFilesError("model_type is missing; for example model_type: llama", where)
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
+    _refuse_absurd_counts(values, where)
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # each configuration checks itself in its own way
+        reason = " ".join(str(error).split())[:300]
+        raise ModelFilesError(f"not a valid {model_type} configuration: {reason}", where) from error
+    _refuse_out_of_scope(config, where)
+    _refuse_empty_window(config, where)
+    return config
+
+
+def with_floats(value: Any) -> Any:
+    """Decode infinities, which transformers 5 writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {key: with_floats(item) for key, item in value.items()}
+
+
+def _refuse_absurd_counts(values: dict[str, Any], where: str) -> None:
     """Raise UserError that names a key with an absurd value, also in nested configurations."""
     for path, count in _integers(values):
         key = path.rpartition(".")[2]
@@ -45,7 +100,7 @@ def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
             waiting += [(f"{path}.{key}", item) for key, item in value.items()]
 
 
-def refuse_empty_window(config: PretrainedConfig, where: str) -> None:
+def _refuse_empty_window(config: PretrainedConfig, where: str) -> None:
     """Raise ModelFilesError for an empty window: it masks every token, and transformers then attends to all tokens."""
     text = config.get_text_config(decoder=True)
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
@@ -58,7 +113,7 @@ def refuse_empty_window(config: PretrainedConfig, where: str) -> None:
         )
 
 
-def refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
+def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError("encoder-decoder models are not supported", where)
     if getattr(config, "vision_config", None) is not None:
@@ -101,3 +156,22 @@ def refuse_quantized(config: PretrainedConfig, where: str) -> None:
             " ones, or remove the key if these are",
             where,
         )
+
+
+def computation_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the settings that decide what weights compute, as JSON, with the version of transformers."""
+    import transformers
+
+    # Names, labels and dtypes have no effect on the computation.
+    common_keys = transformers.PretrainedConfig().to_dict().keys() - {"model_type"}
+    values = json.loads(json.dumps(config.to_dict(), default=str))
+    return {"transformers": transformers.__version__, "config": _without(values, common_keys | _OTHERS)}
+
+
+def _without(values: dict[str, Any], excluded: set[str]) -> dict[str, Any]:
+    return {
+        key: _without(value, excluded) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in excluded and not key.startswith("_") and not is_dropout(key)
+        if not any(part in key for part in _ELSEWHERE)
+    }

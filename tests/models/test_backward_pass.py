@@ -1,23 +1,81 @@
-"""What activation checkpointing computes twice, and that losses and gradients are those without it."""
+"""What the backward pass computes twice, and that results are those of plain layers."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.core.errors import UserError
+from aliquot.machine import matmul
 from aliquot.models import model_calls
-from aliquot.models.recompute import enable
+from aliquot.models.backward_pass import CopyingLinear, copy_in_backward, enable_checkpointing, weight_gradient
 from aliquot.nn.attention.base import Documents
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on, register
 from tests.engines.cases import SMALL
+
+
+@pytest.fixture
+def small_ones_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_FEWEST_COLUMNS", 64)
+    monkeypatch.setattr(matmul, "_SMALLEST_RIGHT_SIDE", 1)
+
+
+@pytest.mark.usefixtures("small_ones_pay")
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (320, 64)])  # which side is copied
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_are_those_of_a_plain_layer(inputs: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64))
+    copying = copy.deepcopy(plain)
+    copy_in_backward(copying)
+    assert type(copying[0]) is CopyingLinear and isinstance(copying[0], nn.Linear)
+    x = torch.randn(3, 40, inputs, dtype=torch.float64, requires_grad=True)
+    kept = torch.randn(3, 40, outputs, dtype=torch.float64)
+    found = []
+    for model in (plain, copying):
+        result = model(x)
+        of_all = torch.autograd.grad((result * kept).sum(), [x, *model.parameters()])
+        found.append([result, *of_all])
+        assert all(each.is_contiguous() for each in of_all)
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("small_ones_pay")
+def test_what_does_not_learn_is_small_or_has_been_derived_stays() -> None:
+    class Derived(nn.Linear):
+        pass
+
+    frozen = nn.Linear(64, 64).requires_grad_(False)
+    model = nn.ModuleList([frozen, nn.Linear(64, 8), Derived(64, 64)])
+    copy_in_backward(model)
+    assert [type(each) for each in model] == [nn.Linear, nn.Linear, Derived]
+
+
+@pytest.mark.usefixtures("small_ones_pay")
+def test_a_planned_model_becomes_what_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    for copies, kind in ((True, CopyingLinear), (False, nn.Linear)):
+        copy_in_backward(model, copies)
+        assert type(model[0]) is kind
+
+
+@pytest.mark.usefixtures("small_ones_pay")
+def test_few_tokens_are_multiplied_as_they_are() -> None:
+    """A copy for them would take longer than it saves, and torch's own product is the same to the bit."""
+    x, gradient = torch.randn(100, 256).bfloat16(), torch.randn(100, 64).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "_SMALLEST_RIGHT_SIDE", 100 * 256 + 1)
+        assert torch.equal(weight_gradient(gradient, x), torch.mm(gradient.t(), x))
+
 
 EDGES = (0, 40, 45, 620)  # a bin, and blocks that see few keys and many
 LLAMA: dict[str, Any] = {"model_type": "llama"}
@@ -52,7 +110,7 @@ def trained(model: dict[str, Any], mode: str, dtype: torch.dtype) -> Pass:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**SMALL, **model})
     built = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
-    enable(built, mode)  # type: ignore[arg-type]
+    enable_checkpointing(built, mode)  # type: ignore[arg-type]
     built.train()
     ids = torch.randint(0, 60, (EDGES[-1],), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(b - a) for a, b in pairwise(EDGES)])
@@ -93,5 +151,5 @@ def test_selective_is_refused_where_what_it_keeps_is_changed() -> None:
     config = AutoConfig.for_model(**{**SMALL, "model_type": "olmo", "clip_qkv": 0.5})
     built = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=r"set train\.gradient_checkpointing to none or full"):
-        enable(built, "selective")
-    enable(built, "full")
+        enable_checkpointing(built, "selective")
+    enable_checkpointing(built, "full")

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from aliquot.checkpoint.resume import check_model
 from aliquot.core.errors import ResumeError
-from aliquot.models.model_identity import computed
+from aliquot.models.model_config import computation_settings
 
 SIZES = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 8,
@@ -21,7 +21,7 @@ HERE = Path("step-00000004")
 
 
 def of_llama(**values: Any) -> dict[str, Any]:
-    return computed(AutoConfig.for_model("llama", **{**SIZES, **values}))
+    return computation_settings(AutoConfig.for_model("llama", **{**SIZES, **values}))
 
 
 def saved(**values: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_what_does_not(changed: dict[str, Any], told: str) -> None:
 
 
 def test_another_type_of_the_same_tensors() -> None:
-    other = computed(AutoConfig.for_model("mistral", **SIZES))
+    other = computation_settings(AutoConfig.for_model("mistral", **SIZES))
     with pytest.raises(ResumeError, match="model_type was 'llama' and is 'mistral'"):
         check_model(saved(), other, HERE)
 

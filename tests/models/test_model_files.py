@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.config.schema import ModelSection
-from aliquot.models.older_transformers import older_transformers, with_old_names
+from aliquot.models.model_files import older_transformers, with_old_names
 from aliquot.models.source import resolve
 from aliquot.models.traits import quiet, redraw
 from tests.models.test_every_type import MERGED, TYPES

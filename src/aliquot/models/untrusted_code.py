@@ -1,0 +1,100 @@
+"""Code that comes with a model or a tokenizer: its Python never runs, its chat template runs for a limited time.
+
+If a directory names Python code (`auto_map`), transformers would ask on standard input whether to run it.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from aliquot.core.errors import ModelFilesError, UnsupportedModelError
+from aliquot.core.small_files import check_small, refuse_link
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TEMPLATE_CPU_S = 1.0  # five times as much as a chat of megabytes needs
+_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
+
+
+def check_small_files(directory: Path) -> None:
+    """Raise ModelFilesError unless all small files that transformers might read are regular, small and in `directory`.
+
+    Files of a snapshot may be in the hub's cache. Other links are refused, because a run saves copies of the files.
+    """
+    for file in sorted(file for pattern in _SMALL_FILES for file in directory.glob(pattern)):
+        try:
+            refuse_link(file, directory)
+            check_small(file)
+        except OSError as error:
+            raise ModelFilesError(f"cannot read: {error.strerror}", file) from error
+        except ValueError as error:
+            raise ModelFilesError(str(error), file) from error
+
+
+def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `load`, a `from_pretrained` or `from_config` of transformers, so that it runs no code of a model.
+
+    The wrapper raises UserError for models and tokenizers that need such code.
+    """
+
+    def loading(source: Any, **options: Any) -> Any:
+        path = source if isinstance(source, str | Path) else None
+        if path is not None and Path(path).is_dir():
+            check_small_files(Path(path))
+        try:
+            return load(source, **options, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                "it comes with Python code of its own (`auto_map` in its JSON), which aliquot does not run: give one"
+                " whose code is part of transformers, or of a tokenizer its tokenizer.json, copied into a directory of"
+                " its own",
+                path,
+            ) from error
+
+    return loading
+
+
+def model_from_config(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """Build a causal language model as transformers does, without code of the model's own."""
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config, **options)
+    return model
+
+
+@contextmanager
+def limit_rendering() -> Iterator[None]:
+    """Raise TimeoutError if the block, which renders a chat template, needs more CPU time than TEMPLATE_CPU_S.
+
+    The kernel counts CPU time, of which a stopped or starved process spends none. Python handles signals in the main
+    thread only, so that blocks in other threads have no limit, nor has a single long operation.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _install_handler()
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+@functools.cache
+def _install_handler() -> None:
+    """Install the signal handler, once, because that takes longer than rendering."""
+    signal.signal(signal.SIGVTALRM, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"it has run for {TEMPLATE_CPU_S:g} s, as one that loops for ever does")
