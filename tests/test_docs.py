@@ -133,7 +133,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_every_finding_is_explained() -> None:
-    made = [call.args for call in calls("Finding", "doctor")]
+    made = [call.args for call in calls("check", "doctor")]
     code = {arguments[0].value for arguments in made if arguments and isinstance(arguments[0], ast.Constant)}
     assert len(code) >= len(CHECKS), "a check finds nothing that is written as this test looks for it"
     assert set(re.findall("^### `(.+)`$", _troubleshooting("Findings of `aliquot doctor`"), re.MULTILINE)) == code

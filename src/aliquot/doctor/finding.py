@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec
 
 from aliquot.machine.cpu import CpuFacts, read_cpu
 
 Level = Literal["ok", "warning", "problem"]
+Verdict = tuple[Level, str, str] | tuple[Level, str, str, str]  # the last fields of a Finding
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,15 @@ class Finding:
         """Return the finding as lines for a person: state, consequence, fix."""
         lines = [f"{self.level:<8} {self.id}: {self.found}", f"{'':<9}{self.meaning}"]
         return "\n".join([*lines, f"{'':<9}fix: {self.fix}"] if self.fix else lines)
+
+
+def check(id: str, title: str) -> Callable[[Callable[P, Verdict]], Callable[P, Finding]]:
+    """Make a function that returns a verdict return a finding with this id and title."""
+
+    def decorate(judge: Callable[P, Verdict]) -> Callable[P, Finding]:
+        return wraps(judge)(lambda *args, **options: Finding(id, title, *judge(*args, **options)))
+
+    return decorate
 
 
 @dataclass(frozen=True)

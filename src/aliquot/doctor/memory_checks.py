@@ -6,7 +6,7 @@ import os
 import re
 import resource
 
-from aliquot.doctor.finding import Finding, Subject
+from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
 from aliquot.machine.cgroup import control_groups, read_text
 from aliquot.machine.memory import memory_limit
@@ -15,7 +15,8 @@ _LEAST_BYTES, _GOOD_BYTES = 2 << 30, 6 << 30
 _SHM_BYTES = 1 << 30
 
 
-def check_memory(subject: Subject) -> Finding:
+@check("memory", "memory")
+def check_memory(subject: Subject) -> Verdict:
     """Check the memory limit of this process, and the free memory below it."""
     limit, left = memory_limit(subject.root), _available(subject)
     source = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
@@ -23,12 +24,10 @@ def check_memory(subject: Subject) -> Finding:
     fix = "raise the container's memory limit, or end other processes that use memory"
     if left < _LEAST_BYTES:
         meaning = "too little for one rank: Python, torch and a small model take about 2 GiB"
-        return Finding("memory", "memory", "problem", observed, meaning, fix)
+        return "problem", observed, meaning, fix
     if left < _GOOD_BYTES:
-        return Finding("memory", "memory", "warning", observed, "enough for small models with few ranks only", fix)
-    return Finding(
-        "memory", "memory", "ok", observed, "16 bytes per parameter over all ranks, and activations, must fit"
-    )
+        return "warning", observed, "enough for small models with few ranks only", fix
+    return "ok", observed, "16 bytes per parameter over all ranks, and activations, must fit"
 
 
 def _available(subject: Subject) -> int:
@@ -39,9 +38,8 @@ def _available(subject: Subject) -> int:
             limit, use = (read_text(group / name) for name in names)
             if limit not in (None, "max") and use is not None:
                 # The kernel reclaims the page cache when memory is needed.
-                cache = re.search(
-                    r"^(?:total_)?inactive_file (\d+)", read_text(group / "memory.stat") or "", re.MULTILINE
-                )
+                statistics = read_text(group / "memory.stat") or ""
+                cache = re.search(r"^(?:total_)?inactive_file (\d+)", statistics, re.MULTILINE)
                 free.append(int(limit or 0) - int(use) + (int(cache[1]) if cache else 0))
     return max(0, min(free))
 
@@ -51,55 +49,52 @@ def _meminfo(subject: Subject, name: str) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def check_huge_pages(subject: Subject) -> Finding:
+@check("huge-pages", "transparent huge pages")
+def check_huge_pages(subject: Subject) -> Verdict:
     """Check transparent huge pages, which save page faults for new tensors."""
     text = read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled")
     setting = re.search(r"\[(\w+)\]", text or "")
     observed = setting[1] if setting else "not told by this kernel"
     if observed == "never":
-        fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node"
         meaning = "pages of large tensors are faulted in 4 KiB at a time: the first steps are slower"
-        return Finding("huge-pages", "transparent huge pages", "warning", observed, meaning, fix)
-    return Finding(
-        "huge-pages", "transparent huge pages", "ok", observed, "the setting changes a step by a few percent at most"
-    )
+        return "warning", observed, meaning, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node"
+    return "ok", observed, "the setting changes a step by a few percent at most"
 
 
-def check_allocator(subject: Subject) -> Finding:
+@check("allocator", "allocator")
+def check_allocator(subject: Subject) -> Verdict:
     """Check that an allocator that keeps freed memory is installed."""
-    environ = allocator_environment(
-        {name: value for name, value in subject.environ.items() if name != ALLOCATOR_VARIABLE}, subject.root
-    )
-    preloaded = environ.get("LD_PRELOAD", "")
-    fix = "apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs"
     meaning = (
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )
     if subject.environ.get(ALLOCATOR_VARIABLE) == "none":
-        observed = f"{ALLOCATOR_VARIABLE}=none: left alone"
-        return Finding("allocator", "allocator", "warning", observed, meaning, f"unset {ALLOCATOR_VARIABLE}")
+        return "warning", f"{ALLOCATOR_VARIABLE}=none: left alone", meaning, f"unset {ALLOCATOR_VARIABLE}"
+    environ = {name: value for name, value in subject.environ.items() if name != ALLOCATOR_VARIABLE}
+    preloaded = allocator_environment(environ, subject.root).get("LD_PRELOAD", "")
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
-        return Finding("allocator", "allocator", "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix)
-    observed = f"ranks start with {preloaded}"
-    return Finding("allocator", "allocator", "ok", observed, "the allocator keeps freed memory for the next step")
+        fix = "apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs"
+        return "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix
+    return "ok", f"ranks start with {preloaded}", "the allocator keeps freed memory for the next step"
 
 
-def check_shm(subject: Subject) -> Finding:
+@check("shm", "/dev/shm")
+def check_shm(subject: Subject) -> Verdict:
     """Check /dev/shm, which has 64 MiB in a pod unless more is mounted."""
     directory = subject.root / "dev/shm"
     needs = "aliquot's own ranks use anonymous shared memory and need none; DeepSpeed's and NCCL's do"
     fix = "mount an emptyDir with medium: Memory at /dev/shm (it counts against the memory limit); docker: --shm-size"
     if not directory.is_dir() or not os.access(directory, os.W_OK):
-        return Finding("shm", "/dev/shm", "warning", "missing or not writable", needs, fix)
+        return "warning", "missing or not writable", needs, fix
     stat = os.statvfs(directory)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     observed = f"{_gib(total)}, {_gib(free)} free"
     if free < _SHM_BYTES:
-        return Finding("shm", "/dev/shm", "warning", observed, needs, fix)
-    return Finding("shm", "/dev/shm", "ok", observed, "enough for DeepSpeed and NCCL; aliquot's own ranks need none")
+        return "warning", observed, needs, fix
+    return "ok", observed, "enough for DeepSpeed and NCCL; aliquot's own ranks need none"
 
 
-def check_open_files(subject: Subject) -> Finding:
+@check("open-files", "open files")
+def check_open_files(subject: Subject) -> Verdict:
     """Check the limit of file descriptors, for sockets to every rank, checkpoint files and shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     observed, fix = f"{soft} open files (up to {hard})", "ulimit -n 65536; in a service: LimitNOFILE=65536"
@@ -107,26 +102,24 @@ def check_open_files(subject: Subject) -> Finding:
         meaning = (
             "a rank holds a socket to every other and a file a checkpoint shard: it fails while it starts or saves"
         )
-        return Finding("open-files", "open files", "problem", observed, meaning, fix)
+        return "problem", observed, meaning, fix
     if soft < 1024:
         meaning = "enough for one machine; more nodes and more checkpoint shards need more"
-        return Finding("open-files", "open files", "warning", observed, meaning, fix)
-    return Finding("open-files", "open files", "ok", observed, "enough for sockets and checkpoint files")
+        return "warning", observed, meaning, fix
+    return "ok", observed, "enough for sockets and checkpoint files"
 
 
-def check_locked_memory(subject: Subject) -> Finding:
+@check("locked-memory", "locked memory")
+def check_locked_memory(subject: Subject) -> Verdict:
     """Check the limit of locked memory, which network cards with RDMA need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     observed = "unlimited" if unlimited else f"{soft / 2**20:g} MiB"
     rdma = any((subject.root / "sys/class/infiniband").glob("*"))
     if rdma and not unlimited:
-        meaning, fix = (
-            "EFA and InfiniBand register memory and fail without",
-            "ulimit -l unlimited; LimitMEMLOCK=infinity",
-        )
-        return Finding("locked-memory", "locked memory", "problem", observed, meaning, fix)
-    return Finding("locked-memory", "locked memory", "ok", observed, "used by RDMA" if rdma else "only RDMA needs any")
+        fix = "ulimit -l unlimited; LimitMEMLOCK=infinity"
+        return "problem", observed, "EFA and InfiniBand register memory and fail without", fix
+    return "ok", observed, "used by RDMA" if rdma else "only RDMA needs any"
 
 
 def _gib(size_bytes: int) -> str:

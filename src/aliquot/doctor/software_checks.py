@@ -9,14 +9,15 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from aliquot.core.interpreter import python_command
-from aliquot.doctor.finding import Finding, Level, Subject
+from aliquot.doctor.finding import Finding, Level, Subject, Verdict, check
 
 _COMPILERS = ("g++", "clang++", "c++")
-_DEEPSPEED_TIMEOUT_S = 180
+_TIMEOUT_S = 180
 
 # Known problems: package, first version without the problem, level, consequence, version to install.
 _TRAPS: tuple[tuple[str, tuple[int, int], Level, str, str], ...] = (
@@ -29,34 +30,34 @@ _GONE = {
 }
 
 
-def check_compiler(subject: Subject) -> Finding:
+@check("compiler", "C++ compiler")
+def check_compiler(subject: Subject) -> Verdict:
     """Check that the C++ compiler compiles with OpenMP, for torch.compile and DeepSpeed's operators."""
     name = compiler(subject.environ)
     meaning = "train.compile: layers and DeepSpeed's CPU Adam cannot be built; nothing else needs one"
     fix = "apt-get install g++, or dnf install gcc-c++"
     if name is None:
-        return Finding("compiler", "C++ compiler", "warning", "none", meaning, fix)
+        return "warning", "none", meaning, fix
     failure = _compile(name, "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n", "-fopenmp")
-    if failure is not None:
-        return Finding("compiler", "C++ compiler", "warning", f"{name} fails: {failure}", meaning, fix)
-    return Finding(
-        "compiler", "C++ compiler", "ok", name, "train.compile: layers can fuse the operations between matrix products"
-    )
+    if failure:
+        return "warning", f"{name} fails: {failure}", meaning, fix
+    return "ok", name, "train.compile: layers can fuse the operations between matrix products"
 
 
-def check_python_headers(subject: Subject) -> Finding:
+@check("python-headers", "Python headers")
+def check_python_headers(subject: Subject) -> Verdict:
     """Check for Python.h, which Inductor and DeepSpeed compile against."""
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
-        fix = "apt-get install python3-dev, or dnf install python3-devel"
         meaning = "train.compile: layers and DeepSpeed's operators cannot be built"
-        return Finding("python-headers", "Python headers", "warning", f"no Python.h in {include}", meaning, fix)
+        fix = "apt-get install python3-dev, or dnf install python3-devel"
+        return "warning", f"no Python.h in {include}", meaning, fix
     name = compiler(subject.environ)
     failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
     if failure:
-        meaning, fix = "Inductor cannot build its wrappers", "install the headers of exactly this Python version"
-        return Finding("python-headers", "Python headers", "warning", f"Python.h: {failure}", meaning, fix)
-    return Finding("python-headers", "Python headers", "ok", include, "Inductor can build its wrappers")
+        fix = "install the headers of exactly this Python version"
+        return "warning", f"Python.h: {failure}", "Inductor cannot build its wrappers", fix
+    return "ok", include, "Inductor can build its wrappers"
 
 
 def check_versions(subject: Subject) -> Finding:
@@ -64,24 +65,26 @@ def check_versions(subject: Subject) -> Finding:
     return judge_versions(installed("torch", "transformers", *_GONE))
 
 
-def judge_versions(versions: Mapping[str, str]) -> Finding:
+@check("versions", "versions")
+def judge_versions(versions: Mapping[str, str]) -> Verdict:
     """Judge versions by package, without packages that are not installed."""
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
     observed = f"Python {sys.version.split()[0]}, {shown}"
     for package, fixed, level, meaning, version_to_install in _TRAPS:
         if package in versions and _numbers(versions[package]) < fixed:
-            return Finding("versions", "versions", level, observed, meaning, f"install {version_to_install}")
+            return level, observed, meaning, f"install {version_to_install}"
     for package, meaning in _GONE.items():
         if package in versions:
-            return Finding("versions", "versions", "warning", observed, meaning, f"pip uninstall {package}")
-    return Finding("versions", "versions", "ok", observed, "no known trap")
+            return "warning", observed, meaning, f"pip uninstall {package}"
+    return "ok", observed, "no known trap"
 
 
-def check_deepspeed(subject: Subject) -> Finding:
+@check("deepspeed", "DeepSpeed")
+def check_deepspeed(subject: Subject) -> Verdict:
     """Check in another process that transformers and DeepSpeed, if installed, can be imported together."""
     versions = installed("transformers", "deepspeed")
     if "deepspeed" not in versions:
-        return Finding("deepspeed", "DeepSpeed", "ok", "not installed", "only shard.engine: deepspeed needs it")
+        return "ok", "not installed", "only shard.engine: deepspeed needs it"
     observed = ", ".join(f"{name} {number}" for name, number in versions.items())
     program = (
         "import deepspeed\n"
@@ -91,16 +94,12 @@ def check_deepspeed(subject: Subject) -> Finding:
     meaning = "transformers cannot load under ZeRO-3, and shard.engine: deepspeed may fail; the other engines do not"
     fix = "pip install --upgrade deepspeed accelerate, or the package that the message names"
     try:
-        subprocess.run(
-            python_command("-c", program), check=True, capture_output=True, text=True, timeout=_DEEPSPEED_TIMEOUT_S
-        )
+        subprocess.run(python_command("-c", program), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        return Finding("deepspeed", "DeepSpeed", "warning", f"{observed}: {last}", meaning, fix)
+        return "warning", f"{observed}: {(error.stderr.strip().splitlines() or ['no message'])[-1]}", meaning, fix
     except subprocess.TimeoutExpired:
-        text = f"{observed}: not imported within {_DEEPSPEED_TIMEOUT_S} s"
-        return Finding("deepspeed", "DeepSpeed", "warning", text, meaning, fix)
-    return Finding("deepspeed", "DeepSpeed", "ok", observed, "ZeRO-3 with transformers' own loading can be imported")
+        return "warning", f"{observed}: not imported within {_TIMEOUT_S} s", meaning, fix
+    return "ok", observed, "ZeRO-3 with transformers' own loading can be imported"
 
 
 def compiler(environ: Mapping[str, str]) -> str | None:
@@ -113,10 +112,8 @@ def installed(*packages: str) -> dict[str, str]:
     """Return the versions of the installed packages among `packages`."""
     versions = {}
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

@@ -27,7 +27,7 @@ from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.run_secret import SECRET_VARIABLE, new_secret
 from aliquot.distributed.topology import place_rank
-from aliquot.doctor.finding import Finding, Subject
+from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.cgroup import read_text
 from aliquot.machine.cpu import FLOP_PER_CYCLE, read_cpu
 from aliquot.machine.matmul import matmul_rate
@@ -68,34 +68,30 @@ def _start(rank: int, port: str, secret: str, subject: Subject) -> subprocess.Po
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     variables[SECRET_VARIABLE] = secret
     inherited = {name: value for name, value in subject.environ.items() if not name.startswith("TORCHELASTIC")}
-    return subprocess.Popen(
-        python_command("-m", "aliquot.doctor.two_ranks"),
-        env=inherited | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = python_command("-m", "aliquot.doctor.two_ranks")
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=inherited | variables, stdout=pipe, stderr=pipe, text=True)
 
 
-def judge_self_test(report: dict[str, Any]) -> Finding:
+@check("self-test", "two ranks")
+def judge_self_test(report: dict[str, Any]) -> Verdict:
     """Judge whether the collectives of two ranks gave correct results."""
-    title = "two ranks"
     if "failure" in report:
         fix = "see `interface`, `memory` and `versions`; a sandbox may forbid sockets or memfd_create"
-        return Finding("self-test", title, "problem", report["failure"], "ranks cannot be connected here", fix)
+        return "problem", report["failure"], "ranks cannot be connected here", fix
     wrong = sorted({name for names in report["wrong"] for name in names})
     if wrong:
-        observed, fix = f"wrong: {', '.join(wrong)}", "see `versions`; report it with `aliquot doctor --json`"
-        return Finding("self-test", title, "problem", observed, "training would continue with wrong gradients", fix)
+        fix = "see `versions`; report it with `aliquot doctor --json`"
+        return "problem", f"wrong: {', '.join(wrong)}", "training would continue with wrong gradients", fix
     observed = "sums, gathers and averages are right, by gloo, FSDP2 and shared memory"
-    return Finding("self-test", title, "ok", observed, "ranks of this machine can train together")
+    return "ok", observed, "ranks of this machine can train together"
 
 
-def judge_matmul(report: dict[str, Any], subject: Subject) -> Finding:
+@check("matmul", "matmul rate")
+def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
     """Compare the measured FLOP/s of two simultaneous ranks with the peak by clock and instructions."""
-    title = "matmul rate"
     if "failure" in report:
-        return Finding("matmul", title, "warning", "not measured", "see `self-test`", "see `self-test`")
+        return "warning", "not measured", "see `self-test`", "see `self-test`"
     bf16, fp32 = (min(report["rates"][precision]) for precision in ("bf16", "fp32"))
     observed = (
         f"bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s a rank, two of {report['threads']} threads at once"
@@ -104,19 +100,17 @@ def judge_matmul(report: dict[str, Any], subject: Subject) -> Finding:
     uses_bf16 = subject.cpu.has_bf16_instructions
     name, rate = ("bf16", bf16) if uses_bf16 else ("fp32", fp32)
     if clock is None or not subject.cpu.isa:
-        meaning = "the ceiling of MFU; the peak by instructions is not known for this CPU"
-        return Finding("matmul", title, "ok", observed, meaning)
+        return "ok", observed, "the ceiling of MFU; the peak by instructions is not known for this CPU"
     per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][0 if uses_bf16 else 1]
     peak = per_clock * float(clock[1]) * 1e6 * min(report["threads"], len(subject.cpu.cores))
     observed += f"; {name} is {100 * rate / peak:.0f} % of {peak / 1e9:.0f} by clock and instructions"
     if rate < _MIN_EFFICIENCY * peak:
         meaning = "the ceiling of every step: cores are shared with other work, throttled, or run slower kernels"
         fix = "see `kernels`, `cores` and `threads`; end other work; on a shared host choose a larger instance"
-        return Finding("matmul", title, "warning", observed, meaning, fix)
+        return "warning", observed, meaning, fix
     if name == "bf16" and bf16 < fp32:
-        meaning, fix = "bf16 is slower than fp32 here", "see `kernels`; or set train.precision=fp32"
-        return Finding("matmul", title, "warning", observed, meaning, fix)
-    return Finding("matmul", title, "ok", observed, "the ceiling of MFU")
+        return "warning", observed, "bf16 is slower than fp32 here", "see `kernels`; or set train.precision=fp32"
+    return "ok", observed, "the ceiling of MFU"
 
 
 def main() -> None:
@@ -135,24 +129,16 @@ def examine(ranks: Ranks) -> dict[str, bool]:
     """Return by name whether every way of exchanging numbers is correct on this rank. Collective."""
     values = [torch.arange(_NUMEL, dtype=torch.float32) * (rank + 1) for rank in range(ranks.world_size)]
     local, total = values[ranks.rank], sum(values, torch.zeros(_NUMEL))
+    gathered = [torch.empty_like(local) for _ in values]
+    dist.all_gather(gathered, local)
+    scattered = torch.empty(_NUMEL // ranks.world_size)
+    dist.reduce_scatter_tensor(scattered, local)
     return {
-        "all-gather by gloo": _all_gather(local, values),
-        "reduce-scatter by gloo": _reduce_scatter(local, total, ranks),
+        "all-gather by gloo": torch.equal(torch.stack(gathered), torch.stack(values)),
+        "reduce-scatter by gloo": torch.equal(scattered, total.view(ranks.world_size, -1)[ranks.rank]),
         "average by FSDP2 on gloo": _average(ranks),
         "sum in shared memory": _shared_sum(local, total, ranks),
     }
-
-
-def _all_gather(local: torch.Tensor, values: list[torch.Tensor]) -> bool:
-    received = [torch.empty_like(local) for _ in values]
-    dist.all_gather(received, local)
-    return all(torch.equal(actual, expected) for actual, expected in zip(received, values, strict=True))
-
-
-def _reduce_scatter(local: torch.Tensor, total: torch.Tensor, ranks: Ranks) -> bool:
-    scattered = torch.empty(_NUMEL // ranks.world_size)
-    dist.reduce_scatter_tensor(scattered, local)
-    return torch.equal(scattered, total.view(ranks.world_size, -1)[ranks.rank])
 
 
 def _average(ranks: Ranks) -> bool:
