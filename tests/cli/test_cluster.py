@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from aliquot.cli import plan_on_instances
+from aliquot.cli import instances_command
 from aliquot.cli.main import app
 from aliquot.config.schema import RunConfig
 from aliquot.planner.plan import Plan
@@ -31,7 +32,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ranks = config.launch.ranks if config.launch.ranks != "auto" else 2
         return plan(instance=instance, nodes=nodes, ranks_per_node=ranks, threads_per_rank=16 // ranks)
 
-    monkeypatch.setattr(plan_on_instances, "plan_on_instance", plan_on)
+    monkeypatch.setattr(instances_command, "instance_planner", lambda config: partial(plan_on, config))
     values = {
         "run": {"name": "my_run.3"},
         "model": {"path": "meta-llama/Meta-Llama-3-8B"},
@@ -119,7 +120,7 @@ def test_fits(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise EngineError("not here")
         return plan(instance=name, nodes=nodes, limit_bytes_per_node=instance(name).allocatable_memory_bytes)
 
-    monkeypatch.setattr(plan_on_instances, "instance_planner", lambda config: plan_on)
+    monkeypatch.setattr(instances_command, "instance_planner", lambda config: plan_on)
     refused = aliquot("instances", "m7i.*", "--fits", run_file)
     assert refused.exit_code == 2 and "not here" in refused.stderr
     result = aliquot("instances", "c7i.*,m7i.*,r7i.*", "--max-vcpus", "96", "--fits", run_file, "--json")

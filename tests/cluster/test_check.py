@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.cli.plan_on_instances import plan_on_instance
+from aliquot.cli.instances_command import instance_planner
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.findings import RULES, RuleFinding
 from aliquot.cluster.job import Job, describe, placed
@@ -446,12 +446,12 @@ SMALL, STDLIB = {"config": LLAMA}, {"path": "stdlib", "tokenizer_vocab_size": 20
 def test_saves_are_as_fast_as_the_file_system(type_: str, per_tib: int) -> None:
     storage = cluster_section()["storage"] | {"deployment_type": type_, "throughput_mb_per_tib": 250, "size_gib": 2048}
     settings = config(cluster_section(storage=storage), model=SMALL, data=STDLIB)
-    planned = plan_on_instance(placed(settings), "r7i.8xlarge", 4)
+    planned = instance_planner(placed(settings))("r7i.8xlarge", 4)
     assert planned.storage_bytes_per_s == 2 * per_tib * 1e6
     assert planned.save_s == planned.checkpoint_bytes / planned.storage_bytes_per_s
     claimed = cluster_section(storage={"kind": "claim", "claim": "own"})
     own = placed(config(claimed, model=SMALL, data=STDLIB))
-    assert plan_on_instance(own, "r7i.8xlarge", 4).storage_bytes_per_s == 2e9
+    assert instance_planner(own)("r7i.8xlarge", 4).storage_bytes_per_s == 2e9
 
 
 def test_what_is_elsewhere_is_no_finding() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aliquot import __version__
+from aliquot.cli.options import Debug, Overrides
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
@@ -24,16 +25,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
-]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-
 
 @app.command("render")
 def render(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration with a cluster section.")],
-    overrides: _Overrides = None,
+    overrides: Overrides = None,
     out_dir: Annotated[
         Path | None, typer.Option("-o", "--output", help="The directory to write; default: manifests/<name>.")
     ] = None,
@@ -41,7 +37,7 @@ def render(
         bool,
         typer.Option("--runtime", help="Instead of the job write the ClusterTrainingRuntime of its kind of node."),
     ] = False,
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Write the manifests of a run, nodes, storage, config and job, for `kubectl apply --server-side -k DIR`."""
     with one_line_errors(debug):
@@ -70,7 +66,7 @@ def check(
     path: Annotated[
         Path, typer.Argument(metavar="CONFIG|DIR", help="A run configuration, a manifest, or a directory of manifests.")
     ],
-    overrides: _Overrides = None,
+    overrides: Overrides = None,
     crds: Annotated[
         Path | None,
         typer.Option("--crds", metavar="DIR", help="CRDs to check against; default: CRDs of the supported versions."),
@@ -79,7 +75,7 @@ def check(
         bool, typer.Option("--live", help="Also ask the cluster (kubectl) and the account (boto3); changes nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Find errors that would keep a job from running. Exit code 1: there is an error."""
     with one_line_errors(debug):
@@ -113,7 +109,7 @@ _Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Namespace of
 
 
 @app.command("status")
-def status(name: _Name, namespace: _Namespace = "default", debug: _Debug = False) -> None:
+def status(name: _Name, namespace: _Namespace = "default", debug: Debug = False) -> None:
     """Show the state of a job on the cluster, and why pods wait. Reads only, through kubectl."""
     with one_line_errors(debug):
         from aliquot.cluster.job_status import job_status
@@ -128,7 +124,7 @@ def logs(
     name: _Name,
     namespace: _Namespace = "default",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the log.")] = False,
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Print the log of rank 0 of a job on the cluster."""
     with one_line_errors(debug):
@@ -146,17 +142,15 @@ def logs(
 
 
 def _job(config: Path, overrides: list[str] | None) -> Job:
-    from aliquot.cli.plan_on_instances import plan_on_instance
+    from aliquot.cli.instances_command import instance_planner
     from aliquot.cluster.job import cluster_section, describe, placed
     from aliquot.config.read_config import read_config
 
     settings = read_config(config, overrides or [])
     section = cluster_section(settings)
-    plans = [
-        plan_on_instance(placed(settings), section.instance_types[0], nodes)
-        for nodes in dict.fromkeys((section.most_nodes, section.fewest_nodes))
-    ]
-    return describe(settings, *plans)
+    plan_on = instance_planner(placed(settings))
+    nodes = dict.fromkeys((section.most_nodes, section.fewest_nodes))
+    return describe(settings, *(plan_on(section.instance_types[0], count) for count in nodes))
 
 
 def _print(findings: list[RuleFinding]) -> None:

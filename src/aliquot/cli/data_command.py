@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from aliquot.cli.options import ConfigFile, Debug, Overrides
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
@@ -20,11 +18,9 @@ def data() -> None:
 
 @app.command("show")
 def show(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
-    ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    debug: Debug = False,
 ) -> None:
     """Show two examples of each source, with their learned parts marked, and statistics of all documents.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from aliquot.cli.options import Debug
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
@@ -21,7 +22,7 @@ def command(
     ] = (Path("runs")),
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port of launch.master_port.")] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Examine this machine, and show what each finding means for training and its fix. Exit code 1: a problem."""
     with one_line_errors(debug):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from aliquot.cli.terminal import one_line_errors, one_line_interrupt
+from aliquot.cli.options import BaseModel, Debug
+from aliquot.cli.terminal import one_line_errors, run_rank
 
 
 def command(
@@ -38,8 +37,8 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object only; with several sets it has one object for each.")
     ] = False,
-    base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    base: BaseModel = None,
+    debug: Debug = False,
 ) -> None:
     """Print loss, perplexity and bits per byte of a model on a text, computed by all ranks; write nothing.
 
@@ -65,19 +64,15 @@ def command(
             raise typer.Exit(code)
 
     restart_with_allocator()
-    from aliquot.distributed.rank_errors import report_error
     from aliquot.run.evaluate import evaluate_model
 
-    with one_line_interrupt():
-        try:
-            results = evaluate_model(settings)
-        # The boundary of a rank: any error is reported once, in the form that the process that started the rank reads.
-        except Exception as error:
-            raise typer.Exit(report_error(error, debug=debug)) from None
+    results = run_rank(lambda: evaluate_model(settings), debug)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        values = {name: _null_for_infinite(asdict(result)) for name, result in results.items()}
+        from aliquot.observe.metrics import finite
+
+        values = {name: finite(vars(result)) for name, result in results.items()}
         print(json.dumps(values[""] if set(values) == {""} else values))
         return
     for name, result in results.items():
@@ -86,7 +81,3 @@ def command(
         print(f"{prefix}loss {result.loss:.4f}, perplexity {result.perplexity:.3f}{bits}")
         tokens, documents = f"{result.predicted_tokens:,}", f"{result.documents:,}"
         print(f"over {tokens} tokens of {documents} documents, {result.sequence_length} at once")
-
-
-def _null_for_infinite(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}

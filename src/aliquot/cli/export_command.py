@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from aliquot.cli.options import BaseModel, Debug
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UsageError
 
@@ -20,9 +21,9 @@ def command(
         "bfloat16"
     ),
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
-    base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
+    base: BaseModel = None,
     verify: Annotated[bool, typer.Option("--verify", help="First verify every byte of the checkpoint.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Write a checkpoint as Hugging Face safetensors with config and tokenizer; an adapter as an adapter of peft.
 

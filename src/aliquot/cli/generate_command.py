@@ -1,37 +1,37 @@
-"""aliquot generate: continue prompts with a model."""
+"""aliquot generate and aliquot chat: continue prompts with a model, and talk to it."""
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from aliquot.cli.options import BaseModel, Debug, ModelDirectory, Seed, Temperature
 from aliquot.cli.terminal import one_line_errors
-from aliquot.core.errors import UsageError, printable, reading
+from aliquot.core.errors import UsageError, UserError, printable, reading
+
+if TYPE_CHECKING:
+    from aliquot.models.generate import Chat
 
 
-def command(
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory: an export or a checkpoint.")],
+def generate_command(
+    model_dir: ModelDirectory,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="0: always the likeliest token. Above: draw with the settings of the model's generation_config.json"
-            " (top_k, top_p, repetition_penalty, ...), from the 50 likeliest tokens if it sets no top_k.",
-        ),
-    ] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 42,
-    base: Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    temperature: Temperature = 0.8,
+    seed: Seed = 42,
+    base: BaseModel = None,
+    debug: Debug = False,
 ) -> None:
     """Continue prompts with a model, which is loaded once; an empty line separates several continuations."""
     with one_line_errors(debug):
-        all_prompts = [*(prompt or []), *(_lines(prompts) if prompts is not None else [])]
+        all_prompts = [*(prompt or []), *(_prompts(prompts) if prompts is not None else [])]
         if not all_prompts:
             raise UsageError("nothing to continue: give --prompt TEXT or --prompts FILE")
         from aliquot.models.generate import generate
@@ -40,7 +40,7 @@ def command(
             print("\n" * (number > 0) + (printable(text) if sys.stdout.isatty() else text), flush=True)
 
 
-def _lines(file: Path) -> list[str]:
+def _prompts(file: Path) -> list[str]:
     """Return the lines of a file. Only newlines end a line: U+2028 and form feeds are text."""
     with reading(file):
         try:
@@ -48,3 +48,56 @@ def _lines(file: Path) -> list[str]:
         except UnicodeDecodeError:
             raise UsageError("not a text file", file) from None
     return [line.removesuffix("\r") for line in lines if line.strip()]
+
+
+def chat_command(
+    model_dir: ModelDirectory,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a reply.")] = 256,
+    temperature: Temperature = 0.8,
+    seed: Seed = 42,
+    base: BaseModel = None,
+    debug: Debug = False,
+) -> None:
+    """Talk to a model in its chat template. Each line is a message; /reset forgets the conversation.
+
+    Ctrl-C ends a reply; end of input ends the chat. With lines from a pipe, each reply is a paragraph.
+    """
+    with one_line_errors(debug):
+        from aliquot.models.generate import Chat, load
+
+        chat = Chat(load(model_dir, base), max_new_tokens, temperature, seed)
+        for line in _messages():
+            if line == "/reset":
+                chat.reset()
+            elif line:
+                _answer(chat, line)
+
+
+def _messages() -> Iterator[str]:
+    """Yield the lines that a person types, or that come from a pipe, until the end of input."""
+    is_person = sys.stdin.isatty()
+    cast(io.TextIOWrapper, sys.stdin).reconfigure(errors="surrogateescape")  # bytes that are not UTF-8
+    if is_person:
+        import readline  # noqa: F401  (lets a person edit and repeat lines)
+    while True:
+        try:
+            yield input("> " if is_person else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if is_person:
+                print()
+            return
+
+
+def _answer(chat: Chat, line: str) -> None:
+    error_line = None
+    try:
+        with closing(chat.reply(line)) as pieces:
+            for piece in pieces:
+                print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    except UserError as error:  # about this message: the conversation continues
+        error_line = error.line
+    print(flush=True)
+    if error_line is not None:
+        print(f"aliquot: {error_line}", file=sys.stderr)

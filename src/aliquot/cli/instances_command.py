@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from aliquot.catalogue.instances import dollars
-from aliquot.cli.terminal import one_line_errors
+from aliquot.cli.options import Debug
+from aliquot.cli.terminal import one_line_errors, progress, show_table
 
 if TYPE_CHECKING:
     from aliquot.catalogue.instances import InstanceType
+    from aliquot.config.schema import RunConfig
     from aliquot.planner.plan import Plan
 
 _GIB = 1 << 30
@@ -45,7 +48,7 @@ def command(
     nodes: Annotated[int | None, typer.Option(min=1, help="With --fits; default: cluster.nodes.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask AWS for the types of your region (boto3).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all columns as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """List EC2 types: vCPU, the memory that is left for a pod, EFA, AMX, network, price."""
     with one_line_errors(debug):
@@ -79,18 +82,16 @@ def command(
         if as_json:
             print(json.dumps([asdict(item) | _training_json(item, plans) for item in types], indent=1))
             return
-        from aliquot.cli.terminal import show_table
-
         show_table(_columns(types, plans), _OPTIONAL_COLUMNS, ("type",))
         source = "types from AWS, this region" if live else f"catalogue of {PRICES_DATE}"
         print(f"{len(types)} types; {source}; prices on demand, {PRICES_REGION}, {PRICES_DATE}")
         if fits is not None and plans:
             off_by = max(plan.off_by for plan in plans.values())
             count = max(plan.nodes for plan in plans.values())
-            hourly = (
-                "USD/h is of one node, tokens/s and USD/1B tokens" if count > 1 else "USD/h, tokens/s and USD/1B tokens"
-            )
-            print(f"{hourly} are of {f'{count:,} nodes' if count > 1 else 'one node'} (--nodes)")
+            if count > 1:
+                print(f"USD/h is of one node, tokens/s and USD/1B tokens are of {count:,} nodes (--nodes)")
+            else:
+                print("USD/h, tokens/s and USD/1B tokens are of one node (--nodes)")
             print(f"tokens/s are estimates: a factor of {off_by:g} either way")
             if sharing:
                 print(f"left out: {len(sharing)} types, which {_SHARING}")
@@ -98,8 +99,6 @@ def command(
 
 
 def _matches(item: InstanceType, patterns: str | None) -> bool:
-    from fnmatch import fnmatchcase
-
     return patterns is None or any(fnmatchcase(item.name, pattern.strip()) for pattern in patterns.split(","))
 
 
@@ -137,8 +136,6 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
 
     Raises UserError for a wrong config, or if every type has an error.
     """
-    from aliquot.cli.plan_on_instances import instance_planner
-    from aliquot.cli.terminal import progress
     from aliquot.cluster.job import placed
     from aliquot.config.read_config import read_config
     from aliquot.core.errors import DeepspeedConfigError, DeviceError, EngineError, InstanceError
@@ -169,37 +166,52 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     return plans
 
 
+def instance_planner(config: RunConfig) -> Callable[[str, int], Plan]:
+    """Return a function that plans `config` on nodes of an EC2 type; it raises UserError if `config` cannot run there.
+
+    Raises UserError if the model does not exist.
+    """
+    from aliquot.data.workload import Workload
+    from aliquot.planner.planned_machine import Machine, limit_to_pod
+    from aliquot.planner.planned_model import PlannedModel
+    from aliquot.planner.planner import Planner
+
+    model = PlannedModel(config)  # built once for all types
+
+    def plan_on(instance: str, nodes: int) -> Plan:
+        machine = limit_to_pod(Machine.from_instance(instance), config)
+        return Planner(model, machine).plan(config, machine.layout(config, nodes), Workload.assumed(config))
+
+    return plan_on
+
+
 def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) -> dict[str, list[str]]:
-    headings = ["type", "vCPU", "cores", "GiB", "for a pod", "Gbit/s", "EFA", "AMX", "GPU", "USD/h", "USD/h GiB"]
-    headings += ["tokens/s", "USD/1B tokens"] if plans is not None else []
-    rows = []
-    for item in types:
-        price = item.usd_per_hour
-        network = item.network_bytes_per_s
-        rows.append(
-            [
-                item.name,
-                str(item.vcpus),
-                str(item.physical_cores),
-                f"{item.memory_bytes / _GIB:,.0f}",
-                f"{item.allocatable_memory_bytes / _GIB:,.1f}",
-                "?" if network is None else _gbit(network),
-                str(item.efa_interfaces or ""),
-                "yes" if item.amx else "",
-                f"{item.gpus} {item.gpu_name}" if item.gpus else "",
-                "?" if price is None else f"{price:,.3f}",
-                "?" if price is None else f"{price / (item.allocatable_memory_bytes / _GIB):.4f}",
-                *([] if plans is None else _training_cells(plans[item.name])),
-            ]
-        )
-    return {heading: [row[index] for row in rows] for index, heading in enumerate(headings)}
+    def column(cell: Callable[[InstanceType], str]) -> list[str]:
+        return [cell(item) for item in types]
+
+    def pod_gib(item: InstanceType) -> float:
+        return item.allocatable_memory_bytes / _GIB
+
+    columns = {
+        "type": column(lambda item: item.name),
+        "vCPU": column(lambda item: str(item.vcpus)),
+        "cores": column(lambda item: str(item.physical_cores)),
+        "GiB": column(lambda item: f"{item.memory_bytes / _GIB:,.0f}"),
+        "for a pod": column(lambda item: f"{pod_gib(item):,.1f}"),
+        "Gbit/s": column(lambda item: "?" if item.network_bytes_per_s is None else _gbit(item.network_bytes_per_s)),
+        "EFA": column(lambda item: str(item.efa_interfaces or "")),
+        "AMX": column(lambda item: "yes" if item.amx else ""),
+        "GPU": column(lambda item: f"{item.gpus} {item.gpu_name}" if item.gpus else ""),
+        "USD/h": column(lambda item: "?" if item.usd_per_hour is None else f"{item.usd_per_hour:,.3f}"),
+        "USD/h GiB": column(lambda i: "?" if i.usd_per_hour is None else f"{i.usd_per_hour / pod_gib(i):.4f}"),
+    }
+    if plans is not None:
+        costs = [_usd_per_billion(plans[item.name]) for item in types]
+        columns["tokens/s"] = column(lambda item: f"{plans[item.name].tokens_per_s:,.0f}")
+        columns["USD/1B tokens"] = ["?" if usd is None else dollars(usd) for usd in costs]
+    return columns
 
 
 def _gbit(bytes_per_s: float) -> str:
     gbit = bytes_per_s * 8 / 1e9
     return f"{gbit:.3g}" if gbit < 999.5 else f"{gbit:,.0f}"
-
-
-def _training_cells(plan: Plan) -> list[str]:
-    usd = _usd_per_billion(plan)
-    return [f"{plan.tokens_per_s:,.0f}", "?" if usd is None else dollars(usd)]

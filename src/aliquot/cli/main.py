@@ -17,7 +17,6 @@ import typer
 
 from aliquot import __version__
 from aliquot.cli import (
-    chat_command,
     cluster_command,
     data_command,
     doctor_command,
@@ -47,9 +46,9 @@ app.command("train")(train_command.command)
 app.command("plan")(plan_command.command)
 app.command("doctor")(doctor_command.command)
 app.command("export")(export_command.command)
-app.command("generate")(generate_command.command)
+app.command("generate")(generate_command.generate_command)
 app.command("evaluate")(evaluate_command.command)
-app.command("chat")(chat_command.command)
+app.command("chat")(generate_command.chat_command)
 app.command("report")(report_command.command)
 app.command("instances")(instances_command.command)
 app.add_typer(data_command.app, name="data")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from aliquot.cli.options import Debug, Overrides
 from aliquot.cli.terminal import one_line_errors
 from aliquot.config.key_locations import locate_errors
 
@@ -53,9 +54,7 @@ class _Result:
 
 def command(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
-    ] = None,
+    overrides: Overrides = None,
     instance: Annotated[str | None, typer.Option(help="An EC2 type, for example c7i.8xlarge.")] = None,
     memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of memory of another machine.")] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of that machine.")] = None,
@@ -94,7 +93,7 @@ def command(
         bool,
         typer.Option("--print-config", help="Print the complete config, with the place of each value."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Show whether a run fits, its memory by phase, its time and its cost, without loading weights.
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from aliquot.cli.options import Debug
 from aliquot.cli.terminal import one_line_errors
 
 
@@ -16,7 +17,7 @@ def command(
         Path | None,
         typer.Option(help="The file to write. Default: RUN_DIR/report.html; for several runs ./comparison.html."),
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Write one self-contained HTML page of a complete, running or killed run, or of several runs side by side."""
     with one_line_errors(debug):

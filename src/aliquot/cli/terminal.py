@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -18,6 +18,7 @@ from aliquot.distributed.rank_errors import ERROR_LOG
 if TYPE_CHECKING:
     from rich.console import Console
 
+T = TypeVar("T")
 _PATIENCE_S = 1.0  # before a line of progress without a terminal
 _PIPE_COLUMNS = 200  # a pipe gets every column of a table
 
@@ -50,6 +51,17 @@ def one_line_interrupt() -> Iterator[None]:
         raise typer.Exit(128 + signal.SIGINT) from None
 
 
+def run_rank(rank: Callable[[], T], debug: bool) -> T:
+    """Run the rank of this process. Any error is reported once, in the form that the parent process reads."""
+    from aliquot.distributed.rank_errors import report_error
+
+    with one_line_interrupt():
+        try:
+            return rank()
+        except Exception as error:
+            raise typer.Exit(report_error(error, debug=debug)) from None
+
+
 def _print_error(line: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank of a node prints
         print(f"aliquot: {line}", file=sys.stderr)
@@ -66,7 +78,7 @@ def _file_error(error: Exception) -> StorageError | None:
 def progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that takes the name of the present work.
 
-    A terminal shows the present work. Otherwise stderr gets one line if the work takes longer than a second.
+    A terminal shows the work. Otherwise stderr gets one line if the work takes longer than a second.
     """
     from rich.console import Console
 

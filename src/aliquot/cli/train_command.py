@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aliquot.cli.terminal import one_line_errors, one_line_interrupt
+from aliquot.cli.options import ConfigFile, Debug, Overrides
+from aliquot.cli.terminal import one_line_errors, run_rank
 
 if TYPE_CHECKING:
     from aliquot.config.key_locations import KeyPath, Location
@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors: observe.console=quiet.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even if the plan says that it does not fit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train a model: in one process, in N local ranks that start here, or as a rank of torchrun or a TrainJob."""
     from aliquot.config.key_locations import locate_errors
@@ -53,24 +51,20 @@ def command(
             elif (warning := crowding_warning(placed, settings)) is not None:
                 print(f"aliquot: {warning}", file=sys.stderr, flush=True)
             arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
-            grace_s = settings.checkpoint.grace_s
             if placed.is_elastic:
                 raise typer.Exit(_run_elastic(placed, settings, arguments, automatic))
-            raise typer.Exit(
-                launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic, directory.path)
-            )
+            grace_s = settings.checkpoint.grace_s
+            code = launcher.start_ranks(placed, arguments, directory.logs, grace_s, automatic, directory.path)
+            raise typer.Exit(code)
 
     restart_with_allocator()
-    from aliquot.distributed.rank_errors import report_error
     from aliquot.run.train import train
 
-    with one_line_interrupt():
-        try:
-            with locate_errors(locations):
-                train(settings, force)
-        # The boundary of a rank: any error is reported once, in the form that the process that started the rank reads.
-        except Exception as error:
-            raise typer.Exit(report_error(error, debug=debug)) from None
+    def rank() -> None:
+        with locate_errors(locations):
+            train(settings, force)
+
+    run_rank(rank, debug)
 
 
 def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str], automatic: bool) -> int:
@@ -80,23 +74,22 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
 
     from aliquot.checkpoint.directories import newest, step_of
     from aliquot.core.errors import LaunchError, StorageError
-    from aliquot.distributed.launcher import prepare_log_directory
-    from aliquot.distributed.leader_lease import is_finished
-    from aliquot.observe.run_directory import RunDirectory
-
-    if (
-        settings.train.global_batch_size is None or settings.checkpoint.resume == "never"
-    ):  # nodes may come from PET_NNODES
-        raise LaunchError(
-            f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
-        )
-    directory = RunDirectory(settings.run.directory)
     from aliquot.distributed.config_consistency import common_settings
     from aliquot.distributed.elastic import start_elastic_ranks
+    from aliquot.distributed.launcher import prepare_log_directory
+    from aliquot.distributed.leader_lease import is_finished
     from aliquot.distributed.local_group import RankProgram
     from aliquot.distributed.membership import ElasticRun
     from aliquot.observe.events import Events
     from aliquot.observe.metrics import last_step
+    from aliquot.observe.run_directory import RunDirectory
+
+    # The schema cannot check this, because the nodes may come from PET_NNODES.
+    if settings.train.global_batch_size is None or settings.checkpoint.resume == "never":
+        raise LaunchError(
+            f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
+        )
+    directory = RunDirectory(settings.run.directory)
 
     def progress() -> tuple[int, int]:
         saved = newest(directory.checkpoints)

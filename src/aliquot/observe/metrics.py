@@ -38,9 +38,9 @@ class MetricsFile:
             self._file = open_unlinked(path, "a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append `metrics`, which hold "step". Infinite numbers and NaN become null, because JSON has neither."""
+        """Append `metrics`, which hold "step"."""
         with writing(self._path):
-            self._file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
+            self._file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -174,11 +174,12 @@ def _lines_until(path: Path, step: int) -> list[str]:
     return lines
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return `value` with null for infinite numbers and NaN, because JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
