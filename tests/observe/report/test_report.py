@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from aliquot.cli.main import app
 from aliquot.core.errors import UserError
 from aliquot.observe.report import figures, run_facts
+from aliquot.observe.report.charts import thinned, ticks
+from aliquot.observe.report.figures import resumes
 from aliquot.observe.report.page import MARKER, render, write_report
 from aliquot.observe.report.read_run import read_run
-from aliquot.observe.report.series import mean_parts, resumes
-from aliquot.observe.report.svg import thinned, ticks
 from tests.observe.report.directories import MACHINE, MIB, plan, rows, start, step, whole_run, write_run
 
 VOID = {"meta", "link", "br"}
@@ -158,7 +158,7 @@ def test_a_run_that_went_back_shows_each_step_once(tmp_path: Path) -> None:
         6,
         [["2", "2 s"], ["4", "7 s"]],
     )
-    assert mean_parts(run)["forward"] == pytest.approx(0.3)
+    assert run.mean_parts()["forward"] == pytest.approx(0.3)
     assert [mark.text for mark in resumes(run)] == ["resumed at 2"]
     assert "The run was resumed 3 times." in figures.loss(run).says
 
@@ -176,7 +176,7 @@ def test_a_step_s_parts_are_the_mean_over_the_steps_that_were_logged(tmp_path: P
     steps = [step(1), step(2, data_s=1.0), step(10, data_s=2.0), step(11), step(12, data_s=3.0)]
     again = start(event="resume", step=10, resumed_from="x")
     run = read_run(write_run(tmp_path / "run", steps=steps, events=[start(), again]))
-    assert mean_parts(run)["data"] == pytest.approx((1 * 1.0 + 8 * 2.0 + 1 * 3.0) / 10)
+    assert run.mean_parts()["data"] == pytest.approx((1 * 1.0 + 8 * 2.0 + 1 * 3.0) / 10)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens_per_s": None, "flops_per_s": None, "mfu": None}])

@@ -1,43 +1,33 @@
-"""Compare several runs: a table, the settings that differ, and figures with a line for each run."""
+"""Compare several runs: a table, the settings that differ, and figures with a line or a bar for each run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from aliquot.observe.number_format import compact, gib, percent, rate, seconds, significant
-from aliquot.observe.report.figure import Axis, Figure, Key, Table, labelled_lines
-from aliquot.observe.report.memory_figures import limit_bytes, top_bytes
-from aliquot.observe.report.read_run import Points, Run, number
-from aliquot.observe.report.run_facts import NOT_RECORDED, steps_done
-from aliquot.observe.report.series import average, mean_parts, per_step, steady
-from aliquot.observe.report.svg import Level, bars, bars_height
+from aliquot.observe.report.charts import Axis, Figure, Layer, Table, labelled_lines, stack_figure
+from aliquot.observe.report.memory_figures import GIB, limit_bytes, top_bytes
+from aliquot.observe.report.read_run import Run, number
+from aliquot.observe.report.run_facts import NOT_RECORDED, tiles
 from aliquot.observe.step_clock import PARTS
-
-_NONE = "none"
 
 
 def table(runs: Sequence[Run]) -> Table:
     """Build a table with a column for each run."""
-    head = ("state", "engine", "ranks", "steps", "loss", "perplexity", "bits per byte", "real tokens/s", "MFU",
-            "a step", "peak memory", "network a step, all ranks")  # fmt: skip
     columns = []
     for run in runs:
-        losses = run.points("loss")
-        evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
-        speed, mfu = average(run, "tokens_per_s"), average(run, "mfu")
-        step_s, wire = sum(mean_parts(run).values()), per_step(run, "wire_bytes")
-        ranks = number(run.about.get("world_size"))
-        columns.append([
-            run.status.word, str(run.about.get("engine") or NOT_RECORDED), f"{ranks:.0f}" if ranks else NOT_RECORDED,
-            f"{steps_done(run):,.0f}", f"{losses[-1][1]:.4f}" if losses else _NONE,
-            significant(evaluated[-1][1]) if evaluated else _NONE, f"{bits[-1][1]:.3f}" if bits else _NONE,
-            compact(speed[0]) if speed is not None else _NONE,
-            percent(mfu[0]) if mfu is not None else _NONE, seconds(step_s) if step_s else _NONE,
-            gib(max(top_bytes(row) for row in run.rows)) if run.rows else NOT_RECORDED,
-            rate((ranks or 1) * wire[-1][1], "B") if wire else NOT_RECORDED,
-        ])  # fmt: skip
-    return Table(("", *labels(runs)), [[name, *values] for name, *values in zip(head, *columns, strict=True)])
+        ranks, wire = number(run.about.get("world_size")), run.per_step("wire_bytes")
+        columns.append({
+            "state": run.status.word,
+            "engine": str(run.about.get("engine") or NOT_RECORDED),
+            "ranks": f"{ranks:.0f}" if ranks else NOT_RECORDED,
+            **{label: value for label, value, _ in tiles(run)},
+            "network a step, all ranks": rate((ranks or 1) * wire[-1][1], "B") if wire else NOT_RECORDED,
+        })  # fmt: skip
+    heads = dict.fromkeys(head for column in columns for head in column)
+    return Table(("", *labels(runs)), [[head, *(column.get(head, "none") for column in columns)] for head in heads])
 
 
 def differences(runs: Sequence[Run]) -> Table:
@@ -45,7 +35,9 @@ def differences(runs: Sequence[Run]) -> Table:
     flat = [_flat(run.config) for run in runs]
     keys = sorted({key for values in flat for key in values} - {"run.name", "run.directory"})
     differing = [key for key in keys if len({repr(values.get(key)) for values in flat}) > 1]
-    return Table(("key", *labels(runs)), [[key, *(_text(values.get(key)) for values in flat)] for key in differing])
+    cells = {key: [values.get(key) for values in flat] for key in differing}
+    rows = [[key, *("" if value is None else str(value) for value in values)] for key, values in cells.items()]
+    return Table(("key", *labels(runs)), rows)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -55,64 +47,56 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def figures(runs: Sequence[Run]) -> list[Figure]:
-    return [
-        _lines(
-            runs, "loss", "Training loss over tokens", Axis("nats per token", lambda v: f"{v:.3g}"),
-            lambda run: run.points("loss", x="tokens"),
-        ),
-        _lines(
-            runs, "perplexity", "Perplexity on held-out text", Axis("perplexity, by step", significant),
-            lambda run: run.points("eval_perplexity", run.evaluations),
-        ),
-        _lines(runs, "speed", "Real tokens per second", Axis("real tokens/s, by step", compact, from_zero=True),
-               lambda run: steady(run, "tokens_per_s")),
-        _lines(runs, "mfu", "MFU", Axis("share of a plain matmul, by step", percent, from_zero=True),
-               lambda run: steady(run, "mfu")),
-        _parts(runs),
-        _memory(runs),
+    share = "share of a plain matmul, by step"
+    lines = [
+        (Figure("loss", "Training loss over tokens", ""), Axis("nats per token", "{:.3g}".format, "{:.3g}".format),
+         [run.points("loss", x="tokens") for run in runs]),
+        (Figure("perplexity", "Perplexity on held-out text", ""), Axis("perplexity, by step", significant, significant),
+         [run.points("eval_perplexity", run.evaluations) for run in runs]),
+        (Figure("speed", "Real tokens per second", ""), Axis("real tokens/s, by step", compact, compact, True),
+         [run.steady("tokens_per_s") for run in runs]),
+        (Figure("mfu", "MFU", ""), Axis(share, percent, percent, True), [run.steady("mfu") for run in runs]),
     ]  # fmt: skip
-
-
-def _lines(runs: Sequence[Run], name: str, title: str, axis: Axis, points_of: Callable[[Run], Points]) -> Figure:
-    drawn = [(label, points_of(run)) for run, label in zip(runs, labels(runs), strict=True)]
-    smooth = name == "loss" and all(len(points) > 60 for _, points in drawn if points)
-    return labelled_lines(name, title, axis, drawn, "run", smooth)
+    drawn = [
+        labelled_lines(figure, axis, list(zip(labels(runs), points, strict=True)), "run", figure.name == "loss")
+        for figure, axis, points in lines
+    ]
+    return [*drawn, _parts(runs), _memory(runs)]
 
 
 def _parts(runs: Sequence[Run]) -> Figure:
-    name, title = "parts", "Where the time of a step goes"
-    spent = [(label, mean_parts(run)) for run, label in zip(runs, labels(runs), strict=True)]
-    drawn = [(label, parts) for label, parts in spent if sum(parts.values())]
+    figure = Figure("parts", "Where the time of a step goes", "")
+    means = {label: run.mean_parts() for run, label in zip(runs, labels(runs), strict=True)}
+    drawn = {label: parts for label, parts in means.items() if sum(parts.values())}
     if not drawn:
-        return Figure(name, title, "", missing="no run has logged the time of its parts")
-    svg = bars([(label, [(parts[part], i) for i, part in enumerate(PARTS)]) for label, parts in drawn], seconds)
-    says = "A step takes " + ", ".join(f"{seconds(sum(parts.values()))} in {label}" for label, parts in drawn) + "."
-    rows = [[label, *(seconds(parts[part]) for part in PARTS)] for label, parts in drawn]
-    return Figure(
-        name, title, says, svg, unit="seconds a step, mean over ranks and steps", height=bars_height(len(drawn)),
-        keys=[Key(part, i, "area") for i, part in enumerate(PARTS)], table=Table(("run", *PARTS), rows),
-    )  # fmt: skip
+        return replace(figure, missing="no run has logged the time of its parts")
+    says = "A step takes " + ", ".join(f"{seconds(sum(parts.values()))} in {run}" for run, parts in drawn.items()) + "."
+    layers = [Layer(part, [parts[part] for parts in drawn.values()], i) for i, part in enumerate(PARTS)]
+    axis = Axis("seconds a step, mean over ranks and steps", seconds, seconds, x="run")
+    return stack_figure(replace(figure, says=says), axis, list(drawn), layers)
 
 
 def _memory(runs: Sequence[Run]) -> Figure:
-    name, title = "memory", "Peak memory of the largest rank"
-    drawn = [
-        (label, max(top_bytes(row) for row in run.rows), limit_bytes(run))
-        for run, label in zip(runs, labels(runs), strict=True)
-        if run.rows
-    ]
+    figure = Figure("memory", "Peak memory of the largest rank", "")
+    drawn = [(label, run) for run, label in zip(runs, labels(runs), strict=True) if run.rows]
     if not drawn:
-        return Figure(name, title, "", missing="no run has a ledger.json, which is written after the first step")
-    limits = {limit for _, _, limit in drawn if limit is not None}
-    highest = max(peak for _, peak, _ in drawn)
-    levels = [Level(f"limit {gib(limit)}", limit) for limit in limits if limit <= 2.5 * highest]
-    says = ", ".join(f"{label} {gib(peak)}" for label, peak, _ in drawn) + "."
-    rows = [[label, gib(peak), gib(limit) if limit is not None else NOT_RECORDED] for label, peak, limit in drawn]
-    return Figure(
-        name, title, says, bars([(label, [(peak, 0)]) for label, peak, _ in drawn], gib, levels), unit="GiB",
-        height=bars_height(len(drawn)),
-        table=Table(("run", "peak of the largest rank", "a rank may have"), rows),
-    )  # fmt: skip
+        return replace(figure, missing="no run has a ledger.json, which is written after the first step")
+    peaks = [max(map(top_bytes, run.rows)) for _, run in drawn]
+    limits = [limit_bytes(run) for _, run in drawn]
+    levels = {f"limit {gib(size)}": size / GIB for size in limits if size is not None and size <= 2.5 * max(peaks)}
+    says = ", ".join(f"{label} {gib(peak)}" for (label, _), peak in zip(drawn, peaks, strict=True)) + "."
+    axis = Axis("GiB", significant, significant, levels=levels, x="run")
+    stacked = stack_figure(
+        replace(figure, says=says),
+        axis,
+        [label for label, _ in drawn],
+        [Layer("peak", [peak / GIB for peak in peaks], 0)],
+    )
+    rows = [
+        [label, gib(peak), gib(limit) if limit is not None else NOT_RECORDED]
+        for (label, _), peak, limit in zip(drawn, peaks, limits, strict=True)
+    ]
+    return replace(stacked, table=Table(("run", "peak of the largest rank", "a rank may have"), rows))
 
 
 def _flat(values: Any, name: str = "") -> dict[str, Any]:
@@ -123,7 +107,3 @@ def _flat(values: Any, name: str = "") -> dict[str, Any]:
         for inner, item in values.items()
         for key, value in _flat(item, f"{name}.{inner}" if name else str(inner)).items()
     }
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.small_files import publish_text
 from aliquot.observe.report import compare, figures, memory_figures, run_facts
-from aliquot.observe.report.figure import Figure
+from aliquot.observe.report.charts import Figure
 from aliquot.observe.report.read_run import Run, read_run
 
 MARKER = "<!-- aliquot report -->"

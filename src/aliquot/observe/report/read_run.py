@@ -6,7 +6,10 @@ The files are not trusted: truncated lines are skipped, and values that are no p
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from aliquot.core.small_files import read_small_file
 from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.run_directory import HEADER, RunDirectory
+from aliquot.observe.step_clock import PARTS
 
 BEGINS = ("start", "resume")  # the first event of an attempt
 _MAX_NUMBER = 1e24
@@ -82,56 +86,106 @@ class Run:
         return [(at, value) for at, value in pairs if at is not None and value is not None]
 
     def setting(self, section: str, key: str) -> Any:
-        values = self.config.get(section)
-        return values.get(key) if isinstance(values, dict) else None
+        return _object(self.config.get(section)).get(key)
 
     @property
     def first_steps(self) -> set[float]:
         """The first step of each attempt, which compiles and faults pages in."""
         return {step + 1 for step in self.beginnings}
 
+    def steady(self, key: str) -> Points:
+        """Return the points of `key` without the first step of each attempt, unless there are no others."""
+        points = self.points(key)
+        return [point for point in points if point[0] not in self.first_steps] or points
+
+    def average(self, key: str) -> tuple[float, str] | None:
+        """Return the mean of `tokens_per_s` or `mfu` and its basis: the final event, or the median of logged steps."""
+        last = self.events[-1] if self.events else {}
+        overall = number(last.get(key)) if last.get("event") in ENDS else None
+        if overall is not None:
+            return overall, "over all steps since the last start but the first"
+        logged = self.steady(key)
+        return (median(logged), "median of the logged steps") if logged else None
+
+    def timed(self) -> list[Object]:
+        """Return the logged steps with times of parts, without the first of each attempt unless there are no others."""
+        lines = [line for line in self.steps if number(line.get("forward_s")) is not None]
+        return [line for line in lines if number(line.get("step")) not in self.first_steps] or lines
+
+    def mean_parts(self) -> dict[str, float]:
+        """Return the mean seconds of each part over the steps of `timed`; 0 if there are none."""
+        counted = {id(line) for line in self.timed()}
+        weights: list[tuple[float, Object]] = []
+        before = 0.0
+        for line in self.steps:
+            step = number(line.get("step")) or 0.0
+            if id(line) in counted:
+                weights.append((max(1.0, step - before), line))  # a line represents the steps since the previous line
+            before = step
+        steps = sum(weight for weight, _ in weights) or 1.0
+        return {
+            part: sum(weight * (number(line.get(f"{part}_s")) or 0.0) for weight, line in weights) / steps
+            for part in PARTS
+        }
+
+    def per_step(self, key: str) -> Points:
+        """Return the increase per step of a counter that starts at zero in each attempt."""
+        return [
+            (step, (high - low) / (step - before))
+            for (before, low), (step, high) in pairwise(self.points(key))
+            if step > before and high >= low and step not in self.first_steps
+        ]
+
+    @property
+    def ceiling(self) -> float | None:
+        """The newest matmul ceiling of all ranks, in FLOP/s."""
+        for line in reversed(self.steps):
+            flops, mfu = number(line.get("flops_per_s")), number(line.get("mfu"))
+            if flops and mfu:
+                return flops / mfu
+        return number(self.about.get("ceiling_flops_per_s")) or None
+
 
 def read_run(path: Path) -> Run:
     """Read a run. Raises UserError if `path` is no run directory."""
     directory = RunDirectory(path)
     text = _text(path / "config.yaml")
-    if text is None and (message := _early_error(directory)) is not None:
-        raise RunDirectoryError(f"this run ended before it began: {message}", path)
+    if text is None and (messages := [error["message"] for error in _rank_errors(path) if "message" in error]):
+        raise RunDirectoryError(f"this run ended before it began: {messages[0]}", path)
     if text is None or not text.startswith(HEADER):
         raise RunDirectoryError("this is not a run directory: a run has a config.yaml that aliquot wrote", path)
     config = _yaml(text)
-    lines = _lines(directory.metrics)
-    events = _lines(directory.events)
-    ledger = _json(directory.ledger)
-    ledger = ledger if isinstance(ledger, dict) else {}
-    rows, plan = ledger.get("rows"), ledger.get("plan")
-    if not isinstance(plan, dict):  # before the first step only the start event holds the plan
-        plan = next((event["plan"] for event in reversed(events) if isinstance(event.get("plan"), dict)), {})
-    rows = rows if isinstance(rows, list) else []
-    machine = next(
-        (event["machine"] for event in reversed(events) if isinstance(event.get("machine"), dict)),
-        ledger.get("machine"),
-    )
-    run_section = config.get("run")
-    name = run_section.get("name") if isinstance(run_section, dict) else None
+    lines, events, ledger = _lines(directory.metrics), _lines(directory.events), _object(_json(directory.ledger))
+    rows = ledger.get("rows")
     steps = [line for line in lines if "loss" in line]
     evaluated = [line for line in lines if evaluation_sets([line])]
     return Run(
         path=path,
-        name=str(name) if name else path.name,
+        name=str(_object(config.get("run")).get("name") or path.name),
         config=config,
         config_text=text,
         steps=steps,
         evaluations=[_main_set(line) for line in evaluated],
         evaluated=evaluated,
         events=events,
-        rows=[row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES],
-        plan=plan,
-        machine=machine if isinstance(machine, dict) else {},
+        rows=[row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES]
+        if isinstance(rows, list)
+        else [],
+        # Before the first step only the start event holds the plan.
+        plan=next((plan for plan in (ledger.get("plan"), *_newest(events, "plan")) if isinstance(plan, dict)), {}),
+        machine=_object(next(_newest(events, "machine"), ledger.get("machine"))),
         checkpoints=_checkpoints(directory.checkpoints),
         doctor=_json(path / "doctor.json"),
-        status=_status(path, events, steps, config),
+        status=_status(path, events, steps),
     )
+
+
+def _newest(events: list[Object], key: str) -> Iterator[Object]:
+    return (event[key] for event in reversed(events) if isinstance(event.get(key), dict))
+
+
+def _object(value: Any) -> Object:
+    return value if isinstance(value, dict) else {}
 
 
 def evaluation_sets(lines: list[Object]) -> list[str]:
@@ -155,7 +209,11 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def _status(path: Path, events: list[Object], steps: list[Object], config: Object) -> Status:
+def median(points: Points) -> float:
+    return sorted(value for _, value in points)[len(points) // 2]
+
+
+def _status(path: Path, events: list[Object], steps: list[Object]) -> Status:
     last = next((event for event in reversed(events) if event.get("event") in (*ENDS, *BEGINS)), None)
     if last is not None and last["event"] == "end":
         early = any(event.get("event") == "stopped_early" for event in events)
@@ -167,22 +225,23 @@ def _status(path: Path, events: list[Object], steps: list[Object], config: Objec
         return Status("running", "a process is training into this directory now")
     if last is None and not steps:
         return Status("empty", "no step has been logged")
-    errors = sorted((path / "logs").glob("rank-*.error.json"))
-    messages = [error for error in (_json(file) for file in errors) if isinstance(error, dict)]
-    causes = [error for error in messages if error.get("kind") != "peer_lost"]
-    if causes:
+    if causes := [error for error in _rank_errors(path) if error.get("kind") != "peer_lost"]:
         return Status("failed", f"rank {causes[0].get('rank')}: {causes[0].get('message')}")
     return Status("killed", "it ended without a last word: killed, out of memory, or a lost machine")
+
+
+def _rank_errors(path: Path) -> list[Object]:
+    errors = map(_json, sorted((path / "logs").glob("rank-*.error.json")))
+    return [error for error in errors if isinstance(error, dict)]
 
 
 def _is_locked(lock: Path) -> bool:
     """Return whether a process holds the run's lock."""
     try:
         with lock.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
-            except BlockingIOError:
-                return True
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
+    except BlockingIOError:
+        return True
     except OSError:
         pass
     return False
@@ -193,10 +252,8 @@ def _checkpoints(directory: Path) -> dict[int, int]:
     for path in directory.glob("step-*") if directory.is_dir() else ():
         step = path.name.removeprefix("step-")
         if step.isdecimal() and path.is_dir():
-            try:
+            with suppress(OSError):  # retention has just removed the checkpoint
                 sizes[int(step)] = sum(file.stat().st_size for file in path.iterdir())
-            except OSError:  # retention has just removed the checkpoint
-                continue
     return dict(sorted(sizes.items()))
 
 
@@ -219,16 +276,9 @@ def _parsed(text: str) -> Any:
 
 def _yaml(text: str) -> Object:
     try:
-        value, _ = load_yaml(text)
+        return _object(load_yaml(text)[0])
     except (yaml.YAMLError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _early_error(directory: RunDirectory) -> str | None:
-    """Return the error of a rank that ended before the run wrote config.yaml."""
-    errors = (_json(file) for file in sorted(directory.logs.glob("rank-*.error.json")))
-    return next((str(error["message"]) for error in errors if isinstance(error, dict) and "message" in error), None)
 
 
 def _text(path: Path) -> str | None:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from aliquot.observe.number_format import byte_size, compact, duration, gib, percent, rate, seconds, significant
-from aliquot.observe.report.figure import Table
+from aliquot.observe.report.charts import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import BEGINS, Object, Run, number
-from aliquot.observe.report.series import average, ceiling_of, mean_parts, per_step
 
 NOT_RECORDED = "not recorded"
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
@@ -45,14 +44,14 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     done, total = steps_done(run), total_steps(run)
     figures = [("steps", f"{done:,.0f}", f"of {total:,.0f}" if total else "how many were planned was not recorded")]
     losses = run.points("loss")
-    figures.append(("training loss", f"{losses[-1][1]:.4f}", "at the last logged step") if losses else
-                 ("training loss", "none", "no step was logged"))  # fmt: skip
+    loss = (f"{losses[-1][1]:.4f}", "at the last logged step") if losses else ("none", "no step was logged")
+    figures.append(("training loss", *loss))
     evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
-    figures.append(("perplexity", significant(evaluated[-1][1]), "on held-out text") if evaluated else
-                 ("perplexity", "none", "nothing was evaluated"))  # fmt: skip
+    last = (significant(evaluated[-1][1]), "on held-out text") if evaluated else ("none", "nothing was evaluated")
+    figures.append(("perplexity", *last))
     if bits:
         figures.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
-    speed, mfu, ceiling = average(run, "tokens_per_s"), average(run, "mfu"), ceiling_of(run)
+    speed, mfu, ceiling = run.average("tokens_per_s"), run.average("mfu"), run.ceiling
     if speed is not None:
         figures.append(("real tokens/s", compact(speed[0]), speed[1]))
     if mfu is not None:
@@ -64,7 +63,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         limit = limit_bytes(run)
         note = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
         figures.append(("peak memory", gib(max(top_bytes(row) for row in run.rows)), note))
-    spent = mean_parts(run)
+    spent = run.mean_parts()
     if step_s := _step_s(run):
         figures.append(("a step", seconds(step_s), f"{percent(spent['wait'] / step_s)} waiting"))
     return figures
@@ -72,33 +71,27 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 
 def _step_s(run: Run) -> float:
     """Return the mean seconds of a step without waits for saves, like the plan."""
-    return sum(value for part, value in mean_parts(run).items() if part != "checkpoint")
+    return sum(value for part, value in run.mean_parts().items() if part != "checkpoint")
 
 
 def foresight(run: Run) -> Table:
     """Compare the plan with measurements; no rows without a plan."""
-    plan, spent = run.plan, _step_s(run)
-    speed, wire = average(run, "tokens_per_s"), per_step(run, "wire_bytes")
+    speed, wire = run.average("tokens_per_s"), run.per_step("wire_bytes")
     ranks = number(run.about.get("world_size")) or 1.0
-    # The bytes that ranks count as sent include loopback.
-    wire_bytes, local_bytes = (number(plan.get(f"{path}_bytes_per_step")) for path in ("wire", "local"))
-    sent_bytes = wire_bytes + local_bytes if wire_bytes is not None and local_bytes is not None else None
-    peak = max(map(top_bytes, run.rows)) if run.rows else None
-    host_peak = host_top_bytes(run)
-    compared: list[tuple[str, float | None, float | None, Callable[[float], str]]] = [
-        ("peak memory of a rank", number(plan.get("peak_bytes_per_rank")), peak, gib),
-        *(
-            [("of the machine's memory", number(plan.get("host_peak_bytes_per_rank")), host_peak, gib)]
-            if host_peak
-            else []
-        ),
-        ("real tokens/s", number(plan.get("tokens_per_s")), speed[0] if speed is not None else None, compact),
-        ("a step", number(plan.get("step_s")), spent or None, seconds),
-        ("network with loopback, all ranks, a step", sent_bytes, ranks * wire[-1][1] if wire else None, byte_size),
+    peak, host_peak = (max(map(top_bytes, run.rows)) if run.rows else None), host_top_bytes(run)
+    sent = ranks * wire[-1][1] if wire else None  # ranks count loopback, too
+    compared: list[tuple[str, tuple[str, ...], float | None, Callable[[float], str]]] = [
+        ("peak memory of a rank", ("peak_bytes_per_rank",), peak, gib),
+        ("of the machine's memory", ("host_peak_bytes_per_rank",) if host_peak else (), host_peak, gib),
+        ("real tokens/s", ("tokens_per_s",), speed[0] if speed is not None else None, compact),
+        ("a step", ("step_s",), _step_s(run) or None, seconds),
+        ("network with loopback, all ranks, a step", ("wire_bytes_per_step", "local_bytes_per_step"), sent, byte_size),
     ]
     rows = []
-    for name, planned, value, words in compared:
-        if planned is not None:
+    for name, keys, value, words in compared:
+        numbers = [planned for key in keys if (planned := number(run.plan.get(key))) is not None]
+        if numbers and len(numbers) == len(keys):
+            planned = sum(numbers)
             error = f"{100 * (planned / value - 1):+.0f} %" if value else ""
             rows.append([name, words(planned), words(value) if value is not None else NOT_RECORDED, error])
     return Table(("", "planned", "measured", "the plan is off by"), rows)
@@ -143,9 +136,8 @@ def history(run: Run) -> list[tuple[str, str, str]]:
             more = str(event.get("text", ""))
         name = words.get(kind, kind.replace("_", " "))
         entries.append((when, f"{name} at step {step:,.0f}" if step is not None else kind, more))
-    if run.status.word in ("killed", "running", "failed") and (
-        not entries or entries[-1][1].split()[0] != run.status.word
-    ):
+    last = entries[-1][1].split()[0] if entries else ""
+    if run.status.word in ("killed", "running", "failed") and last != run.status.word:
         entries.append(("", run.status.word, run.status.detail))
     return entries
 
@@ -163,7 +155,7 @@ def machine(run: Run) -> list[tuple[str, str]]:
         "NUMA nodes": facts.get("numa_nodes"),
         "instruction sets": ", ".join(map(str, facts["isa"])) if isinstance(facts.get("isa"), list) else None,
         f"dispatched for {precision} matmul": kernels.get(precision) if isinstance(kernels, dict) else None,
-        "matmul ceiling, all ranks": rate(ceiling, "FLOP/s") if (ceiling := ceiling_of(run)) else None,
+        "matmul ceiling, all ranks": rate(ceiling, "FLOP/s") if (ceiling := run.ceiling) else None,
         "GPUs": (", ".join(map(str, facts["gpus"])) or "none") if isinstance(facts.get("gpus"), list) else None,
         "memory": gib(limit) if limit else None,
         "allocator": facts.get("allocator"),
