@@ -112,9 +112,9 @@ def measured(unit: str, folder: str) -> Row:
 
 def part(unit: str, folder: Path) -> None:
     from aliquot.config.schema import DataSection
-    from aliquot.data.batch_size import BatchSize
     from aliquot.data.batches import Batches
     from aliquot.data.prepare import prepare
+    from aliquot.data.workload import BatchSize
 
     section = DataSection(
         path=str(folder / "text.txt"), document=unit, sequence_length=SEQUENCE, tokenizer=str(folder / "tokenizer"),

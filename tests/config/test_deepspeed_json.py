@@ -13,7 +13,7 @@ from aliquot.config.deepspeed_keys import RULES
 from aliquot.config.read_config import dump_config, dump_with_locations, read_config, read_with_locations
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
-from aliquot.data.batch_size import BatchSize, batch_size
+from aliquot.data.workload import BatchSize, batch_size
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"

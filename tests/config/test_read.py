@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aliquot.config.key_hints import known_keys
 from aliquot.config.read_config import dump_config, read_config
 from aliquot.core.errors import UserError
-from aliquot.data.batch_size import batch_size
+from aliquot.data.workload import batch_size
 
 MINIMAL = """\
 model:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
-from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches, StepBatch
 from aliquot.data.data_order import Mixture, Steps, TrainStore
 from aliquot.data.prepare import prepare
+from aliquot.data.workload import BatchSize
 from tests.data.stores import make_batches, numbered
 from tests.data.test_batches import facts, in_order
 

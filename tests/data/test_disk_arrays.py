@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from aliquot.data.disk_arrays import NewArrays, cached_arrays
+from aliquot.core.errors import UserError
+from aliquot.data.disk_arrays import NewArrays, cached_arrays, stable_order
 from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore
 from tests.data.stores import numbered
@@ -69,3 +78,68 @@ def test_where_nothing_can_be_written_it_is_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = cached_arrays(tmp_path / "file" / "index", lambda new: new.keep("numbers", 3, np.int64).fill(7))
     assert found["numbers"].tolist() == [7, 7, 7]
+
+
+@given(st.lists(st.sampled_from([0, 1, 2**63, 2**63 + 1, 2**64 - 1]), min_size=1, max_size=60), st.integers(1, 9))
+def test_of_equal_keys_the_first_comes_first(keys: list[int], at_once: int) -> None:
+    whole = np.array(keys, np.uint64)
+
+    def some() -> Iterator[np.ndarray]:
+        yield from (whole[start : start + at_once] for start in range(0, len(whole), at_once))
+
+    out = np.empty(len(whole), np.int32)
+    stable_order(some, out, NewArrays(None), at_once)
+    assert out.tolist() == np.argsort(whole, kind="stable").tolist()
+
+
+def test_what_a_killed_process_leaves_goes_a_day_later(tmp_path: Path) -> None:
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+
+        def fill(new: NewArrays) -> None:
+            new.keep("numbers", 1000, np.int64)[:] = 1
+            new.scratch(1000, np.int64)[:] = 2
+            os.write(told, b"x")
+            time.sleep(600)
+
+        cached_arrays(tmp_path / "index", fill)
+        os._exit(0)
+    assert os.read(ready, 1) == b"x"
+    (partial_directory,) = tmp_path.glob(".index.partial-*")
+    assert [path.name for path in partial_directory.iterdir()] == ["numbers.npy"]  # scratch has no name
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    # Not before: another host may be at work there, whose locks are not seen here.
+    cached_arrays(tmp_path / "other", lambda new: new.keep("numbers", 3, np.int64).fill(4))
+    assert partial_directory.is_dir()
+    shutil.rmtree(tmp_path / "other")
+    for path in (partial_directory, *partial_directory.iterdir()):
+        os.utime(path, (time.time() - 90_000,) * 2)
+    found = cached_arrays(tmp_path / "index", lambda new: new.keep("numbers", 3, np.int64).fill(4))
+    assert found["numbers"].tolist() == [4, 4, 4]
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "index"}
+
+
+def test_without_room_nothing_is_begun(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    too_many = free.f_blocks * free.f_frsize  # elements of 8 bytes
+    for array in (NewArrays(tmp_path).scratch, partial(NewArrays(tmp_path).keep, "numbers")):
+        with pytest.raises(UserError, match="are free"):
+            array(too_many, np.int64)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        failed = 0
+        for array in (NewArrays(tmp_path).scratch, partial(NewArrays(tmp_path).keep, "numbers")):
+            try:
+                array(1 << 18, np.int64)[:] = 1
+            except OSError:
+                failed += 1
+        os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2

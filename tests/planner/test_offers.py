@@ -16,8 +16,7 @@ from aliquot.catalogue.instances import dollars, instance, instances
 from aliquot.cli.instances_command import _gbit
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
-from aliquot.data.batch_size import BatchSize, batch_size
-from aliquot.data.workload import Workload
+from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.planner.offers import Offer, OfferRequest, Spot, _restart_s, offers, undominated
 from aliquot.planner.pictures import offers_svg, pareto_optimal
 from tests.conftest import REPOSITORY

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import EngineError
-from aliquot.data.batch_size import batch_size
-from aliquot.data.workload import Workload
+from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner import fit, search
 from aliquot.planner.planned_machine import Machine

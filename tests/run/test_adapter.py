@@ -19,9 +19,9 @@ from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.data.batch_size import batch_size
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
+from aliquot.data.workload import batch_size
 from aliquot.models import meta
 from aliquot.models.export import export_checkpoint
 from aliquot.models.generate import generate

@@ -12,9 +12,9 @@ import pytest
 
 import aliquot
 from aliquot.core.errors import UserError
-from aliquot.data.batch_size import BatchSize
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
+from aliquot.data.workload import BatchSize
 from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from aliquot.observe.run_directory import RunDirectory
 from tests.runs import WORDS, command, curve, refused, trained, write_config

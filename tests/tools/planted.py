@@ -40,7 +40,7 @@ class PlantingError(Exception):
 
 FAULTS = (
     Fault(
-        "batch-rounds-down", "data/batch_size.py",
+        "batch-rounds-down", "data/workload.py",
         "the per-device batch that follows from the global one is rounded down, not up",
         "return BatchSize(total, -(-total // (steps * world_size)))",
         "return BatchSize(total, max(1, total // (steps * world_size)))",
@@ -127,7 +127,7 @@ FAULTS = (
         ("tests/models/test_export.py", "tests/run/test_train.py"),
     ),
     Fault(
-        "pieces-do-not-overlap", "data/packing_arrays.py",
+        "pieces-do-not-overlap", "data/packing.py",
         "of a long document the first token of each later piece is never predicted",
         "begin = offsets[document] + nth * (sequence_length - 1)",
         "begin = offsets[document] + nth * sequence_length",

@@ -56,8 +56,11 @@ def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any
     Raises:
         ValueError: `data` is no JSON object; the message says why, in words for the person.
     """
+    keys = UniqueKeys()
     try:
-        value = decode_json(data, object_pairs_hook=_unique_names if unique_names else None)
+        value = decode_json(data, object_pairs_hook=keys if unique_names else None)
+        if keys.repeated is not None:
+            raise ValueError(f"the name {keys.repeated[0]!r} occurs twice")
     except ValueError as error:
         if is_lfs_pointer(data):
             raise ValueError(LFS_POINTER) from error
@@ -101,12 +104,17 @@ def _items(collection: Any) -> Iterable[object]:
     return collection.values() if isinstance(collection, dict) else collection
 
 
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the name {name!r} occurs twice")
-    return fields
+class UniqueKeys:
+    """An `object_pairs_hook` that notes a key which occurs several times in an object: Python keeps its last value."""
+
+    def __init__(self) -> None:
+        self.repeated: tuple[str, int] | None = None  # the key, and how often it occurs
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            self.repeated = Counter(name for name, _ in pairs).most_common(1)[0]
+        return fields
 
 
 # YAML

@@ -1,4 +1,4 @@
-"""The batches of a run: which sequences a step takes, each rank's share, and preparation ahead of time.
+"""The batches of a run: each rank's share of a step and of an evaluation, and preparation ahead of time.
 
 The batch of a step follows from the number of the step, so that resuming needs no further state.
 """
@@ -6,7 +6,7 @@ The batch of a step follows from the number of the step, so that resuming needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ import torch
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import DataError, ResumeError
-from aliquot.data.batch_size import BatchSize
 from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_seed
 from aliquot.data.layout import Group, Layout, SequenceFormat
 from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
-from aliquot.data.workload import Workload
+from aliquot.data.token_store import TokenStore
+from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.micro_batch import MicroBatch
 
 _PLANNED_SEQUENCES = 64  # sequences that represent the data in a plan
@@ -40,10 +40,7 @@ class Position:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The batch of one optimizer step.
-
-    All fields but `micro_batches` describe the global batch, alike on every rank.
-    """
+    """The batch of one optimizer step: all fields but `micro_batches` are alike on every rank."""
 
     micro_batches: list[MicroBatch | None]  # the same number on every rank; None if this rank has no sequences left
     predicted_of: tuple[int, ...]  # labels of each source
@@ -70,11 +67,10 @@ class StepBatch:
 class Batches:
     """Global batches: each step takes the next `global_batch_size` sequences in the order of the mixture of sources.
 
-    The sequences of a global batch form micro-batches of `micro_batch_size`, each from one source. Micro-batch m goes
-    to rank m % world_size, so that the trained sequences do not depend on the world size. With `epochs` the last batch
-    ends with the last sequence and may be smaller. Without `epochs` there is no last batch unless all sources end. An
-    epoch has as many tokens as all sources together, or all tokens if no source repeats. A stage of a run that ended
-    within a batch is continued at that sequence (`continued_at`). Raises UserError if there is no sequence.
+    The sequences of a global batch form micro-batches, each from one source. Micro-batch m goes to rank m % world_size,
+    so that the trained sequences do not depend on the world size. With `epochs` the last batch may be smaller. Without
+    `epochs` there is no last batch unless all sources end. An epoch has as many tokens as all sources together, or all
+    tokens if no source repeats. Raises UserError if there is no sequence.
     """
 
     def __init__(
@@ -87,14 +83,10 @@ class Batches:
         micro_batch_size: int,
         epochs: float | None = None,
     ) -> None:
-        self.sources = sources
-        self.format = format
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.streams = [
-            Stream(source, Packing.of(source.store, format.length, format.packed), seed) for source in sources
-        ]
+        self.sources, self.format, self.seed = sources, format, seed
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        packings = [Packing.of(source.store, format.length, format.packed) for source in sources]
+        self.streams = [Stream(source, packing, seed) for source, packing in zip(sources, packings, strict=True)]
         source_tokens = [stream.epoch_tokens for stream in self.streams]
         means = [stream.sequence_tokens for stream in self.streams]
         self.mixture = Mixture.from_token_weights(
@@ -168,10 +160,7 @@ class Batches:
         )
 
     def determinants(self) -> dict[str, str | int | float | None]:
-        """Return all settings that decide the order of the data.
-
-        While they stay, a step number gives the place in the data.
-        """
+        """Return all settings that decide the order of the data: while they stay, a step number gives the place."""
         values: dict[str, str | int | float | None] = {
             "run.seed": self.seed,
             "data.sequence_length": self.format.length,
@@ -215,10 +204,7 @@ class Batches:
         return later
 
     def step_batch(self, step: int, rank: int, world_size: int) -> StepBatch:
-        """Return the batch of `step` (the first is 0), reading this rank's tokens alone.
-
-        Raises IndexError past the end.
-        """
+        """Return the batch of `step`, read for this rank alone; the first step is 0. Raises IndexError past the end."""
         sequences = self.steps.of(step)
         first, stop = sequences.start, sequences.stop
         if not sequences:
@@ -226,9 +212,7 @@ class Batches:
         places = self.mixture.between(first, stop)
         ranges = zip(self.streams, self.mixture.drawn(first), self.mixture.drawn(stop), strict=True)
         counts = [stream.counts(start, end) for stream, start, end in ranges]
-        stores = [source.store for source in self.sources]
-        layout = Layout(stores, self.format)
-        groups = self._groups(first, places)
+        layout, groups = Layout([source.store for source in self.sources], self.format), self._groups(first, places)
         share = layout.micro_batches(groups, rank, world_size, lambda source, at: self.streams[source].sequence(at))
         # The seed of dropout depends on the sequences alone, so that it is the same at any world size.
         micro_batches = [
@@ -258,6 +242,43 @@ class Batches:
 
     def _sequences_in(self, epochs: float) -> int:
         return max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))
+
+
+class EvalBatches:
+    """All sequences of an evaluation store once, in a fixed order. Raises UserError if there is none."""
+
+    def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
+        self.store, self.format, self.micro_batch_size = store, format, micro_batch_size
+        self.epoch = Packing.of(store, format.length, format.packed).in_order()
+        self.predicted = int(self.epoch.predicted.sum())  # labels of all ranks, which divide the loss in the perplexity
+
+    @classmethod
+    def of(
+        cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True, fills_up: bool = False
+    ) -> dict[str, Self]:
+        """Return the evaluation batches of a run by name; the name of unnamed data is ""."""
+        format = SequenceFormat(section.sequence_length, data.pad_id, section.packing, packs, fills_up)
+        return {name: cls(store, format, size.micro) for name, store in data.open_eval().items()}
+
+    def count(self, world_size: int) -> int:
+        """Return the number of micro-batches of each rank."""
+        return -(-self.epoch.packing.sequences // (world_size * self.micro_batch_size))
+
+    def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
+        """Yield this rank's micro-batches, the same number on every rank; None if the rank has no sequences left."""
+        return self._in_turns(range(self.count(world_size)), rank, world_size)
+
+    def first_and_last(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
+        """Yield the first and the last micro-batch of this rank: packed ones may differ in length."""
+        return self._in_turns(sorted({0, self.count(world_size) - 1}), rank, world_size)
+
+    def _in_turns(self, turns: Iterable[int], rank: int, world_size: int) -> Iterator[MicroBatch | None]:
+        layout = Layout([self.store], self.format)
+        size, stop = self.micro_batch_size, self.epoch.packing.sequences
+        starts = (start for turn in turns for start in range(turn * world_size * size, stop, size)[:world_size])
+        groups = (Group(0, start, range(start, min(start + size, stop))) for start in starts)
+        for _, micro_batch in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
+            yield micro_batch
 
 
 @dataclass(frozen=True)
@@ -295,18 +316,13 @@ class BatchCopier:
 
 
 class BatchPrefetcher:
-    """Prepare this rank's batches of steps [first, stop) one step ahead.
-
-    A context manager, because it owns a thread.
-    """
+    """Prepare this rank's batches of steps [first, stop) one step ahead, in a thread that ends with the context."""
 
     def __init__(
         self, batches: Batches, rank: int, world_size: int, first: int, stop: int, gpu_copier: BatchCopier | None = None
     ) -> None:
         """Begin with the batch of step `first`. `gpu_copier` is None on CPUs, where batches need no copy."""
-        self._batches = batches
-        self._rank, self._world_size = rank, world_size
-        self._stop = stop
+        self._batches, self._rank, self._world_size, self._stop = batches, rank, world_size, stop
         self._gpu_copier = gpu_copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-batches")
         self._next: Future[StepBatch | CopiedBatch] | None = self._begin(first)

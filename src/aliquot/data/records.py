@@ -9,11 +9,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from aliquot.config.data_section import RecordsSection
-from aliquot.core.decode import TooDeepError, check_json_depth, decode_json
+from aliquot.core.decode import TooDeepError, UniqueKeys, check_json_depth, decode_json
 from aliquot.core.errors import DataError
 from aliquot.data.data_files import not_text, opened, refuse_pointer, suffix_of
 from aliquot.data.documents import (
@@ -46,6 +48,52 @@ def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
     return RECORDS[suffix_of(path)](path, section)
 
 
+@dataclass
+class RecordReader:
+    """Turns the records of a file or table into documents; the first record decides their format."""
+
+    section: RecordsSection
+    form: Format | None = None
+
+    def document(self, record: Callable[[], object], where: str, done_bytes: int) -> Document:
+        """Return the document in a record; if the record cannot be read, a blank document with a reason."""
+        try:
+            text, kind = self._read(record(), where)
+            text.encode()  # JSON may escape half of a surrogate pair
+            return Document(text, kind, done_bytes, where=where)
+        except BadRecordError as error:
+            return left_out(error, done_bytes)
+        except UnicodeEncodeError:
+            message = "a field holds half of a surrogate pair, which is no text"
+            return left_out(BadRecordError(message, where, HALF_CHARACTER), done_bytes)
+
+    def _read(self, record: object, where: str) -> tuple[str, Kind]:
+        if not isinstance(record, dict):
+            raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
+        form = self.form or _format_of(self.section, record, where)
+        form.check(record, where)
+        text_and_kind = form.read(record, where)
+        self.form = form
+        return text_and_kind
+
+
+def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
+    """Return the format of a record. Raises as `format_of`, with advice for an object that holds a list of records."""
+    try:
+        return format_of(section, record, where)
+    except BadRecordError as error:
+        lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
+        key = next((key for key, value in lists.items() if all(isinstance(item, dict) for item in value)), None)
+        if key is None:
+            raise
+        raise BadRecordError(
+            f"one JSON object with the keys {', '.join(record)}, of which {key!r} holds a list of {len(record[key])}:"
+            f" if those are the records, write that list alone (jq .{key} FILE > RECORDS.json)",
+            where,
+            error.reason,
+        ) from error
+
+
 def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:
     with opened(path) as (file, position):
         yield from _json_lines(file, position, path, section)
@@ -55,9 +103,9 @@ def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
     """Yield the records of an array, of lines, or the one record of a file over several lines."""
     with opened(path) as (file, _):
         start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
-    if start.startswith(b"{") and (whole := whole_object(path, start)) is not None:
-        record, twice = whole
-        yield _document(record, twice, None, section, str(path), path.stat().st_size)[0]
+    if start.startswith(b"{") and (whole := _whole_object(path, start)) is not None:
+        record = partial(_unambiguous, *whole, str(path))
+        yield RecordReader(section).document(record, str(path), path.stat().st_size)
         return
     with opened(path) as (file, position):
         read = _json_array if start.startswith(b"[") else _json_lines
@@ -65,47 +113,55 @@ def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 
 def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
-    form: Format | None = None
+    reader = RecordReader(section)
     for number, line in enumerate(_bounded(file, path), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            text, kind, form = _read(_record_in(line, where), form, section, where)
-            text = encodable(text, where) if b"\\u" in line else text
-        except BadRecordError as error:
-            yield left_out(error, position())
-            continue
-        yield Document(text, kind, position(), where=where)
+        if line.strip():
+            where = f"{path}:{number}"
+            yield reader.document(partial(_record_in, line, where), where, position())
 
 
-def _record_in(line: bytes, where: str) -> Any:
+def _record_in(line: bytes, where: str) -> object:
+    keys = UniqueKeys()
     try:
-        # json.loads would accept encoded surrogates in bytes.
-        text = line.removeprefix(codecs.BOM_UTF8).decode()
-        return decode_json(text, object_pairs_hook=UniqueKeys(refuse=True))
+        text = line.removeprefix(codecs.BOM_UTF8).decode()  # json.loads would accept encoded surrogates in bytes
+        record = decode_json(text, object_pairs_hook=keys)
     except UnicodeDecodeError as error:
         raise not_text(error, where) from error
-    except TwiceError as error:
-        raise BadRecordError(str(error), where, KEY_TWICE) from error
-    except json.JSONDecodeError as error:
-        if not line.endswith(b"\n") and _is_cut(error, text):
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError) and not line.endswith(b"\n") and _is_cut(error, text):
             message = f"the last record is cut off ({error}): a part of the file is missing. Fetch it again"
             raise DataError(message, where) from error
         raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
-    except ValueError as error:
-        raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
+    return _unambiguous(record, _repeated(keys), where)
 
 
 def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
     return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
 
 
-def _bounded(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
-    """Yield the lines of `file`.
+def _unambiguous(record: object, repeated: str, where: str) -> object:
+    """Return the record. Raises BadRecordError with the message `repeated`, unless the message is empty."""
+    if repeated:
+        raise BadRecordError(repeated, where, KEY_TWICE)
+    return record
 
-    Raises DataError at a line longer than LONGEST_RECORD, which a small archive may hold.
-    """
+
+def _repeated(keys: UniqueKeys) -> str:
+    return _stands_often("key", *keys.repeated) if keys.repeated else ""
+
+
+def _stands_often(what: str, name: str, times: int) -> str:
+    return f"the {what} {name!r} stands {times} times: which one is meant? Rename or remove the others"
+
+
+def _refuse_repeated(columns: list[str], path: Path) -> None:
+    for name, times in Counter(columns).most_common(1):
+        if times > 1:
+            raise DataError(_stands_often("column", name, times), path)
+
+
+def _bounded(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
+    """Yield the lines of `file`. Raises DataError at a line longer than LONGEST_RECORD: a small archive may hold it."""
     for number in itertools.count(1):
         line = file.readline(LONGEST_RECORD + 1)
         if len(line) > LONGEST_RECORD:
@@ -119,29 +175,46 @@ def _too_long(where: str | Path) -> DataError:
     return DataError(f"a record of more than {LONGEST_RECORD >> 20} MiB: give its text as a file of its own", where)
 
 
-def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
-    form: Format | None = None
+def _whole_object(path: Path, start: bytes) -> tuple[object, str] | None:
+    """Return (the only JSON object of a file over several lines, a message about a repeated key).
+
+    None if the first line is a record, or if the file is no JSON object. Raises DataError for several such objects.
+    """
+    line, ended, _ = start.partition(b"\n")
+    if not ended or _is_json(line):
+        return None
+    with opened(path) as (file, _):
+        data = file.read(LONGEST_BYTES + 1)
+    keys = UniqueKeys()
     try:
-        for number, (record, twice) in enumerate(_elements(file, path), 1):
-            document, form = _document(record, twice, form, section, f"{path}, record {number}", position())
-            yield document
+        value = decode_json(data, object_pairs_hook=keys)
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            raise DataError(
+                "JSON objects over several lines: write one record a line (jq -c . FILE does)", path
+            ) from error
+        return None
+    return (value, _repeated(keys)) if isinstance(value, dict) else None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        decode_json(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
+    reader = RecordReader(section)
+    try:
+        for number, element in enumerate(_elements(file, path), 1):
+            where = f"{path}, record {number}"
+            yield reader.document(partial(_unambiguous, *element, where), where, position())
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", path) from error
     except TooDeepError as error:
         raise DataError(f"not a JSON array of records ({error})", path) from None
-
-
-def _document(
-    record: Any, twice: str, form: Format | None, section: RecordsSection, where: str, done_bytes: int
-) -> tuple[Document, Format | None]:
-    """Return the document in a record, and the format of further records. `twice` names a repeated key, if any."""
-    try:
-        if twice:
-            raise BadRecordError(twice, where, KEY_TWICE)
-        text, kind, form = _read(record, form, section, where)
-        return Document(encodable(text, where), kind, done_bytes, where=where), form
-    except BadRecordError as error:
-        return left_out(error, done_bytes), form
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
@@ -159,7 +232,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
                 if not text[at + 1 :].strip() and not file.read(_BLOCK_CHARACTERS).strip():
                     return
                 raise DataError("something follows the array of records", path)
-            keys.twice = ""
+            keys.repeated = None
             element, at = scan(text, at)
         except json.JSONDecodeError as error:
             cut = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEAR_THE_END
@@ -167,9 +240,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
                 raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
             if len(text) - at > LONGEST_RECORD:
                 raise _too_long(path) from None
-            block = file.read(
-                max(_BLOCK_CHARACTERS, len(text) - at)
-            )  # at least twice as much, because the text is scanned again
+            block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice the text, because it is scanned again
             text, at, ended = text[at:] + decode(block, final=not block), 0, not block
             check_json_depth(f"[{text}" if number else text)  # only the first text begins with the bracket of the array
         except UnicodeDecodeError:
@@ -178,7 +249,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
             raise DataError(f"not a JSON array of records ({error})", path) from error
         else:
             number += 1
-            yield element, keys.twice
+            yield element, _repeated(keys)
 
 
 def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -188,19 +259,11 @@ def _csv(path: Path, section: RecordsSection) -> Iterator[Document]:
         rows = csv.reader(_bounded(decoded, path), strict=True)
         try:
             names = next(rows, [])
-            if twice := stands_twice([name for name in names if name], "column"):
-                raise DataError(twice, path)
-            form = format_of(section, names, path)
-            for row in rows:
-                if not row:
-                    continue
+            _refuse_repeated([name for name in names if name], path)
+            reader = RecordReader(section, format_of(section, names, path))
+            for row in filter(None, rows):
                 where = f"{path}:{rows.line_num}"
-                try:
-                    text, kind = form.read(_record_of_row(names, row, where), where)
-                    document = Document(encodable(text, where), kind, position(), where=where)
-                except BadRecordError as error:
-                    document = left_out(error, position())
-                yield document
+                yield reader.document(partial(_record_of_row, names, row, where), where, position())
         except csv.Error as error:
             raise DataError(f"not CSV ({error})", f"{path}:{rows.line_num}") from error
         except UnicodeDecodeError as error:
@@ -226,14 +289,14 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
     refuse_pointer(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if twice := stands_twice(file.schema_arrow.names, "column"):
-                raise DataError(twice, path)
-            form = format_of(section, file.schema_arrow.names, path)
-            rows = max(file.metadata.num_rows, 1)
-            row = 0
-            for record in _rows(file, form.columns(file.schema_arrow.names)):
+            names = file.schema_arrow.names
+            _refuse_repeated(names, path)
+            form = format_of(section, names, path)
+            rows, row = max(file.metadata.num_rows, 1), 0
+            reader = RecordReader(section, form)
+            for record in _rows(file, form.columns(names)):
                 row += 1
-                yield row_document(form, record, f"{path}, row {row}", size_bytes * row // rows)
+                yield reader.document(partial(as_written, record), f"{path}, row {row}", size_bytes * row // rows)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable parquet file ({error})", path) from error
     except UnicodeDecodeError as error:
@@ -254,20 +317,6 @@ def rows_at_once(size_bytes: int, rows: int) -> int:
     return max(1, min(_ROWS, _BATCH_BYTES * rows // max(size_bytes, 1)))
 
 
-def row_document(form: Format, row: dict[str, Any], where: str, done_bytes: int) -> Document:
-    """The document in a row of a table; a blank one with a reason where the row cannot be read."""
-    try:
-        text, kind = form.read(as_written(row), where)
-        return Document(encodable(text, where), kind, done_bytes, where=where)
-    except BadRecordError as error:
-        return left_out(error, done_bytes)
-
-
-RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
-    ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet,
-}  # fmt: skip
-
-
 def as_written(record: dict[str, Any]) -> dict[str, Any]:
     """Return a row without nulls in lists: a table gives each structure the keys of all structures in a column."""
 
@@ -281,96 +330,6 @@ def as_written(record: dict[str, Any]) -> dict[str, Any]:
     return {key: without_nulls(value) for key, value in record.items()}
 
 
-def _read(record: Any, form: Format | None, section: RecordsSection, where: str) -> tuple[str, Kind, Format]:
-    """Return (text, kind, format) of a record; its format is that of earlier records, or follows from its fields."""
-    if not isinstance(record, dict):
-        raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
-    form = form or _format_of(section, record, where)
-    form.check(record, where)
-    return *form.read(record, where), form
-
-
-def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
-    """Return the format of a record. Raises as `format_of`, with advice for an object that holds a list of records."""
-    try:
-        return format_of(section, record, where)
-    except BadRecordError as error:
-        lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        key = next((key for key, value in lists.items() if all(isinstance(item, dict) for item in value)), None)
-        if key is None:
-            raise
-        raise BadRecordError(
-            f"one JSON object with the keys {', '.join(record)}, of which {key!r} holds a list of {len(record[key])}:"
-            f" if those are the records, write that list alone (jq .{key} FILE > RECORDS.json)",
-            where,
-            error.reason,
-        ) from error
-
-
-def encodable(text: str, where: str) -> str:
-    """Return `text` if UTF-8 can hold it. Raises BadRecordError for half of a surrogate pair, which JSON may escape."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        message = "a field holds half of a surrogate pair, which is no text"
-        raise BadRecordError(message, where, HALF_CHARACTER) from error
-    return text
-
-
-def whole_object(path: Path, start: bytes) -> tuple[dict[str, Any], str] | None:
-    """Return (the only JSON object of a file, over several lines, a message about a repeated key).
-
-    None if the first line is a record, or if the file is no JSON object.
-
-    Raises DataError for several objects over several lines each.
-    """
-    line, ended, _ = start.partition(b"\n")
-    if not ended or _is_json(line):
-        return None
-    with opened(path) as (file, _):
-        data = file.read(LONGEST_BYTES + 1)
-    keys = UniqueKeys()
-    try:
-        value = decode_json(data, object_pairs_hook=keys)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            raise DataError(
-                "JSON objects over several lines: write one record a line (jq -c . FILE does)", path
-            ) from error
-        return None
-    except ValueError:
-        return None
-    return (value, keys.twice) if isinstance(value, dict) else None
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        decode_json(line)
-    except ValueError:
-        return False
-    return True
-
-
-class TwiceError(Exception):
-    """A key stands twice in one object, of which Python would keep the last value."""
-
-
-class UniqueKeys:
-    """Make the objects of a JSON text; remember a repeated key in `twice`, or raise TwiceError if `refuse` is true."""
-
-    def __init__(self, refuse: bool = False) -> None:
-        self.refuse, self.twice = refuse, ""
-
-    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) < len(pairs):
-            self.twice = stands_twice([key for key, _ in pairs], "key")
-            if self.refuse:
-                raise TwiceError(self.twice)
-        return record
-
-
-def stands_twice(names: list[str], what: str) -> str:
-    """Return a message about a repeated name; empty if no name stands twice."""
-    name, times = Counter(names).most_common(1)[0] if names else ("", 1)
-    return f"the {what} {name!r} stands {times} times: which one is meant? Rename or remove the others" * (times > 1)
+RECORDS: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
+    ".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet,
+}  # fmt: skip

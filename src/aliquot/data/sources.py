@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,7 +20,7 @@ from aliquot.data.cache import digests
 from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
 from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_documents
 from aliquot.data.formats import Format, format_of
-from aliquot.data.records import record_documents, row_document, rows_at_once
+from aliquot.data.records import RecordReader, as_written, record_documents, rows_at_once
 
 _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 
@@ -29,21 +29,17 @@ class Source(Protocol):
     @property
     def label(self) -> str:
         """The name of the source in messages."""
-        ...
 
     @property
     def total_bytes(self) -> int:
         """The end of `Document.done_bytes`."""
-        ...
 
     @property
     def digest(self) -> str:
         """Hash of the content and of the division into documents, but not of names, times or places."""
-        ...
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, blank records among them, always in the same order."""
-        ...
 
 
 def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], dict[str, Source]]:
@@ -168,10 +164,10 @@ def _unit(file: Path, unit: Unit | None) -> Unit:
 @dataclass(frozen=True)
 class HubSource:
     dataset: Any  # a datasets.Dataset, memory-mapped
+    section: RecordsSection
     form: Format
     label: str
     total_bytes: int
-    split: str
     tables: tuple[Path, ...]  # files that `datasets` made of a dataset from a local directory
     cache: Path  # directory of digests
 
@@ -194,10 +190,10 @@ class HubSource:
         local = Path(section.dataset).exists()
         return cls(
             dataset=dataset,
+            section=section,
             form=format_of(section, dataset.column_names, label),
             label=label,
             total_bytes=int(dataset.data.nbytes),
-            split=section.split,
             tables=tuple(Path(file["filename"]) for file in dataset.cache_files) if local else (),
             cache=cache,
         )
@@ -207,7 +203,7 @@ class HubSource:
         # The fingerprint identifies what a hub published; of a local directory it also depends on place and times.
         content = [self.dataset._fingerprint]
         if self.tables:
-            content = [self.split, *digests(self.tables, self.cache)]
+            content = [self.section.split, *digests(self.tables, self.cache)]
         return hashlib.sha256("\0".join([*content, repr(self.form)]).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -217,12 +213,14 @@ class HubSource:
     def _documents(self) -> Iterator[Document]:
         row, at_once = 0, rows_at_once(self.total_bytes, len(self.dataset))
         columns = self.dataset.select_columns(self.form.columns(self.dataset.column_names))
+        reader = RecordReader(self.section, self.form)
         try:
             for batch in columns.iter(batch_size=at_once):
                 for values in zip(*batch.values(), strict=True):
                     row += 1
-                    done_bytes, where = self.total_bytes * row // len(self.dataset), f"{self.label}, row {row}"
-                    yield row_document(self.form, dict(zip(batch, values, strict=True)), where, done_bytes)
+                    record = partial(as_written, dict(zip(batch, values, strict=True)))
+                    done_bytes = self.total_bytes * row // len(self.dataset)
+                    yield reader.document(record, f"{self.label}, row {row}", done_bytes)
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 text ({error.reason})", f"{self.label}, after row {row}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aliquot.config.schema import RunConfig
-from aliquot.data.batch_size import batch_size, micro_batch_tokens
+from aliquot.data.workload import batch_size, micro_batch_tokens
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings

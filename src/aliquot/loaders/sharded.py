@@ -66,12 +66,7 @@ def load_sharded(
     tensors = tensors_of(built)
     published, names = published_of(built, tensors), StoredNames.from_model(built)
     load_weights(
-        ShardedWeights(built),
-        Path(directory),
-        tensors,
-        aliases,
-        ranks,
-        LoadOptions(watch, published, names=names),
+        ShardedWeights(built), Path(directory), tensors, aliases, ranks, LoadOptions(watch, published, names=names)
     )
     return built
 

@@ -77,12 +77,7 @@ def load_zero3(
     compute_buffers(built)
     device = partition(built, settings)
     load_weights(
-        ZeroWeights(built),
-        Path(directory),
-        tensors,
-        tied,
-        Members(device),
-        LoadOptions(watch, published, names=names),
+        ZeroWeights(built), Path(directory), tensors, tied, Members(device), LoadOptions(watch, published, names=names)
     )
     if (Path(directory) / "generation_config.json").exists():
         built.generation_config = GenerationConfig.from_pretrained(directory)

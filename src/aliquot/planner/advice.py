@@ -8,8 +8,7 @@ from typing import Literal
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
-from aliquot.data.batch_size import batch_size
-from aliquot.data.workload import Workload
+from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner

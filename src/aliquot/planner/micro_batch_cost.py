@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from aliquot.config.schema import RunConfig
-from aliquot.data.batch_size import BatchSize
-from aliquot.data.workload import Workload
+from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.model_shape import ModelShape
 from aliquot.nn.attention.tile_sizes import tile_shapes
 from aliquot.nn.loss.logits_room import HOST_BYTES, ROW_COUNTS

@@ -16,8 +16,7 @@ from typing import Any, Literal
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, InstanceType, instance, instances
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import PlanError, UserError
-from aliquot.data.batch_size import batch_size
-from aliquot.data.workload import Workload
+from aliquot.data.workload import Workload, batch_size
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, limit_to_pod
 from aliquot.planner.planned_model import PlannedModel

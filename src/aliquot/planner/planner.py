@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import times_due
-from aliquot.data.batch_size import BatchSize, batch_size
-from aliquot.data.workload import Workload
+from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_choice import chosen_engine
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use

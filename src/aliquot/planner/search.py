@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from aliquot.config.schema import LaunchSection, RunConfig
 from aliquot.core.errors import UserError
-from aliquot.data.batch_size import BatchSize, batch_size
-from aliquot.data.workload import Workload
+from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner import fit
 from aliquot.planner.fit import has_room

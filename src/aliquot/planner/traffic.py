@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from aliquot.config.schema import RunConfig
-from aliquot.data.batch_size import micro_batch_tokens
+from aliquot.data.workload import micro_batch_tokens
 from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK, PATCH_CODE_BYTES
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import REUSED_NUMEL, persistent_numel

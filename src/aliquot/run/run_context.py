@@ -12,10 +12,9 @@ from typing import Any
 
 from aliquot.checkpoint.evaluation_history import EvaluationHistory
 from aliquot.config.schema import RunConfig, TrainSection
-from aliquot.data.batch_size import BatchSize
-from aliquot.data.batches import Batches, Position
-from aliquot.data.eval_batches import EvalBatches
+from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import Prepared
+from aliquot.data.workload import BatchSize
 from aliquot.distributed.heartbeat import Heartbeat
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks

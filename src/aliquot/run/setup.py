@@ -18,13 +18,12 @@ from aliquot.checkpoint.remote_download import fetch_best, fetch_newer, fetch_re
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
-from aliquot.data.batch_size import batch_size
-from aliquot.data.batches import Batches, Position
+from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.data_summary import day_line, header
-from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import AddedTokens, prepare, prepare_together
 from aliquot.data.token_store import answer_ends
 from aliquot.data.tokenizer import largest_token
+from aliquot.data.workload import batch_size
 from aliquot.distributed.launcher import torchrun_advice
 from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import group_lines

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
-from aliquot.data.batch_size import batch_size, micro_batch_tokens
+from aliquot.data.workload import batch_size, micro_batch_tokens
 from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.rank_memory import RankMemory
