@@ -111,7 +111,7 @@ def rows_of(shape: str, taken: list[Measured]) -> list[Row]:
 
 def beside_products(rows: list[Row]) -> float | None:
     """Nanoseconds a token of a step that is not watched, less the products of layers and head."""
-    ms = {row["part"]: row.get("ms") for row in rows}
+    ms: dict[str, float] = {row["part"]: row["ms"] for row in rows if "ms" in row}
     if UNWATCHED not in ms:
         return None
     products = sum(took for part, took in ms.items() if part.split(",")[0] in PRODUCTS)

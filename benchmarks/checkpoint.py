@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -76,7 +76,7 @@ def slowest(runs: list[list[Measured]], column: str = "seconds") -> float | None
     """The median over the runs of the slowest rank; None if a run failed."""
     if any("failed" in ranks[0] for ranks in runs):
         return None
-    return statistics.median(max(rank[column] for rank in ranks) for ranks in runs)
+    return float(statistics.median(max(rank[column] for rank in ranks) for ranks in runs))
 
 
 def row_of(method: str, model: str, total_bytes: int, runs: list[list[Measured]]) -> Row:
@@ -155,15 +155,15 @@ def rank(method: str, out: Path) -> None:
     index = int(os.environ["RANK"])
     ranks = Ranks.join(Topology(index, RANKS, index, RANKS, 0, 1, "cpu", 1, ()), timeout_s=600)
     measured: Measured = {}
-    work = {
+    methods: dict[str, Callable[[Path, Any, Measured], Any]] = {
         "plain": _plain,
         "early": partial(_plain, early=True),
         "save": _save,
         "export": _export,
         "gather": _gather,
         "stall": _stall,
-    }[method]
-    run = work(out, ranks, measured)
+    }
+    run = methods[method](out, ranks, measured)
     with watched(measured, dist.barrier) if method != "stall" else nullcontext():
         run()
     tell(measured)
@@ -202,7 +202,8 @@ def _plain(out: Path, ranks: Any, measured: Measured, early: bool = False) -> An
     store = Rows(llama_tensors(LLAMA_500M), ranks.rank)
 
     def run() -> None:
-        pieces, place = [], 0
+        pieces: list[tuple[memoryview, int]] = []
+        place = 0
         for part in store.parts():
             memory = store.view(part).numpy().data.cast("B")
             for start in range(0, len(memory), PLAIN_BYTES):
@@ -211,7 +212,7 @@ def _plain(out: Path, ranks: Any, measured: Measured, early: bool = False) -> An
         descriptor = os.open(out / str(ranks.rank), os.O_WRONLY | os.O_CREAT)
         os.truncate(descriptor, place)
         with ThreadPoolExecutor(PLAIN_THREADS) as threads:
-            for _ in threads.map(lambda piece: _write(descriptor, *piece, early), pieces):
+            for _ in threads.map(lambda piece: _write(descriptor, piece[0], piece[1], early), pieces):
                 pass
         os.fsync(descriptor)
 

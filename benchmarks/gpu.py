@@ -33,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
+
 from benchmarks.contestants import Work, quiet
 from benchmarks.layouts import LLAMA_1B, LLAMA_8B, LLAMA_125M, generate, llama_config
 from benchmarks.report import Row, Target, finish, target
@@ -140,6 +141,7 @@ class _Enough(Exception):
 
 def speed_rank(shape: str, device: str, steps: str, rows: str, name: str, *kinds: str) -> None:
     import torch
+
     from benchmarks.gpu_contestants import CONTESTANTS
 
     _join(device)
@@ -208,6 +210,7 @@ def product_rate(numbers: dict[str, Any], tokens: int, device: str) -> float:
         (head_rows, numbers["vocab_size"], hidden, tokens // head_rows),
     ]  # fmt: skip
     seconds = 0.0
+    flops: float = sum(6 * rows * outputs * inputs * times for rows, outputs, inputs, times in shapes)
     for rows, outputs, inputs, times in shapes:
         x, weight, gradient = (
             torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -226,7 +229,7 @@ def product_rate(numbers: dict[str, Any], tokens: int, device: str) -> float:
 
         pass_s()  # chooses kernels
         seconds += times * statistics.median(pass_s() for _ in range(5))
-    return sum(6 * rows * outputs * inputs * times for rows, outputs, inputs, times in shapes) / seconds
+    return flops / seconds
 
 
 def _flops(numbers: dict[str, Any], work: Work, steps: range) -> dict[str, float]:
@@ -380,6 +383,6 @@ def targets(rows: list[Row]) -> list[Target]:
 
 if __name__ == "__main__":
     if "--rank" in sys.argv:
-        {"speed": speed_rank, "load": load_rank}[sys.argv[2]](*sys.argv[3:])
+        (speed_rank if sys.argv[2] == "speed" else load_rank)(*sys.argv[3:])
     else:
         main()

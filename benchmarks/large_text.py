@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -71,9 +72,9 @@ def main() -> None:
 def real_blocks(text: Path | None) -> list[str]:
     """Paragraphs, or what else stands between blank lines."""
     if text is None:
-        from aliquot.data.sources import _find
+        from aliquot.data.data_files import find_files
 
-        whole = "\n\n".join(file.read_text() for file in _find("stdlib", "benchmark"))
+        whole = "\n\n".join(file.read_text() for file in find_files("stdlib", "benchmark", Counter()))
     else:
         whole = text.read_text()
     return [block for block in re.split(r"\n\s*\n", whole) if block.strip()]

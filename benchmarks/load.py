@@ -77,7 +77,9 @@ def small_model(directory: Path, repeats: int) -> tuple[list[Row], dict[str, flo
     for _ in range(repeats):
         for state in ("warm", "cold"):
             for method in METHODS:
-                if (why := cold() if state == "cold" else warm(directory)) is not None:
+                if state == "warm":
+                    warm(directory)
+                elif (why := cold()) is not None:
                     taken.setdefault((method, state), []).append([{"failed": why}])
                     continue
                 ranks = run_world(__file__, 2, method, str(directory))
@@ -287,8 +289,8 @@ def _zero3(directory: Path, settings: Any, measured: Measured) -> Any:
 
 def _dcp(directory: Path, mesh: Any, measured: Measured) -> Any:
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -299,7 +301,7 @@ def _dcp(directory: Path, mesh: Any, measured: Measured) -> Any:
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     state = {name: weight for name, weight in model.named_parameters()}
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory), thread_count=PLAIN_THREADS))
+    load(state, storage_reader=HuggingFaceStorageReader(str(directory), thread_count=PLAIN_THREADS))
     return model
 
 

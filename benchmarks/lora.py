@@ -168,7 +168,7 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
     batch = 1 if work.mean is None else BATCH
     accumulation = round(work.tokens * work.rows / (mean * batch))
     with tempfile.TemporaryDirectory() as folder:
-        more = {"ddp_backend": "gloo", "remove_unused_columns": False}
+        more: dict[str, Any] = {"ddp_backend": "gloo", "remove_unused_columns": False}
         settings = trainer_arguments(folder, precision, steps, batch, accumulation, **more)
         Trainer(model=model, args=settings, train_dataset=documents, data_collator=padded, callbacks=[Ended()]).train()
     return mean * batch * accumulation

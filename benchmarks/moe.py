@@ -127,8 +127,9 @@ def planned(given: argparse.Namespace) -> Row:
 
 
 def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -> None:
-    from benchmarks.step import tuned_topology
     from transformers import AutoConfig
+
+    from benchmarks.step import tuned_topology
 
     quiet()
     config: dict[str, Any] = {**COMMON, **SHAPES[shape], "num_hidden_layers": layers}
@@ -159,7 +160,7 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
         deepspeed_seconds(config, lambda _: (TOKENS, TOKENS), 1, warm + steps, between, precision)
     else:
         if name.startswith("host"):
-            making = aliquot_steps("host", config, work, topology, {}, precision)
+            making = aliquot_steps("host", config, work, topology, {}, "bf16" if precision == "bf16" else "fp32")
             # Of each parameter weight, gradient sum and two moments; in bf16 shared copy and low half are the weight.
             states_bytes = 16 * built.numel // RANKS
         else:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -129,8 +130,8 @@ def updates(compiled: bool) -> dict[str, float]:
     values, gradient = torch.randn(PARAMETERS), torch.randn(PARAMETERS)
     weights = (PairedWeights if compiled else SplitWeights)(torch.empty(PARAMETERS, dtype=torch.bfloat16))
     weights.store(0, values)
-    moments = [moment("fp32", PARAMETERS, PARAMETERS, squared) for squared in (False, True)]
-    shard = FlatShard(weights, *moments, gradient, True, 0)
+    first, second = (moment("fp32", PARAMETERS, PARAMETERS, squared) for squared in (False, True))
+    shard = FlatShard(weights, first, second, gradient, decays=True, start=0)
     ours = BlockedAdamW((0.9, 0.999), 1e-8, 0.1, compiled=compiled)
     parameter = torch.nn.Parameter(values)
     parameter.grad = gradient
@@ -152,6 +153,9 @@ def products() -> dict[str, float]:
     apart = torch.zeros(2, 16 << 20)
     found = {}
 
+    def from_copy(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(torch.ops.aliquot.transposed_copy(gradient), x)
+
     def measure(name: str, work: Callable[[], object]) -> None:
         def others() -> None:
             apart[0].add_(apart[1])  # in a step nothing finds its own in a core's cache
@@ -162,14 +166,14 @@ def products() -> dict[str, float]:
     for tokens, outputs, inputs in GRADIENTS:
         gradient, x = torch.randn(tokens, outputs).bfloat16(), torch.randn(tokens, inputs).bfloat16()
         shape = (tokens, outputs, inputs)
-        measure(f"copied {shape}", lambda g=gradient, x=x: torch.mm(torch.ops.aliquot.transposed_copy(g), x))
-        measure(f"plain {shape}", lambda g=gradient, x=x: torch.mm(g.t(), x))
+        measure(f"copied {shape}", partial(from_copy, gradient, x))
+        measure(f"plain {shape}", partial(torch.mm, gradient.t(), x))
     loss = FusedLoss(1 << 20, copies_transposed=True)
     for tokens, inputs, vocabulary in LOGITS:
         hidden, weight = torch.randn(tokens, inputs).bfloat16(), torch.randn(vocabulary, inputs).bfloat16()
         shape = (tokens, inputs, vocabulary)
-        measure(f"columns {shape}", lambda h=hidden, w=weight: loss.logits(h, w))
-        measure(f"whole {shape}", lambda h=hidden, w=weight: F.linear(h, w))
+        measure(f"columns {shape}", partial(loss.logits, hidden, weight))
+        measure(f"whole {shape}", partial(F.linear, hidden, weight))
     return found
 
 

@@ -31,10 +31,11 @@ def target(
 
 def show(title: str, rows: Sequence[Row]) -> None:
     table = Table(title=title)
-    for column in {name: None for row in rows for name in row}:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*[_text(row.get(name.header, "")) for name in table.columns])
+        table.add_row(*[_text(row.get(column, "")) for column in columns])
     Console(width=180).print(table)
 
 

@@ -31,11 +31,10 @@ def metrics_of(
         file = Path(folder, "run.yaml")
         file.write_text(yaml.safe_dump(config))
         train = [sys.executable, "-m", "aliquot", "train", str(file)]
-        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         started = [
             subprocess.Popen(
                 [*prefix, *train, *([f"launch.node_rank={n}"] if len(nodes) > 1 else [])],
-                env={**os.environ, **(environ or {})}, **streams,
+                env={**os.environ, **(environ or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             )
             for n, prefix in enumerate(nodes)
         ]  # fmt: skip

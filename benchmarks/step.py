@@ -32,7 +32,7 @@ from benchmarks.contestants import (
     sent_bytes,
 )
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
-from benchmarks.report import Row, finish, target
+from benchmarks.report import Row, Target, finish, target
 from benchmarks.worlds import Measured, run_world, tell
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ CONTESTANTS = {
     "DeepSpeed ZeRO-3": ("deepspeed", "full 512 x 4", False),
     "DeepSpeed ZeRO-3, tuned": ("deepspeed", "full 512 x 4", True),
 }
-PACKED = ("host, packed 512 x 4", "host, packed 2048 x 1")
+PACKED_ROWS = ("host, packed 512 x 4", "host, packed 2048 x 1")
 ALONE = "host, collectives off"
 PEERS = [name for name, (who, _, _) in CONTESTANTS.items() if who in ("fsdp2", "deepspeed")]
 
@@ -117,7 +117,7 @@ def row(shape: str, name: str, runs: list[list[Measured]]) -> Row:
     }
 
 
-def targets_of(shape: str, rows: dict[str, Row]) -> list[dict[str, Any]]:
+def targets_of(shape: str, rows: dict[str, Row]) -> list[Target]:
     def speed(name: str) -> float | None:
         value: float | None = rows[name]["tokens_per_s"] if name in rows else None
         return value
@@ -127,16 +127,16 @@ def targets_of(shape: str, rows: dict[str, Row]) -> list[dict[str, Any]]:
         died = [f"{name}: {rows[name]['note']}" for name in names if name in rows and "note" in rows[name]]
         return "; ".join(died) or None
 
-    packed = [rows[name]["mfu"] if name in rows else None for name in PACKED]
-    peers = [found for name in PEERS if (found := speed(name)) is not None]
+    packed = [rows[name]["mfu"] if name in rows else None for name in PACKED_ROWS]
+    peers = [rate for name in PEERS if (rate := speed(name)) is not None]
     ours, alone = speed("host"), speed(ALONE)
-    found = [
+    found: list[Target] = [
         target(
             f"mfu_{shape}",
             max(filter(None, packed), default=None),
             0.85 if shape == "125m" else 0.93,
             "higher",
-            why(*PACKED),
+            why(*PACKED_ROWS),
         ),
         target(f"speedup_{shape}", ours / max(peers) if ours and peers else None, 2.0, "higher", why("host", *PEERS)),
         target(f"of_ceiling_{shape}", ours / alone if ours and alone else None, 0.98, "higher", why("host", ALONE)),
@@ -223,9 +223,10 @@ def tuned_topology(tuned: bool) -> Topology:
 def without_the_other(topology: Topology) -> Topology:
     """Leave the other rank: from here on each trains a whole model, at the same time."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return replace(topology, rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 

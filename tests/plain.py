@@ -63,7 +63,7 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float
 def add_lora(model: nn.Module, adapter: AdapterSection) -> None:
     """By peft itself."""
     of_mixture = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    wanted = of_mixture if "moe" in str(model.config.model_type) else "all-linear"
+    wanted = of_mixture if "moe" in str(getattr(model.config, "model_type", "")) else "all-linear"
     settings = LoraConfig(r=adapter.r, lora_alpha=int(adapter.alpha), target_modules=wanted)
     inject_adapter_in_model(settings, model)
 

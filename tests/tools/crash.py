@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -41,7 +42,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     """Counts of what happened. Raises AssertionError where anything was lost."""
     os.environ["ALIQUOT_CACHE"] = str(folder / "cache")
     draw = random.Random(seed)
-    settings = {
+    settings: dict[str, Any] = {
         "checkpoint": {"every": 1, "best": True, "export": False},
         "train": {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 2, **OVERFITTING},
         "data": {"eval_path": str(other_text(folder)), "eval_fraction": 0.0},

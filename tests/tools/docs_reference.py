@@ -113,7 +113,7 @@ def _commands() -> Iterator[str]:
         for each, kind, info in told:
             if isinstance(info, OptionInfo):
                 # In Annotated the first name lies where a default would.
-                names = [*filter(lambda one: str(one).startswith("-"), [info.default]), *(info.param_decls or ())]
+                names = [*filter(lambda one: one.startswith("-"), [str(info.default)]), *(info.param_decls or ())]
                 option = ", ".join(names or [f"--{each.name.replace('_', '-')}"])
                 default = "required" if each.default is each.empty else f"`{each.default}`"
                 default = "" if each.default in (None, False, "") else default

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import aliquot
 from aliquot.tensor_io.manifest import verify
@@ -32,7 +33,7 @@ def flip_bits(flips: int, seed: int, folder: Path) -> Counter[str]:
     logging.getLogger("aliquot").setLevel(logging.ERROR)
     draw = random.Random(seed)
     mirror = f"file://{folder}/mirror"
-    settings = {
+    settings: dict[str, Any] = {
         "checkpoint": {"every": 1, "keep": 3, "export": False},
         "train": {"max_steps": STEPS, "logging_steps": 1},
         "data": {"eval_fraction": 0.0},

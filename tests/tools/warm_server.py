@@ -49,8 +49,8 @@ def main() -> None:
         importlib.import_module(name)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    SubprocessHandler._popen = _forked_rank
-    os.execve = _execve  # type: ignore[assignment]
+    SubprocessHandler._popen = _forked_rank  # type: ignore[method-assign, assignment]
+    os.execve = _execve
     multiprocessing.util.spawnv_passfds = _forked_spawn  # type: ignore[assignment]
     gc.freeze()  # else each process would write to all that it shares with this one
     gc.enable()
