@@ -27,10 +27,7 @@ SHARED = REPOSITORY.parent / "shared"
 
 RATES = {  # no machine's
     "products": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
-    "layer_products": {size: [[128.0, 1e11], [1024.0, 1e12]] for size in ("2", "4")},
-    "batched": {"2": 5e10, "4": 5e10},
     "memory": {kind: [[1e6, 1e10], [1e7, 5e9]] for kind in ("stream", "exp", "transpose")},
-    "stage_bytes_per_s": 5e9,
     "call_s": 5e-6,
     "socket_bytes_per_s": 1e9,
     "spread": 0.0,

@@ -118,13 +118,13 @@ def test_unknown_gpu_is_named() -> None:
 def test_gpus_without_bf16_compute_as_fast_as_in_fp32() -> None:
     for name, as_fast in (("v100", True), ("t4", True), ("a100", False)):
         found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
-        assert (found.batched[2] == found.batched[4]) == as_fast == ("has no bf16" in found.source)
+        assert (found.products[2] == found.products[4]) == as_fast == ("has no bf16" in found.source)
 
 
 def test_slower_hopper_cards_have_lower_estimates() -> None:
     for name, said in (("H100", True), ("NVIDIA H200", True), ("NVIDIA H100 PCIe", False), ("NVIDIA H100 NVL", False)):
         found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
-        assert (found.batched[2] > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
+        assert (found.products[2][0][1] > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
 
 
 def test_the_plan_shows_both() -> None:

@@ -39,7 +39,7 @@ def test_measurement_has_all_rates() -> None:
     values = json.loads(json.dumps(asdict(measured)))
     assert values.keys() == RATES.keys() and values["memory"].keys() == RATES["memory"].keys()
     assert [side for side, _ in measured.products[4]] == [32, 64, 256]
-    curves = (*measured.products.values(), *measured.layer_products.values(), *measured.memory.values())
+    curves = (*measured.products.values(), *measured.memory.values())
     assert all(rate > 0 for curve in curves for _, rate in curve)
     profile = machine_profile.profile_of(1, 1, values)
     assert profile.rates == measured and profile.ceiling(4) == max(rate for _, rate in measured.products[4])
@@ -99,7 +99,7 @@ def test_unmeasured_threads_scale_the_nearest_profile(unknown: Path) -> None:
     assert one.matmul_s(1, 512, 512, 512, 2) == pytest.approx(
         cpu.usable_cores * two.matmul_s(1, 512, 512, 512, 2), rel=1e-6
     )
-    assert one.overhead_s(1) == two.overhead_s(1)
+    assert one.call_s == two.call_s
 
 
 def test_unknown_network_is_called_assumed(unknown: Path) -> None:
@@ -134,13 +134,13 @@ def test_quick_profiles_expire_after_an_hour(unknown: Path, monkeypatch: pytest.
     made_older(path, 1000)
     assert recent(cpu, 1, 1) is None and not machine_profile.is_measured(machine, ONE)
     rates = measured_rates(machine, ONE)
-    assert rates is not None and rates.overhead_s(1) == RATES["call_s"]  # better than an estimate
+    assert rates is not None and rates.call_s == RATES["call_s"]  # better than an estimate
     keep(cpu, 1, 2, {**RATES, "call_s": 7.0})
     rates = measured_rates(machine, ONE)
-    assert rates is not None and rates.overhead_s(1) == 7.0  # of other threads, but of now
+    assert rates is not None and rates.call_s == 7.0  # of other threads, but of now
     made_older(keep(cpu, 1, 1, RATES, thorough=True), 4000)
     rates = measured_rates(machine, ONE)
-    assert rates is not None and rates.overhead_s(1) == RATES["call_s"], "a thorough profile does not expire"
+    assert rates is not None and rates.call_s == RATES["call_s"], "a thorough profile does not expire"
     for profile in unknown.iterdir():
         profile.unlink()
     monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
@@ -157,12 +157,12 @@ def test_oversubscribed_ranks_share_cores(unknown: Path) -> None:
         of_alone, of_shared = (measured_rates(machine, layout) for layout in (alone, shared))
         assert of_alone is not None and of_shared is not None
         products = of_shared.matmul_s(1, 256, 256, 256, 4) / of_alone.matmul_s(1, 256, 256, 256, 4)
-        calls = of_shared.overhead_s(1) / of_alone.overhead_s(1)
+        calls = of_shared.call_s / of_alone.call_s
         return (
             products,
-            of_shared.stage_s(1e9) / of_alone.stage_s(1e9),
+            of_shared.states_s(1e9) / of_alone.states_s(1e9),
             calls,
-            of_shared.gloo_s(1e9) / of_alone.gloo_s(1e9),
+            of_alone.gloo_bytes_per_s / of_shared.gloo_bytes_per_s,
         )
 
     keep(cpu, 2 * cores, 1, RATES)
@@ -185,7 +185,7 @@ def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
     keep(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
     keep(cpu, 1, 4, {**RATES, "call_s": 8.0})
     rates = measured_rates(Machine.local(cpu), RankLayout(1, 1, 2, "cpu"))
-    assert rates is not None and rates.overhead_s(1) == 8.0  # of more threads, but undisturbed
+    assert rates is not None and rates.call_s == 8.0  # of more threads, but undisturbed
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
         *([], "x", None, [1]),
         *({key: wrong} for key, wrong in (("at", None), ("ranks", 0), ("threads", "x"), ("rates", {}))),
         *({"rates": {**RATES, "call_s": wrong}} for wrong in (0, -1, float("nan"), float("inf"), None)),
-        {"rates": {key: value for key, value in RATES.items() if key != "stage_bytes_per_s"}},
+        {"rates": {key: value for key, value in RATES.items() if key != "call_s"}},
         {"rates": {**RATES, "memory": {**RATES["memory"], "exp": []}}},
         {"rates": {**RATES, "memory": {"exp": [[1e6, 1e10]]}}},
         {"rates": {**RATES, "products": {"2": [[128.0, 0.0]], "4": [[128.0, 1e11]]}}},

@@ -49,6 +49,19 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     return 4 * (shape.numel if config.adapter is None else shape.learned_numel) + moments
 
 
+def export_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of the exported model or adapter; 0 if the run exports nothing."""
+    if not config.checkpoint.export:
+        return 0
+    if config.model.dtype != "auto":
+        itemsize = 4 if config.model.dtype == "float32" else 2
+    elif config.adapter is None and config.model.path is not None:
+        itemsize = shape.dtype_bytes
+    else:
+        itemsize = 4 if config.train.precision == "fp32" or config.adapter is not None else 2
+    return itemsize * (shape.numel if config.adapter is None else shape.learned_numel)
+
+
 def saves_overlap(config: RunConfig, steps: int | None) -> bool:
     """Whether steps follow while a save goes on."""
     best = config.train.eval_steps if config.checkpoint.best else 0

@@ -27,9 +27,9 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.planner.measure_rates import QUICK, THOROUGH, Effort, Measurement, measure_rates, median_measurement
 from aliquot.planner.planned_machine import Machine
-from aliquot.planner.rates import ASSUMED_NETWORK, OFF_BY, Rates, network_bytes_per_s
+from aliquot.planner.rates import ASSUMED_NETWORK, GLOO_BYTES_PER_S, OFF_BY, Rates, network_bytes_per_s
 
-FORMAT = 9
+FORMAT = 10
 _PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # spread of products above which the next run measures again
 _FRESH_S = 3600.0
@@ -66,33 +66,29 @@ class MachineProfile:
 
     def scaled(self, machine: Machine, layout: RankLayout) -> Rates:
         """Return the rates of a rank of `layout`, in proportion to its cores if `layout` was not measured."""
-        measured_cores, cores = (
-            min(threads, machine.cores / ranks)
-            for ranks, threads in ((self.ranks, self.threads), (layout.ranks_per_node, layout.threads_per_rank))
-        )
-        factor, off_by = cores / measured_cores, _MEASURED_OFF_BY
+        then, now = (self.ranks, self.threads), (layout.ranks_per_node, layout.threads_per_rank)
+        cores_then, cores = (min(threads, machine.cores / ranks) for ranks, threads in (then, now))
+        factor, off_by = cores / cores_then, _MEASURED_OFF_BY
         how = "" if self.thorough else " in a second; --calibrate takes its time"
-        if (self.ranks, self.threads) != (layout.ranks_per_node, layout.threads_per_rank):
+        if then != now:
             how, off_by = f", of {self.ranks} x {self.threads} threads, scaled", _SCALED_OFF_BY
         how += "; the machine was busy" if self.is_busy else ""
         if layout.nodes > 1 and machine.network_bytes_per_s is None:
             how, off_by = f"{how}, {ASSUMED_NETWORK}", OFF_BY
         rates = self.rates
-        shared, shared_then = (max(1.0, ranks / machine.cores) for ranks in (layout.ranks_per_node, self.ranks))
+        shared, shared_then = (max(1.0, ranks / machine.cores) for ranks, _ in (now, then))
 
         def curves(table: dict[Any, Any]) -> dict[Any, Any]:
             return {key: tuple((size, factor * rate) for size, rate in curve) for key, curve in table.items()}
 
         return Rates(
             source=f"measured on this machine on {self.date}{how}",
-            products=curves(rates.layer_products),
-            batched={itemsize: factor * rate for itemsize, rate in rates.batched.items()},
+            products=curves(rates.products),
             memory=curves(rates.memory),
-            stage_bytes_per_s=factor * rates.stage_bytes_per_s,
             call_s=rates.call_s * shared / shared_then,  # one thread of a rank makes the calls
             socket_bytes_per_s=rates.socket_bytes_per_s * shared_then / shared,
+            gloo_bytes_per_s=GLOO_BYTES_PER_S * cores / layout.threads_per_rank,
             network_bytes_per_s=network_bytes_per_s(machine),
-            core_share=min(1.0, machine.cores / (layout.ranks_per_node * layout.threads_per_rank)),
             off_by=off_by,
         )
 
@@ -123,21 +119,20 @@ def keep(cpu: CpuFacts, ranks: int, threads: int, rates: dict[str, Any], thoroug
     """Write a profile of `ranks` of this machine with `threads` each, and return its path. Raises OSError."""
     path = _path(cpu, ranks, threads)
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = {**_values(ranks, threads, rates), "thorough": thorough, "machine": _identity(cpu)}
-    publish_text(path, json.dumps(values, indent=1))
+    values = _values(ranks, threads, rates, thorough)
+    publish_text(path, json.dumps({**values, "machine": _identity(cpu)}, indent=1))
     return path
 
 
 def profile_of(ranks: int, threads: int, rates: dict[str, Any]) -> MachineProfile:
-    """Return a quick profile without keeping it."""
-    return TypeAdapter(MachineProfile).validate_python(_values(ranks, threads, rates))
+    """Return a quick profile that was measured now, without keeping it."""
+    return TypeAdapter(MachineProfile).validate_python(_values(ranks, threads, rates, thorough=False))
 
 
-def _values(ranks: int, threads: int, rates: dict[str, Any]) -> dict[str, Any]:
-    now = time.time()
-    date = datetime.datetime.fromtimestamp(now, datetime.UTC).date().isoformat()
-    values = {"format": FORMAT, "at": now, "date": date, "ranks": ranks, "threads": threads, "thorough": False}
-    return {**values, "rates": rates}
+def _values(ranks: int, threads: int, rates: dict[str, Any], thorough: bool) -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC)
+    measured = {"ranks": ranks, "threads": threads, "thorough": thorough, "rates": rates}
+    return {"format": FORMAT, "at": now.timestamp(), "date": now.date().isoformat(), **measured}
 
 
 def calibrate() -> Path:

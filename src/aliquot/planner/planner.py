@@ -16,7 +16,14 @@ from aliquot.engines.host.host_memory import RING_BYTES, disk_use
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.loss.logits_room import logits_room
 from aliquot.planner import fit
-from aliquot.planner.checkpoint_cost import Saving, checkpoint_bytes, count_saves, saves_overlap, snapshot_bytes
+from aliquot.planner.checkpoint_cost import (
+    Saving,
+    checkpoint_bytes,
+    count_saves,
+    export_bytes,
+    saves_overlap,
+    snapshot_bytes,
+)
 from aliquot.planner.machine_profile import ensure_measured, measured_rates
 from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, evaluates, kernel_bytes, kernel_shapes
@@ -25,7 +32,7 @@ from aliquot.planner.plan import DISK_PART, Plan
 from aliquot.planner.planned_machine import GIB, Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.rates import Rates, estimated
-from aliquot.planner.step_time import MicroBatchTime, OwnedShard, StepSetting, StepTime, evaluation_time, step_time
+from aliquot.planner.step_time import MicroBatchTime, StepSetting, StepTime, evaluation_time, step_time
 from aliquot.planner.traffic import traffic
 from aliquot.tensor_io.piece_size import MEMORY_BYTES
 
@@ -191,7 +198,7 @@ class _RunPlan:
         saves = count_saves(config, self.steps or 0, self.saving, layout.world_size, step.total_s, until_update_s)
         evaluations = config.train.eval_on_start + times_due(config.train.eval_steps, self.steps or 0)
         evaluated = BatchSize(workload.eval_sequences or 0, size.micro).sequences(layout.world_size) / size.micro
-        instance = machine.instance
+        exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         return Plan(
             model=self.shape.name,
@@ -210,7 +217,7 @@ class _RunPlan:
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
             local_bytes_per_step=moved.local_bytes,
-            disk_read_bytes=moved.disk_read_bytes,
+            disk_read_bytes=_read_bytes(config, self.shape),
             checkpoint_bytes=self.saving.checkpoint_bytes,
             steps=self.steps or 0,
             tokens_per_step=size.total * workload.tokens,
@@ -223,8 +230,8 @@ class _RunPlan:
             saves_beside=saves.overlapped,
             stall_s=saves.stall_s,
             save_s=self.saving.save_s,
-            export_s=moved.export_bytes / self.saving.storage_bytes_per_s,
-            export_bytes=moved.export_bytes,
+            export_s=exported / self.saving.storage_bytes_per_s,
+            export_bytes=exported,
             storage_bytes_per_s=self.saving.storage_bytes_per_s,
             storage_measured=self.saving.storage_is_measured,
             beside_bytes=helpers,
@@ -266,15 +273,19 @@ class _RunPlan:
         return min(self.micro_batches, 1 + RING_BYTES // max(1, staged))
 
     def _setting(self, memory: MemoryPlan) -> StepSetting:
-        config, layout = self.config, self.layout
-        sends_patches = layout.nodes > 1 and config.train.precision == "bf16"
+        config, layout, alike = self.config, self.layout, self.shape.alike
+        states = config.train.optimizer_states
+        one_pass = config.train.precision == "fp32" or config.train.compile == "layers"
         return StepSetting(
             engine=self.engine,
             layout=layout,
             held=memory.held,
-            owned=_owned_shard(config, self.shape, layout),
+            states=states,
+            updates_in_one_pass=states == "fp32" and one_pass,
+            numel=sum(padded_share(weight, layout.world_size) * count for weight, count in alike.items()),
+            weights=sum(alike.values()),
             groups=len(self.shape.padded_groups(layout.world_size)),
-            patched_bytes=2 * self.shape.learned_numel if sends_patches else 0,
+            patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0,
             disk_bytes_per_s=self.machine.disk_bytes_per_s or DISK_BYTES_PER_S,
             offloaded=memory.unsharded if config.shard.offload == "cpu" else None,
         )
@@ -296,11 +307,10 @@ class _RunPlan:
         return None if count is None else count * self.size.micro * self.layout.world_size
 
 
-def _owned_shard(config: RunConfig, shape: ModelShape, layout: RankLayout) -> OwnedShard:
-    states = config.train.optimizer_states
-    one_pass = config.train.precision == "fp32" or config.train.compile == "layers"
-    owned = sum(padded_share(weight, layout.world_size) * count for weight, count in shape.alike.items())
-    return OwnedShard(owned, sum(shape.alike.values()), states, in_one_pass=states == "fp32" and one_pass)
+def _read_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of the model's files, which have no adapter."""
+    adapter = 0 if config.adapter is None else shape.learned_numel
+    return (shape.numel - adapter) * shape.dtype_bytes if config.model.path is not None else 0
 
 
 def _fewest_with(suffices: Callable[[int], bool]) -> int | None:

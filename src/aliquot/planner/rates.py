@@ -16,6 +16,7 @@ from aliquot.machine.cpu import FLOP_PER_CYCLE
 from aliquot.planner.measure_rates import KINDS, Curve
 from aliquot.planner.planned_machine import Machine
 
+_STATES_BYTES = 4 << 20  # of a piece of gradients or states, which lies in no cache
 _EXP = ("softmax", "silu", "sigmoid", "exp", "tanh", "gelu", "erf", "pow", "rsqrt")
 
 
@@ -25,43 +26,26 @@ class Rates:
 
     source: str  # for the reader: when measured, or estimated from what
     products: Mapping[int, Curve]  # itemsize -> (side of a cube, FLOP/s)
-    batched: Mapping[int, float]  # itemsize -> FLOP/s of attention's small batched products
     memory: Mapping[str, Curve]  # kind of operation -> (bytes of a tensor, bytes/s)
-    stage_bytes_per_s: float  # gradients, their sums and the update: tensors that lie in no cache
-    call_s: float
-    socket_bytes_per_s: float  # among the ranks of a host
-    network_bytes_per_s: float  # between hosts, of a node
-    core_share: float = 1.0  # part of a core that a thread has
-    off_by: float = 1.0  # factor by which times may be wrong, either way; 1: measured
+    call_s: float  # of an operation of torch, apart from its work
+    socket_bytes_per_s: float  # that a rank sends to ranks of its host through sockets, or from GPU to GPU
+    gloo_bytes_per_s: float  # that a rank sends and receives while gloo and the kernel occupy its core
+    network_bytes_per_s: float  # that a node sends to other nodes
+    off_by: float  # factor by which times may be wrong, either way
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
-        """Seconds of `batch` products [m, k] x [k, n]: as fast as a cube of the geometric mean, or slower if a side is
+        """Seconds of `batch` products [m, k] x [k, n]: as fast as a cube of as many operations, or slower if a side is
         very short."""
-        side = min((m * k * n) ** (1 / 3), 4.0 * min(m, k, n))
-        rate = self.batched[itemsize] if batch > 1 and side < 128 else interpolate(self.products[itemsize], side)
-        return 2.0 * batch * m * k * n / rate
+        side = min((batch * m * k * n) ** (1 / 3), 4.0 * min(m, k, n))
+        return 2.0 * batch * m * k * n / interpolate(self.products[itemsize], side)
 
     def memory_s(self, operation: str, tensor_bytes: int, moved_bytes: float) -> float:
         """Seconds of an elementwise operation or reduction that moves `moved_bytes` in tensors of `tensor_bytes`."""
         return moved_bytes / interpolate(self.memory[_kind(operation)], max(1, tensor_bytes))
 
-    def overhead_s(self, calls: float) -> float:
-        return calls * self.call_s
-
-    def stage_s(self, moved_bytes: float) -> float:
-        return moved_bytes / self.stage_bytes_per_s
-
-    def gloo_s(self, sent_bytes: float) -> float:
-        """Seconds in which gloo and the kernel occupy a core of a rank that sends and receives as much."""
-        return sent_bytes / (GLOO_BYTES_PER_S * self.core_share)
-
-    def local_s(self, sent_bytes: float) -> float:
-        """Seconds to send among the ranks of a host through sockets, or between its GPUs."""
-        return sent_bytes / self.socket_bytes_per_s
-
-    def wire_s(self, sent_bytes: float) -> float:
-        """Seconds to send between hosts from one node."""
-        return sent_bytes / self.network_bytes_per_s
+    def states_s(self, moved_bytes: float) -> float:
+        """Seconds to read and write `moved_bytes` of gradients, of their sums and of optimizer states."""
+        return self.memory_s("add_", _STATES_BYTES, moved_bytes)
 
 
 # Fractions of the peak that plain products of training reach. AMX: caches must feed 2 TB/s of tiles; published oneDNN
@@ -92,7 +76,7 @@ _GPUS: dict[str, tuple[float, float, float, float | None]] = {
     "b200": (2250e12, 75e12, 8000e9, 900e9),
     "b300": (2250e12, 75e12, 8000e9, 900e9),
 }
-_GPU_REACHED, _GPU_FP32_REACHED = 0.45, 0.8  # assumptions
+_GPU_REACHED, _GPU_FP32_REACHED, _GPU_MEMORY_REACHED = 0.45, 0.8, 0.7  # assumptions
 _HOPPER_REACHED = 0.75  # 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11)
 ASSUMED_NETWORK, _NETWORK_BYTES_PER_S = "10 Gbit/s between hosts assumed", 1.25e9
 OFF_BY, _OFF_BY_UNKNOWN_GPU = 2.5, 10.0  # machines measured after an estimate were up to 2.4 times faster
@@ -102,45 +86,53 @@ _NVLINK_REACHED = 0.75  # of one direction, by NCCL's rings
 
 def estimated(machine: Machine, layout: RankLayout) -> Rates:
     """Return the rates of a rank on a machine that nobody has measured."""
-    network = network_bytes_per_s(machine)
     assumed = "" if machine.network_bytes_per_s else f", {ASSUMED_NETWORK}"
     if layout.device == "cuda":
-        name = known_gpu(machine.gpu_name)
-        flops, fp32_flops, memory, nvlink = _GPUS[name or "l4"]
-        plain_name = _plain(machine.gpu_name)
-        if "pcie" in plain_name:
-            nvlink = None
-        link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
-        linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
-        fp32 = fp32_flops * _GPU_FP32_REACHED
-        is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # as in the data sheet
-        reached = _HOPPER_REACHED if name in ("h100", "h200") and is_sxm else _GPU_REACHED
-        bf16 = flops * reached if flops > fp32_flops else fp32
-        sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
-        sheet += ", as one H200 reached" if reached == _HOPPER_REACHED else ""
-        sheet += ", which has no bf16" if bf16 == fp32 else ""
-        source = f"estimate: {bf16 / flops:.0%} of {flops / 1e12:.0f} TFLOP/s ({sheet}){linked}{assumed}"
-        off_by = OFF_BY if name else _OFF_BY_UNKNOWN_GPU
-        return _flat(source, {2: bf16, 4: fp32}, memory * 0.7, _CALL_S / 2, link, network, off_by)
+        return _estimated_gpu(machine, assumed)
     isa = next((name for name in FLOP_PER_CYCLE if name in machine.isa), "avx2")
     clock = machine.clock_hz or _CLOCK_HZ
     threads = min(layout.threads_per_rank, machine.cores / layout.ranks_per_node)  # more threads share cores
     reached, (peak, fp32_peak) = _REACHED[isa], FLOP_PER_CYCLE[isa]
     peaks = f"{peak} bf16, {_FP32_REACHED:.0%} of {fp32_peak} fp32 FLOP a cycle ({isa}) at {clock / 1e9:.2f} GHz"
-    flops_of = {2: peak * clock * threads * reached, 4: fp32_peak * clock * threads * _FP32_REACHED}
+    flops = {2: peak * clock * threads * reached, 4: fp32_peak * clock * threads * _FP32_REACHED}
     source = f"estimate, not measured: {reached:.0%} of {peaks} a core{assumed}"
-    memory = CORE_MEMORY_BYTES_PER_S * threads
-    return _flat(source, flops_of, memory, _CALL_S, _SOCKET_BYTES_PER_S, network, OFF_BY)
+    return _flat(machine, source, flops, CORE_MEMORY_BYTES_PER_S * threads, _CALL_S, _SOCKET_BYTES_PER_S, OFF_BY)
+
+
+def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
+    name, plain_name = known_gpu(machine.gpu_name), _plain(machine.gpu_name)
+    peak, fp32_peak, memory, nvlink = _GPUS[name or "l4"]
+    if "pcie" in plain_name:
+        nvlink = None
+    link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
+    linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
+    fp32 = fp32_peak * _GPU_FP32_REACHED
+    is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # as in the data sheet
+    reached = _HOPPER_REACHED if name in ("h100", "h200") and is_sxm else _GPU_REACHED
+    bf16 = peak * reached if peak > fp32_peak else fp32
+    sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
+    sheet += ", as one H200 reached" if reached == _HOPPER_REACHED else ""
+    sheet += ", which has no bf16" if bf16 == fp32 else ""
+    source = f"estimate: {bf16 / peak:.0%} of {peak / 1e12:.0f} TFLOP/s ({sheet}){linked}{assumed}"
+    off_by = OFF_BY if name else _OFF_BY_UNKNOWN_GPU
+    return _flat(machine, source, {2: bf16, 4: fp32}, _GPU_MEMORY_REACHED * memory, _CALL_S / 2, link, off_by)
 
 
 def _flat(
-    source: str, flops: dict[int, float], memory: float, call_s: float, socket: float, network: float, off_by: float
+    machine: Machine, source: str, flops: dict[int, float], memory: float, call_s: float, link: float, off_by: float
 ) -> Rates:
     """Rates that do not depend on sizes, except in the cache."""
-    products = {itemsize: ((1.0, rate),) for itemsize, rate in flops.items()}
     curve = ((float(_CACHE_BYTES), _CACHED_FACTOR * memory), (_CACHE_BYTES + 1.0, memory))
-    kinds = dict.fromkeys(KINDS, curve)
-    return Rates(source, products, flops, kinds, memory, call_s, socket, network, off_by=off_by)
+    return Rates(
+        source=source,
+        products={itemsize: ((1.0, rate),) for itemsize, rate in flops.items()},
+        memory=dict.fromkeys(KINDS, curve),
+        call_s=call_s,
+        socket_bytes_per_s=link,
+        gloo_bytes_per_s=GLOO_BYTES_PER_S,
+        network_bytes_per_s=network_bytes_per_s(machine),
+        off_by=off_by,
+    )
 
 
 def network_bytes_per_s(machine: Machine) -> float:

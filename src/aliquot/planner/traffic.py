@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,8 +15,6 @@ from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape, numel
 
-_ONE_BY_ONE, _INTERVALS = 1000, 64
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -27,8 +24,6 @@ class Traffic:
     wire_weights_bytes: int  # of these, updated weights that their owners send (engine host)
     local_bytes: int  # per optimizer step, sent among ranks of a host through sockets
     shared_bytes: int  # per optimizer step, staged in shared memory
-    disk_read_bytes: int  # at start
-    export_bytes: int
     forward: tuple[int, int] = (0, 0)  # of an evaluated micro-batch: between hosts, local
     forward_gathered: int = 0  # of an evaluated micro-batch: weights that become whole on each rank
     forward_once: bool = False  # weights stay gathered after the first micro-batch
@@ -50,17 +45,13 @@ def traffic(
         unsharded: what engine fsdp keeps whole within a step.
     """
     itemsize = 2 if config.train.precision == "bf16" else 4
-    adapter = 0 if config.adapter is None else shape.learned_numel  # not in the files of the model
-    read = (shape.numel - adapter) * shape.dtype_bytes if config.model.path is not None else 0
-    export = (adapter or shape.numel) * _exported_itemsize(config, shape) if config.checkpoint.export else 0
     wire = weights = local = shared = gathers = reduced = gathered = 0
     forward = (0, 0)
     if engine == "host":
         # Every host sends every other host the gradient sums of its weights, and receives its updated weights.
         weights = int((layout.nodes - 1) * _published_bytes(config, shape, layout, micro_batches))
-        wire = weights + (layout.nodes - 1) * _reduced_numel(config, shape, layout, micro_batches) * sent_itemsize(
-            config
-        )
+        sums = _reduced_numel(config, shape, layout, micro_batches) * sent_itemsize(config)
+        wire = weights + (layout.nodes - 1) * sums
         shared = micro_batches * layout.world_size * _staged_bytes(config, shape, layout, itemsize)
     elif engine == "fsdp":
         gathers, reduced = _collected(shape, layout, micro_batches, itemsize, unsharded)
@@ -78,21 +69,7 @@ def traffic(
         gathered = itemsize * max(0, shape.numel - small)
         forward = _ring(layout, gathered)
     once = engine == "fsdp" and unsharded.weights
-    return Traffic(wire, weights, local, shared, read, export, forward, gathered, once, gathers, reduced)
-
-
-def _exported_itemsize(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of an exported element, by `model.dtype`.
-
-    Auto: fp32 for an adapter, otherwise the dtype of the model's files or of training.
-    """
-    if config.model.dtype != "auto":
-        return 4 if config.model.dtype == "float32" else 2
-    if config.adapter is not None:
-        return 4
-    if config.model.path is not None:
-        return shape.dtype_bytes
-    return 4 if config.train.precision == "fp32" else 2
+    return Traffic(wire, weights, local, shared, forward, gathered, once, gathers, reduced)
 
 
 def _staged_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, itemsize: int) -> int:
@@ -141,23 +118,11 @@ def _published_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, m
 
 @cache
 def _distinct_tokens(vocabulary: int, drawn: int) -> int:
-    """Expected number of distinct tokens among `drawn` tokens, by Zipf's law.
+    """Expected number of distinct tokens among `drawn` tokens, by Zipf's law: frequencies fall as 1 / rank."""
+    import numpy as np
 
-    The sum over all frequency ranks r of 1 - exp(-drawn / (r x H)), where H is the sum of 1 / r. The first terms are
-    summed one by one. The rest is an integral over log r (Simpson's rule), off by less than a thousandth of a token.
-    """
-    one_by_one = min(vocabulary, _ONE_BY_ONE)
-
-    def total(term: Callable[[float], float]) -> float:
-        first = math.fsum(map(term, range(1, one_by_one + 1)))
-        low, high = math.log(one_by_one + 0.5), math.log(vocabulary + 0.5)
-        width = (high - low) / _INTERVALS
-        points = (math.exp(low + width * at) for at in range(_INTERVALS + 1))
-        weights = (1 if at in (0, _INTERVALS) else 4 if at % 2 else 2 for at in range(_INTERVALS + 1))
-        return first + width / 3 * math.fsum(w * r * term(r) for w, r in zip(weights, points, strict=True))
-
-    harmonic = total(lambda rank: 1 / rank)
-    return int(total(lambda rank: -math.expm1(-drawn / (rank * harmonic))))
+    frequencies = 1 / np.arange(1, vocabulary + 1)
+    return int(-np.expm1(-drawn * frequencies / frequencies.sum()).sum())
 
 
 def _collected(
