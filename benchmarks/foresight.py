@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
+
 from benchmarks.report import Row, finish, target
 
 LLAMA = {
@@ -190,16 +191,16 @@ def _cores() -> int:
 
 def wire() -> list[Row]:
     """Two hosts, one rank each, in network namespaces: benchmarks/wire.py counts, the planner says."""
-    from benchmarks import wire as counted
-    from benchmarks.contestants import DEEPSPEED_JSON, LEARNING_RATE
-    from benchmarks.layouts import LLAMA_125M, llama_config
-    from benchmarks.worlds import run_world
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
     from aliquot.config.read_config import validate
     from aliquot.distributed.topology import RankLayout
     from aliquot.models.shaped_model import shaped_model
     from aliquot.planner.traffic import traffic
+    from benchmarks import wire as counted
+    from benchmarks.contestants import DEEPSPEED_JSON, LEARNING_RATE
+    from benchmarks.layouts import LLAMA_125M, llama_config
+    from benchmarks.worlds import run_world
 
     if why_not() is not None:
         return [{"case": "wire", "failed": why_not()}]
