@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import torch
@@ -43,7 +43,10 @@ SMALL = {
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """An engine, its ranks, and what is done to them: the axes of the tests that compare engines."""
+    """An engine, its ranks, and what is done to them: the axes of the tests that compare engines.
+
+    As text: `engine=host,ranks=3,hosts=3,late=True`, the axes that differ from their default.
+    """
 
     engine: Literal["host", "fsdp", "deepspeed"]
     ranks: int
@@ -55,6 +58,11 @@ class EngineSetup:
     shared_memory: bool = False  # of engine fsdp
     offload: bool = False  # to the memory of the host
     uncompiled: bool = False  # DeepSpeed without its shared-memory op
+
+    def __str__(self) -> str:
+        axes = {axis.name: getattr(self, axis.name) for axis in fields(self)}
+        defaults = {axis.name: axis.default for axis in fields(self)}
+        return ",".join(f"{name}={value}" for name, value in axes.items() if value != defaults[name])
 
     def as_argument(self) -> str:
         """The setup as an argument of worker.py."""

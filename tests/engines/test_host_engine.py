@@ -19,58 +19,77 @@ DEEP = ["llama-deep", "llama-deep-full"]
 ONCE = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]  # one micro-batch a step
 DEEP_FROZEN = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
 
-HOST, HOSTS, FSDP = EngineSetup("host", 2), EngineSetup("host", 2, hosts=2), EngineSetup("fsdp", 2)
-DISK, LATE = replace(HOST, on_disk="everything"), replace(HOSTS, late=True)
+# The setups, named by the axes in which they differ.
+FSDP, HOST = EngineSetup("fsdp", 2), EngineSetup("host", 2)
+FSDP_SHARED = replace(FSDP, shared_memory=True)
+HOST_1, HOST_3, HOST_4 = (replace(HOST, ranks=ranks) for ranks in (1, 3, 4))
+NUMA = replace(HOST_4, numa_nodes=2)
+DISK, DISK_1, DISK_3 = (replace(host, on_disk="everything") for host in (HOST, HOST_1, HOST_3))
+STATES_ON_DISK = replace(HOST, on_disk="some states")
+HOSTS, HOSTS_3, HOSTS_2X2 = (replace(HOST, ranks=ranks, hosts=hosts) for ranks, hosts in ((2, 2), (3, 3), (4, 2)))
+LATE, LATE_3, LATE_2X2 = (replace(hosts, late=True) for hosts in (HOSTS, HOSTS_3, HOSTS_2X2))
+HOSTS_DISK = replace(HOSTS, on_disk="everything")
+FLIPPED_WEIGHTS, FLIPPED_GRADIENTS = (replace(HOSTS, flipped=flipped) for flipped in ("weights", "gradients"))
+FLIPPED_DISK = replace(HOSTS_DISK, flipped="gradients")
 
-# By name a setup and the cases that it trains, together, when a test first asks for one of them. `make test` thus
-# trains only what it compares: "frozen", "lora", "far", "compiled" and numbers of ranks are groups of long tests.
-WORLDS: dict[str, tuple[EngineSetup, list[str]]] = {
-    "fsdp": (FSDP, ["llama", "gemma2"]),
-    "fsdp-lora": (FSDP, ["llama-lora"]),
-    "fsdp-shared": (replace(FSDP, shared_memory=True), ["llama", "gemma2"]),
-    "fsdp-shared-lora": (replace(FSDP, shared_memory=True), ["llama-lora"]),
+# The matrix: a setup and a group of cases -> the cases. A setup trains the cases of a group together, when a test first
+# asks for one of them. `make test` thus trains only what it compares: "frozen", "lora", "far", "compiled" and numbers
+# of ranks are groups of long tests.
+MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
+    (FSDP, "base"): ["llama", "gemma2"],
+    (FSDP, "lora"): ["llama-lora"],
+    (FSDP_SHARED, "base"): ["llama", "gemma2"],
+    (FSDP_SHARED, "lora"): ["llama-lora"],
     # One host, state in memory.
-    "host": (HOST, [*ON_DISK, "llama-deep", "llama-deep-lora", *EXPERTS, *ONCE, "gemma2"]),
-    "again": (HOST, ["llama-bf16", "llama-int8", *EXPERTS]),
-    "far": (HOST, ["llama-bf16-far", "llama-frugal", "llama-bf16-states"]),
-    "host-frozen": (HOST, ["llama-frozen", *DEEP_FROZEN[:2], "llama-lora", "deepseek-deep-bf16"]),
-    "host-lora": (HOST, ["llama-lora-bf16", "llama-lora-once"]),
-    "host-compiled": (HOST, ["llama-deep-compiled"]),
-    "host-1": (replace(HOST, ranks=1), [*DEEP_FROZEN, "llama-deep-lora-full"]),
-    "one": (replace(HOST, ranks=1), ["llama-int8"]),
-    "host-3": (replace(HOST, ranks=3), ONCE),
-    "three": (replace(HOST, ranks=3), [*ON_DISK, *DEEP, "moe", *EXPERTS]),
-    "four": (replace(HOST, ranks=4), ["llama", "llama-bf16", "llama-bf16-once", "llama-lora-bf16"]),
-    "numa": (replace(HOST, ranks=4, numa_nodes=2), ["llama", "llama-bf16", "llama-lora-bf16"]),
+    (HOST, "base"): [*ON_DISK, "llama-deep", "llama-deep-lora", *EXPERTS, *ONCE, "gemma2"],
+    (HOST, "again"): ["llama-bf16", "llama-int8", *EXPERTS],
+    (HOST, "far"): ["llama-bf16-far", "llama-frugal", "llama-bf16-states"],
+    (HOST, "frozen"): ["llama-frozen", *DEEP_FROZEN[:2], "llama-lora", "deepseek-deep-bf16"],
+    (HOST, "lora"): ["llama-lora-bf16", "llama-lora-once"],
+    (HOST, "compiled"): ["llama-deep-compiled"],
+    (HOST_1, "frozen"): [*DEEP_FROZEN, "llama-deep-lora-full"],
+    (HOST_1, "base"): ["llama-int8"],
+    (HOST_3, "once"): ONCE,
+    (HOST_3, "base"): [*ON_DISK, *DEEP, "moe", *EXPERTS],
+    (HOST_4, "base"): ["llama", "llama-bf16", "llama-bf16-once", "llama-lora-bf16"],
+    (NUMA, "base"): ["llama", "llama-bf16", "llama-lora-bf16"],
     # One host, state on disk.
-    "disk": (DISK, ["llama-int8", "qwen2-tied", "llama-deep", "llama-deep-lora", *EXPERTS]),
-    "disk-frozen": (DISK, ["llama-frozen", *DEEP_FROZEN[:2], "deepseek-deep-bf16"]),
-    "disk-lora": (DISK, ["llama-lora-bf16"]),
-    "disk-compiled": (DISK, ["llama-deep-compiled"]),
-    "disk-1": (replace(DISK, ranks=1), [*DEEP_FROZEN, "llama-deep-lora-full"]),
-    "disk-3": (replace(DISK, ranks=3), [*ON_DISK, *DEEP, "moe", *EXPERTS]),
-    "states on disk": (replace(HOST, on_disk="some states"), ON_DISK),
+    (DISK, "base"): ["llama-int8", "qwen2-tied", "llama-deep", "llama-deep-lora", *EXPERTS],
+    (DISK, "frozen"): ["llama-frozen", *DEEP_FROZEN[:2], "deepseek-deep-bf16"],
+    (DISK, "lora"): ["llama-lora-bf16"],
+    (DISK, "compiled"): ["llama-deep-compiled"],
+    (DISK_1, "frozen"): [*DEEP_FROZEN, "llama-deep-lora-full"],
+    (DISK_3, "base"): [*ON_DISK, *DEEP, "moe", *EXPERTS],
+    (STATES_ON_DISK, "base"): ON_DISK,
     # Several hosts.
-    "hosts": (HOSTS, ["qwen2-tied", *ONCE, "llama-reduced-once"]),
-    "hosts-memory": (HOSTS, ON_DISK),
-    "hosts-far": (HOSTS, ["llama-reduced"]),
-    "hosts-frozen": (HOSTS, ["llama-frozen", "deepseek-deep-bf16"]),
-    "hosts-lora": (HOSTS, ["llama-lora-bf16"]),
-    "hosts-moe": (HOSTS, ["moe", *EXPERTS]),
-    "hosts-compiled": (HOSTS, ["llama-compiled"]),
-    "hosts-3": (EngineSetup("host", 3, hosts=3), ["llama", *ONCE]),
-    "hosts-2x2": (replace(HOSTS, ranks=4), ["llama-bf16-once"]),
-    "hosts-late": (LATE, ONCE),
-    "hosts-lora-late": (LATE, ["llama-lora-once"]),
-    "hosts-compiled-late": (LATE, ["llama-compiled"]),
-    "hosts-3-late": (EngineSetup("host", 3, hosts=3, late=True), ["llama", *ONCE]),
-    "hosts-2x2-late": (replace(LATE, ranks=4), ["llama-bf16-once"]),
-    "hosts-disk": (replace(HOSTS, on_disk="everything"), ON_DISK),
-    "hosts-once-disk": (replace(HOSTS, on_disk="everything"), ONCE),
-    "hosts-flipped-weights": (replace(HOSTS, flipped="weights"), ["llama-bf16"]),
-    "hosts-flipped-gradients": (replace(HOSTS, flipped="gradients"), ["llama-bf16"]),
-    "hosts-flipped-disk": (replace(HOSTS, on_disk="everything", flipped="gradients"), ["llama-bf16"]),
+    (HOSTS, "base"): ["qwen2-tied", *ONCE, "llama-reduced-once"],
+    (HOSTS, "accumulated"): ON_DISK,
+    (HOSTS, "far"): ["llama-reduced"],
+    (HOSTS, "frozen"): ["llama-frozen", "deepseek-deep-bf16"],
+    (HOSTS, "lora"): ["llama-lora-bf16"],
+    (HOSTS, "experts"): ["moe", *EXPERTS],
+    (HOSTS, "compiled"): ["llama-compiled"],
+    (HOSTS_3, "base"): ["llama", *ONCE],
+    (HOSTS_2X2, "base"): ["llama-bf16-once"],
+    (LATE, "base"): ONCE,
+    (LATE, "lora"): ["llama-lora-once"],
+    (LATE, "compiled"): ["llama-compiled"],
+    (LATE_3, "base"): ["llama", *ONCE],
+    (LATE_2X2, "base"): ["llama-bf16-once"],
+    (HOSTS_DISK, "accumulated"): ON_DISK,
+    (HOSTS_DISK, "once"): ONCE,
+    (FLIPPED_WEIGHTS, "base"): ["llama-bf16"],
+    (FLIPPED_GRADIENTS, "base"): ["llama-bf16"],
+    (FLIPPED_DISK, "base"): ["llama-bf16"],
 }
+
+
+def world(setup: EngineSetup, group: str = "base") -> str:
+    """The name of a cell of the matrix: `engine=host,ranks=2,hosts=2,group=lora`."""
+    return f"{setup},group={group}"
+
+
+WORLDS = {world(setup, group): (setup, cases) for (setup, group), cases in MATRIX.items()}
 
 
 @pytest.fixture(scope="module")
@@ -89,54 +108,54 @@ def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True)
 
 def test_host_engine_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     """Clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
-    same(runs["host"], runs["fsdp"], "llama")
+    same(runs[world(HOST)], runs[world(FSDP)], "llama")
 
 
 @pytest.mark.long
 def test_frozen_weights_equal_fsdp_on_hosts_and_on_disk(runs: Runs[str]) -> None:
-    same(runs["host-frozen"], runs["fsdp-lora"], "llama-lora")
-    same(runs["fsdp-shared-lora"], runs["fsdp-lora"], "llama-lora")
+    same(runs[world(HOST, "frozen")], runs[world(FSDP, "lora")], "llama-lora")
+    same(runs[world(FSDP_SHARED, "lora")], runs[world(FSDP, "lora")], "llama-lora")
     for name, bound in (("llama-frozen", 1e-5), ("deepseek-deep-bf16", 1e-3)):
-        same(runs["host-frozen"], runs["disk-frozen"], name)
-        one, two = (result(runs[world], name) for world in ("host-frozen", "hosts-frozen"))
+        same(runs[world(HOST, "frozen")], runs[world(DISK, "frozen")], name)
+        one, two = (result(runs[world(setup, "frozen")], name) for setup in (HOST, HOSTS))
         assert two["losses"] == pytest.approx(one["losses"], rel=bound)
 
 
 @pytest.mark.long
 def test_adapters_on_hosts_and_on_disk_change_no_bit(runs: Runs[str]) -> None:
-    same(runs["host-lora"], runs["hosts-lora-late"], "llama-lora-once")
-    same(runs["host-lora"], runs["disk-lora"], "llama-lora-bf16")
-    one, two = (result(runs[world], "llama-lora-bf16") for world in ("host-lora", "hosts-lora"))
+    same(runs[world(HOST, "lora")], runs[world(LATE, "lora")], "llama-lora-once")
+    same(runs[world(HOST, "lora")], runs[world(DISK, "lora")], "llama-lora-bf16")
+    one, two = (result(runs[world(setup, "lora")], "llama-lora-bf16") for setup in (HOST, HOSTS))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
 
 
 def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: Runs[str]) -> None:
-    same(runs["fsdp-shared"], runs["fsdp"], "llama")
-    same(runs["fsdp-shared"], runs["fsdp"], "gemma2")
+    same(runs[world(FSDP_SHARED)], runs[world(FSDP)], "llama")
+    same(runs[world(FSDP_SHARED)], runs[world(FSDP)], "gemma2")
 
 
 def test_host_engine_is_reproducible(runs: Runs[str]) -> None:
-    same(runs["host"], runs["again"], "llama-bf16")
-    same(runs["host"], runs["again"], "llama-int8")
+    same(runs[world(HOST)], runs[world(HOST, "again")], "llama-bf16")
+    same(runs[world(HOST)], runs[world(HOST, "again")], "llama-int8")
 
 
 def test_experts_are_reproducible_and_the_same_on_disk(runs: Runs[str]) -> None:
     """Pieces of several experts, some without a token; recomputed, in bf16, with biases."""
-    same(runs["host"], runs["again"], "moe-bf16-full")
-    same(runs["host"], runs["disk"], "moe-bf16-full")
+    same(runs[world(HOST)], runs[world(HOST, "again")], "moe-bf16-full")
+    same(runs[world(HOST)], runs[world(DISK)], "moe-bf16-full")
 
 
 @pytest.mark.long
 def test_experts_on_three_ranks_and_two_hosts(runs: Runs[str]) -> None:
     for name in ("moe", "moe-bf16-full"):
-        same(runs["three"], runs["disk-3"], name, 3)
-        one, two = result(runs["three"], name), result(runs["hosts-moe"], name)
+        same(runs[world(HOST_3)], runs[world(DISK_3)], name, 3)
+        one, two = result(runs[world(HOST_3)], name), result(runs[world(HOSTS, "experts")], name)
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-5 if name == "moe" else 1e-3)
 
 
 def test_model_with_capped_logits_equals_fsdp(runs: Runs[str]) -> None:
     """Gemma 2 caps its logits: its own loss is taken, whole."""
-    host, fsdp = result(runs["host"], "gemma2"), result(runs["fsdp"], "gemma2")
+    host, fsdp = result(runs[world(HOST)], "gemma2"), result(runs[world(FSDP)], "gemma2")
     assert host == fsdp
 
 
@@ -146,62 +165,64 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("disk", "memory", "world_size"),
     [
-        ("disk", "host", 2),
-        pytest.param("states on disk", "host", 2, marks=LONG),
-        pytest.param("disk-3", "three", 3, marks=LONG),
-        pytest.param("hosts-disk", "hosts-memory", 2, marks=LONG),
+        (world(DISK), world(HOST), 2),
+        pytest.param(world(STATES_ON_DISK), world(HOST), 2, marks=LONG),
+        pytest.param(world(DISK_3), world(HOST_3), 3, marks=LONG),
+        pytest.param(world(HOSTS_DISK, "accumulated"), world(HOSTS, "accumulated"), 2, marks=LONG),
     ],
 )
 def test_state_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
     """Accumulation over uneven micro-batches, clipping, a tied embedding, frugal states, windows with a rest."""
-    for name in ("llama-int8", "qwen2-tied") if disk == "disk" else ("llama", "llama-bf16", "llama-int8", "qwen2-tied"):
+    for name in (
+        ("llama-int8", "qwen2-tied") if disk == world(DISK) else ("llama", "llama-bf16", "llama-int8", "qwen2-tied")
+    ):
         same(runs[disk], runs[memory], name, world_size)
 
 
 @pytest.mark.long
 def test_sums_on_disk_are_exchanged_after_one_micro_batch(runs: Runs[str]) -> None:
     for name in ("llama-once", "llama-bf16-once", "qwen2-tied-once"):
-        same(runs["hosts-once-disk"], runs["hosts"], name)
+        same(runs[world(HOSTS_DISK, "once")], runs[world(HOSTS)], name)
 
 
 @pytest.mark.parametrize(
     ("disk", "memory", "world_size"),
-    [("disk", "host", 2), pytest.param("disk-3", "three", 3, marks=LONG)],
+    [(world(DISK), world(HOST), 2), pytest.param(world(DISK_3), world(HOST_3), 3, marks=LONG)],
 )
 def test_streamed_layers_change_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
     """Of five layers four lie on disk and two of those are in memory at once, with recomputation and without."""
-    for name in ("llama-deep",) if disk == "disk" else ("llama-deep", "llama-deep-full"):
+    for name in ("llama-deep",) if disk == world(DISK) else ("llama-deep", "llama-deep-full"):
         same(runs[disk], runs[memory], name, world_size)
 
 
 def test_streamed_layers_with_adapters_change_no_bit(runs: Runs[str]) -> None:
-    same(runs["disk"], runs["host"], "llama-deep-lora")
+    same(runs[world(DISK)], runs[world(HOST)], "llama-deep-lora")
 
 
 @pytest.mark.long
 def test_streamed_frozen_layers_change_no_bit(runs: Runs[str]) -> None:
     """Layers of which all, some or none learns."""
     for name in ("llama-deep-frozen", "moe-deep-frozen-int8"):
-        same(runs["disk-frozen"], runs["host-frozen"], name)
+        same(runs[world(DISK, "frozen")], runs[world(HOST, "frozen")], name)
     for name in ("llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora", "llama-deep-lora-full"):
-        same(runs["disk-1"], runs["host-1"], name, 1)
+        same(runs[world(DISK_1, "frozen")], runs[world(HOST_1, "frozen")], name, 1)
 
 
 @pytest.mark.long
 def test_compiled_streamed_layers_change_no_bit(runs: Runs[str]) -> None:
-    same(runs["disk-compiled"], runs["host-compiled"], "llama-deep-compiled")
+    same(runs[world(DISK, "compiled")], runs[world(HOST, "compiled")], "llama-deep-compiled")
 
 
 @pytest.mark.long
 def test_two_numa_nodes_equal_one(runs: Runs[str]) -> None:
-    same(runs["numa"], runs["four"], "llama", world_size=4)
-    same(runs["numa"], runs["four"], "llama-bf16", world_size=4)
-    same(runs["numa"], runs["four"], "llama-lora-bf16", world_size=4)
+    same(runs[world(NUMA)], runs[world(HOST_4)], "llama", world_size=4)
+    same(runs[world(NUMA)], runs[world(HOST_4)], "llama-bf16", world_size=4)
+    same(runs[world(NUMA)], runs[world(HOST_4)], "llama-lora-bf16", world_size=4)
 
 
 def test_two_hosts_equal_one_host_up_to_rounding(runs: Runs[str]) -> None:
     """Tied: of one weight two sums."""
-    one, two = (result(runs[world], "qwen2-tied") for world in ("host", "hosts"))
+    one, two = (result(runs[world(setup)], "qwen2-tied") for setup in (HOST, HOSTS))
     # Sums over micro-batches and hosts in another order: as between world sizes in test_engines.
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
@@ -209,7 +230,8 @@ def test_two_hosts_equal_one_host_up_to_rounding(runs: Runs[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "several", "world_size"), [("host", "hosts", 2), pytest.param("host-3", "hosts-3", 3, marks=LONG)]
+    ("one", "several", "world_size"),
+    [(world(HOST), world(HOSTS), 2), pytest.param(world(HOST_3, "once"), world(HOSTS_3), 3, marks=LONG)],
 )
 def test_hosts_equal_one_host_bit_for_bit(runs: Runs[str], one: str, several: str, world_size: int) -> None:
     """Where a step is a micro-batch a rank: losses, norms, weights and moments, in fp32 and bf16."""
@@ -220,10 +242,10 @@ def test_hosts_equal_one_host_bit_for_bit(runs: Runs[str], one: str, several: st
 @pytest.mark.parametrize(
     ("several", "late", "world_size", "names"),
     [
-        pytest.param("hosts", "hosts-late", 2, ["llama-bf16-once", "qwen2-tied-once"], marks=LONG),
-        pytest.param("hosts-compiled", "hosts-compiled-late", 2, ["llama-compiled"], marks=LONG),
-        pytest.param("hosts-2x2", "hosts-2x2-late", 4, ["llama-bf16-once"], marks=LONG),
-        pytest.param("hosts-3", "hosts-3-late", 3, ["llama", "llama-once", "llama-bf16-once"], marks=LONG),
+        pytest.param(world(HOSTS), world(LATE), 2, ["llama-bf16-once", "qwen2-tied-once"], marks=LONG),
+        pytest.param(world(HOSTS, "compiled"), world(LATE, "compiled"), 2, ["llama-compiled"], marks=LONG),
+        pytest.param(world(HOSTS_2X2), world(LATE_2X2), 4, ["llama-bf16-once"], marks=LONG),
+        pytest.param(world(HOSTS_3), world(LATE_3), 3, ["llama", "llama-once", "llama-bf16-once"], marks=LONG),
     ],
 )
 def test_late_hosts_change_no_bit(runs: Runs[str], several: str, late: str, world_size: int, names: list[str]) -> None:
@@ -234,18 +256,19 @@ def test_late_hosts_change_no_bit(runs: Runs[str], several: str, late: str, worl
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("what", "which"),
+    ("setup", "which"),
     [
-        ("weights", "that rank 0 has updated"),
-        ("gradients", "of rank 0"),
-        ("disk", "of rank 0"),  # gradients that are exchanged after the step's last micro-batch
+        (FLIPPED_WEIGHTS, "that rank 0 has updated"),
+        (FLIPPED_GRADIENTS, "of rank 0"),
+        (FLIPPED_DISK, "of rank 0"),  # gradients that are exchanged after the step's last micro-batch
     ],
+    ids=str,
 )
-def test_flipped_bit_between_hosts_ends_the_run(runs: Runs[str], what: str, which: str) -> None:
+def test_flipped_bit_between_hosts_ends_the_run(runs: Runs[str], setup: EngineSetup, which: str) -> None:
     """TCP's checksum lets one of 65,536 through."""
-    folder = runs[f"hosts-flipped-{what}"]
+    folder = runs[world(setup)]
     measured, lost = (json.loads((folder / f"llama-bf16-{rank}.json").read_text())["error"] for rank in (1, 0))
-    assert measured.startswith(f"SelfTestError: {'weights' if what == 'weights' else 'gradients'} of ")
+    assert measured.startswith(f"SelfTestError: {setup.flipped} of ")
     assert f"{which} are not those that were sent" in measured
     assert "SelfTestError" not in lost
 
@@ -253,12 +276,12 @@ def test_flipped_bit_between_hosts_ends_the_run(runs: Runs[str], what: str, whic
 @pytest.mark.long
 def test_two_hosts_of_two_ranks_equal_one_host(runs: Runs[str]) -> None:
     """But for the order of sums: (a + b) + (c + d) between hosts, ((a + b) + c) + d on one."""
-    one, two = result(runs["four"], "llama-bf16-once"), result(runs["hosts-2x2"], "llama-bf16-once")
+    one, two = result(runs[world(HOST_4)], "llama-bf16-once"), result(runs[world(HOSTS_2X2)], "llama-bf16-once")
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
 def test_bf16_gradients_between_hosts_are_close_to_fp32(runs: Runs[str]) -> None:
-    exact, reduced = (result(runs["hosts"], name) for name in ("llama-bf16-once", "llama-reduced-once"))
+    exact, reduced = (result(runs[world(HOSTS)], name) for name in ("llama-bf16-once", "llama-reduced-once"))
     assert reduced["losses"][0] == exact["losses"][0]
     assert reduced["norms"] != exact["norms"]
     # A sum of two hosts of which one is rounded to 8 bits: 2 ** -9 at most of an element, up as often as down, so far
@@ -271,8 +294,8 @@ def test_bf16_gradients_between_hosts_are_close_to_fp32(runs: Runs[str]) -> None
 @pytest.mark.long
 def test_bf16_gradients_between_hosts_learn_as_fp32_ones(runs: Runs[str]) -> None:
     exact, reduced = (
-        result(runs["far"], "llama-bf16-far")["losses"],
-        result(runs["hosts-far"], "llama-reduced")["losses"],
+        result(runs[world(HOST, "far")], "llama-bf16-far")["losses"],
+        result(runs[world(HOSTS, "far")], "llama-reduced")["losses"],
     )
     assert reduced != exact
     assert abs(reduced[-1] - exact[-1]) < 0.02 * (exact[0] - exact[-1]) + 0.01
@@ -280,24 +303,27 @@ def test_bf16_gradients_between_hosts_learn_as_fp32_ones(runs: Runs[str]) -> Non
 
 @pytest.mark.long
 def test_compiled_layers_on_two_hosts_equal_eager_ones(runs: Runs[str]) -> None:
-    compiled, eager = result(runs["hosts-compiled"], "llama-compiled"), result(runs["far"], "llama-bf16-far")
+    compiled, eager = (
+        result(runs[world(HOSTS, "compiled")], "llama-compiled"),
+        result(runs[world(HOST, "far")], "llama-bf16-far"),
+    )
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=5e-3)
 
 
 @pytest.mark.long
 def test_frugal_states_learn_as_exact_states(runs: Runs[str]) -> None:
-    exact = result(runs["far"], "llama-bf16-far")["losses"]
+    exact = result(runs[world(HOST, "far")], "llama-bf16-far")["losses"]
     for name in ("llama-frugal", "llama-bf16-states"):
-        frugal = result(runs["far"], name)["losses"]
+        frugal = result(runs[world(HOST, "far")], name)["losses"]
         assert frugal != exact
         # A tiny model at a large rate: 20 steps take the loss from 4.9 to 3.6, frugal states within 2 % of the way.
         assert abs(frugal[-1] - exact[-1]) < 0.02 * (exact[0] - exact[-1]) + 0.01
-    assert result(runs["one"], "llama-int8")["losses"][0] == pytest.approx(exact[0], rel=1e-4)
+    assert result(runs[world(HOST_1)], "llama-int8")["losses"][0] == pytest.approx(exact[0], rel=1e-4)
 
 
 def test_int8_moments_are_codes_of_eight_bits(runs: Runs[str]) -> None:
     assert CASES["llama-int8"].states == "int8"
-    measured = assembled(runs["host"], "llama-int8", "final", 2, "exp_avg_sq")
+    measured = assembled(runs[world(HOST)], "llama-int8", "final", 2, "exp_avg_sq")
     blocks = measured["model.layers.0.mlp.down_proj.weight"].view(-1, 50)  # rows of 50: one block each
     levels = blocks / blocks.amax(1, keepdim=True)
     codes = levels.sqrt().sqrt() * 255
