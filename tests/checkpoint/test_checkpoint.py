@@ -25,7 +25,7 @@ from aliquot.checkpoint import restore as restore_module
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, newest, step_of
 from aliquot.checkpoint.restore import restore, restore_newest
-from aliquot.checkpoint.retention import retain
+from aliquot.checkpoint.retention import Retention, retain
 from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import SingleRank
@@ -258,7 +258,7 @@ def test_retention(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005"]
     (tmp_path / "step-00000005" / "state.json").unlink()
     (tmp_path / "notes").mkdir()
-    retain(tmp_path, 1, tmp_path / "absent")  # nothing complete: nothing goes
+    retain(tmp_path, tmp_path / "absent", Retention(1))  # nothing complete: nothing goes
     save_small(tmp_path, 3, keep=1)  # older than a damaged one: both stay
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000005"]
     assert newest(tmp_path) == tmp_path / "step-00000003"

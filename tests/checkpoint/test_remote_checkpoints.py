@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.checkpoint import remote_upload
+from aliquot.checkpoint import mirror
 from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.remote_download import fetch_newer, fetch_replacement, fetched_weights
-from aliquot.checkpoint.remote_files import complete_steps
-from aliquot.checkpoint.remote_upload import Uploader
-from aliquot.checkpoint.retention import retain
+from aliquot.checkpoint.mirror import Uploader, fetch_newer, fetch_replacement
+from aliquot.checkpoint.remote_checkpoint import complete_steps, fetched_weights
+from aliquot.checkpoint.retention import Retention, retain
 from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
@@ -211,7 +210,7 @@ def test_a_hiccup_of_the_file_system_here_does_not_end_the_run(
     url = f"file://{tmp_path}/there"
     saved(tmp_path / "here", 1, keep=9)
     instance = Uploader(url, tmp_path / "here", SingleRank(), CheckpointSection(), SaveEvents(print, print))
-    monkeypatch.setattr(remote_upload, "retain", stale)
+    monkeypatch.setattr(mirror, "retain", stale)
     instance.start(1)
     instance.finish()
     assert complete_steps(open_store(url)) == ["step-00000001"]
@@ -227,7 +226,9 @@ def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path)
     mirror.start(1)
     mirror.start(2)
     saved(root, 3, keep=9)
-    retain(root, 1, root / "step-00000003", mirror.protected_steps)  # as the end of a save does
+    retain(
+        root, root / "step-00000003", Retention(1, protected_steps=mirror.protected_steps)
+    )  # as the end of a save does
     assert len(complete_directories(root)) == 3
     mirror.finish()
     assert complete_steps(open_store(url)) == ["step-00000002"]

@@ -35,7 +35,7 @@ from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.engines.state_placement import OnDisk
 from aliquot.models import backward_pass, initialize, meta
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.published import Published, PublishedStore
+from aliquot.models.stored_weights import Published, PublishedParts
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import adamw, sizes, squared_norm
 from aliquot.tensor_io.parts import ViewableStore
@@ -97,7 +97,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
     if built.adapter is not None:  # beside a model, here one as it would be without
         frozen = [(name, shape) for name, shape in built.tensors if name not in built.learned]
         model = [Published(name.replace(".base_layer", ""), shape, name, 0) for name, shape in frozen]
-        initialize.initialize(PublishedStore(engine, model), meta.build(config).fills, cases.SEED)
+        initialize.initialize(PublishedParts(engine, model), meta.build(config).fills, cases.SEED)
     initialize.initialize(engine, built.fills, cases.SEED)
     for part in engine.parts():
         if part.name in spec.exact:

@@ -13,8 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.models.added_rows import new_rows
-from aliquot.models.load import LoadOptions, load_weights
+from aliquot.models.load import LoadOptions, load_weights, new_rows
 from aliquot.tensor_io.bytemap import ByteMap
 from tests import runs
 from tests.tensor_io.world import FakeStore, Tensors, run_world

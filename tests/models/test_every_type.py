@@ -17,7 +17,7 @@ from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models import meta
 from aliquot.models.export import ExportOptions, export
 from aliquot.models.load import LoadOptions, load_weights
-from aliquot.models.published import published_of
+from aliquot.models.stored_weights import published_of
 from aliquot.tensor_io.parts import Part
 from tests.tools.architectures import small_config
 

@@ -17,7 +17,7 @@ from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models import meta
 from aliquot.models.export import ExportOptions, export, export_checkpoint
 from aliquot.models.load import load_weights
-from aliquot.models.published import published_of
+from aliquot.models.stored_weights import published_of
 from tests.engines import cases
 from tests.tensor_io.world import SMALL, FakeStore, PipedRanks, Tensors, run_world, value_of
 

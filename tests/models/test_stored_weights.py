@@ -1,7 +1,8 @@
-"""Files in which a model's weights have other names: a wider model's, those of older versions, of tied ones both."""
+"""Files with weights of other names or layouts: single experts as published, older versions, tied weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,235 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.core.errors import WeightsFileError
+from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.loaders.sharded import load_sharded
+from aliquot.models.export import ExportOptions, export
+from aliquot.models.load import LoadOptions, load_weights
+from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, published_of
+from aliquot.tensor_io.parts import Part, row_ranges
+from tests.tensor_io.world import run_world
 
 SMALL = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5},
+    "qwen3_moe": {"num_experts": 5, "tie_word_embeddings": True},
+    "olmoe": {"num_experts": 5},
+    "deepseek_v3": {
+        "n_routed_experts": 5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    },
+    "gpt_neox": {},  # whose head has another name
+}  # fmt: skip
+
+
+class Held:
+    """A rank's rows of a model's weights; `direct`: they can be seen where they lie."""
+
+    def __init__(self, weights: dict[str, Tensor], rank: int, world_size: int, direct: bool = False) -> None:
+        self._values = {}
+        for name, weight in weights.items():
+            start, stop = row_ranges(tuple(weight.shape), world_size)[rank]
+            self._values[Part(name, tuple(weight.shape), "weight", start, stop)] = weight.reshape(-1)[
+                start:stop
+            ].clone()
+        self._direct = direct
+
+    def parts(self) -> list[Part]:
+        return [part for part in self._values if part.numel]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self._values[part][start - part.start :][: out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self._values[part][start - part.start :][: values.numel()] = values
+
+    def view(self, part: Part) -> Tensor | None:
+        return self._values[part] if self._direct else None
+
+    def equals(self, weights: dict[str, Tensor]) -> bool:
+        return all(
+            torch.equal(values, weights[part.name].reshape(-1)[part.start : part.stop])
+            for part, values in self._values.items()
+        )
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    buffers = {name: model.get_buffer(name) for name in model.state_dict() if name in dict(model.named_buffers())}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model, folder = model_of(request.param), tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_transformers_saves_is_loaded_and_exported_the_same(
+    saved: tuple[Any, Path], tmp_path: Path, world: int, direct: bool
+) -> None:
+    model, folder = saved
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
+    published = published_of(model, tensors)
+    assert published is not None
+    assert any(".experts.4." in each.name or each.name == "embed_out.weight" for each in published)
+
+    def work(ranks: RankGroup) -> int:
+        store = Held({name: torch.zeros_like(w) for name, w in weights.items()}, ranks.rank, world, direct)
+        read_bytes = load_weights(store, folder, tensors, tied, ranks, LoadOptions(published=published))
+        assert store.equals(weights)
+        config = {"config.json": (folder / "config.json").read_bytes()}
+        export(store, tensors, tmp_path / "out", torch.float32, config, ranks, ExportOptions(published=published))
+        return read_bytes
+
+    # Each byte is read by one rank.
+    assert sum(run_world(world, work)) == sum(4 * weight.numel() for weight in weights.values())
+    stored, expected = load_file(tmp_path / "out" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in weights.items())
+
+
+def test_the_layout_of_the_model_itself_is_loaded_too(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    model, _ = saved
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    export(Held(weights, 0, 1), tensors, tmp_path / "out", torch.float32, {}, SingleRank())
+    store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
+    load_weights(
+        store, tmp_path / "out", tensors, {}, SingleRank(), LoadOptions(published=published_of(model, tensors))
+    )
+    assert store.equals(weights)
+
+
+def test_for_other_peoples_scripts(saved: tuple[Any, Path]) -> None:
+    model, folder = saved
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    loaded = load_sharded(empty, folder)
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    [
+        ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.masked_bias"]),
+        ("deepseek_v3", ["model.layers.61.eh_proj.weight", "model.layers.61.mlp.experts.0.up_proj.weight"]),
+    ],
+)
+def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[str], tmp_path: Path) -> None:
+    model, told = model_of(kind), []
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(3) for name in beside}
+    save_file(stored, tmp_path / "model.safetensors")
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
+    options: dict[str, Any] = {"published": published_of(model, tensors), "tell": told.append}
+    load_weights(
+        store, tmp_path, tensors, {}, SingleRank(), LoadOptions(names=StoredNames.from_model(model), **options)
+    )
+    assert store.equals(weights)
+    assert told == [f"{tmp_path}: 2 tensors that transformers does not load are left out, {min(beside)} for one"]
+    with pytest.raises(WeightsFileError, match=f"not of this model: .*{beside[0]}"):
+        load_weights(store, tmp_path, tensors, {}, SingleRank(), LoadOptions(**options))
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    loaded = load_sharded(empty, tmp_path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def test_weights_that_are_tied_and_differ_are_refused(tmp_path: Path) -> None:
+    """As a fine-tune leaves them that untied its head, and not its config.json: transformers would not tie them."""
+    model = model_of("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    weights, tied = weights_of(model), {"lm_head.weight": "model.embed_tokens.weight"}
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+
+    def load(ranks: RankGroup) -> None:
+        store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, ranks.rank, 2)
+        load_weights(store, tmp_path, tensors, tied, ranks, LoadOptions(published=published_of(model, tensors)))
+
+    save_file(stored, tmp_path / "model.safetensors")
+    assert run_world(2, load) == [None, None]
+    stored["lm_head.weight"][0, 3] += 1  # the first rank's share
+    save_file(stored, tmp_path / "model.safetensors")
+    for error in run_world(2, load):
+        assert isinstance(error, WeightsFileError) and "set tie_word_embeddings to false" in str(error)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    model = model_of("mixtral")
+    model.save_pretrained(tmp_path)
+    index = {name: "model.safetensors" for name in load_file(tmp_path / "model.safetensors") if ".3.w2" not in name}
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001.safetensors")
+    of_file = {name: "model-00001.safetensors" for name in index}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of_file}))
+    weights = weights_of(model)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    with pytest.raises(WeightsFileError, match=r"missing: model\.layers\.0\.block_sparse_moe\.experts\.3\.w2\.weight"):
+        load_weights(
+            Held(weights, 0, 1),
+            tmp_path,
+            tensors,
+            {},
+            SingleRank(),
+            LoadOptions(published=published_of(model, tensors)),
+        )
+
+
+def test_models_that_are_stored_as_they_are_held() -> None:
+    for kind, more in (("llama", {}), ("gpt_oss", {"num_local_experts": 4})):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **more}))
+        assert published_of(model, [(name, tuple(p.shape)) for name, p in model.named_parameters()]) is None
+
+
+def test_a_part_is_cut_where_what_is_published_ends() -> None:
+    """A rank's part begins and ends anywhere: inside of an expert, too."""
+    weight = torch.arange(24.0).view(2, 4, 3)
+    published = [
+        Published(f"{expert}.{name}", (2, 3), "w", 12 * expert + 6 * half)
+        for expert in range(2)
+        for half, name in enumerate(("gate", "up"))
+    ]
+
+    class Some(Held):
+        def __init__(self) -> None:
+            super().__init__({}, 0, 1)
+            self._values = {Part("w", (2, 4, 3), "weight", 4, 15): weight.view(-1)[4:15]}
+
+    cut = PublishedParts(Some(), published)
+    assert [(part.name, part.start, part.stop) for part in cut.parts()] == [
+        ("0.gate", 4, 6), ("0.up", 0, 6), ("1.gate", 0, 3),
+    ]  # fmt: skip
+    out = torch.empty(2)
+    cut.read(cut.parts()[1], 3, out)
+    assert out.tolist() == [9, 10]
+
+
+NARROW = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -77,7 +304,7 @@ def as_they_are_held(weights: Weights) -> Weights:
 def test_names_that_transformers_knows(
     kind: str, of_kind: dict[str, Any], rename: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
-    model, file = saved(kind, of_kind, tmp_path)
+    model, file = saved_as(kind, of_kind, tmp_path)
     save_file({name: each.contiguous() for name, each in rename(load_file(file)).items()}, file, {"format": "pt"})
     of_transformers = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     loaded = load_sharded(empty(model), tmp_path).state_dict()
@@ -87,7 +314,7 @@ def test_names_that_transformers_knows(
 
 
 def test_of_two_tensors_that_would_be_one_none_is_taken(tmp_path: Path) -> None:
-    model, file = saved("bert", {"is_decoder": True}, tmp_path)
+    model, file = saved_as("bert", {"is_decoder": True}, tmp_path)
     stored = as_tensorflow_had_them(load_file(file))
     name = "bert.embeddings.LayerNorm.gamma"
     save_file(stored | {name.removeprefix("bert."): torch.zeros_like(stored[name])}, file, {"format": "pt"})
@@ -97,9 +324,9 @@ def test_of_two_tensors_that_would_be_one_none_is_taken(tmp_path: Path) -> None:
         load_sharded(empty(model), tmp_path)
 
 
-def saved(kind: str, of_kind: dict[str, Any], directory: Path) -> tuple[nn.Module, Path]:
+def saved_as(kind: str, of_kind: dict[str, Any], directory: Path) -> tuple[nn.Module, Path]:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **of_kind}), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**NARROW, **of_kind}), dtype=torch.float32)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.3)
     model.save_pretrained(directory)

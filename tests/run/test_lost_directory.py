@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import aliquot
-from aliquot.checkpoint.remote_files import complete_steps
+from aliquot.checkpoint.remote_checkpoint import complete_steps
 from aliquot.checkpoint.save import Draft
 from aliquot.core.errors import RunDirectoryError
 from aliquot.observe.recorder import Recorder

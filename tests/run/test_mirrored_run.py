@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import aliquot
-from aliquot.checkpoint.remote_files import complete_steps
+from aliquot.checkpoint.remote_checkpoint import complete_steps
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify

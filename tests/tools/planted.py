@@ -203,10 +203,10 @@ FAULTS = (
         ("tests/nn/experts",),
     ),
     Fault(
-        "experts-in-the-models-order", "models/published.py",
+        "experts-in-the-models-order", "models/stored_weights.py",
         "of an expert's two matrices that are published apart each is taken for the other",
         "at = (first - start) * whole", "at = ((first - start) ^ 4) * whole",
-        ("tests/models/test_published.py",),
+        ("tests/models/test_stored_weights.py",),
     ),
 )  # fmt: skip
 

@@ -1,13 +1,15 @@
-"""Run a save or an upload in a thread: all ranks learn its outcome at the next step, or wait for it together."""
+"""Run a save or an upload in threads: all ranks learn its outcome at the next step, or wait for it together."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import CutOffError, RunDirectoryError, StorageError, StorageFailureError, UserError
 from aliquot.core.on_rank_0 import RankGroup
 from aliquot.machine.memory import unwritten_bytes
@@ -39,7 +41,7 @@ class SaveEvents:
 class BackgroundTask:
     """Work in a thread: whether it has ended, its result and its error."""
 
-    def __init__(self, name: str, work: Callable[[], Any], on_error: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, work: Callable[[], Any], on_error: Callable[[], None] = _ignore) -> None:
         self.result: Any = None
         self.seconds = 0.0  # duration of the work
         self._error: str | None = None
@@ -70,7 +72,75 @@ class BackgroundTask:
         return not self._thread.is_alive()
 
 
-def first_failure(reports: Sequence[TaskReport]) -> UserError | None:
+class PhasedWork(ABC):
+    """Work of all ranks in phases, of which each begins after all ranks have ended the one before.
+
+    Threads do the work. Only the training thread runs collectives, at moments that all ranks share: in each step every
+    rank gathers a small `report`, and `poll` acts on the reports of all ranks.
+    """
+
+    def __init__(self, ranks: RankGroup, settings: CheckpointSection, events: SaveEvents) -> None:
+        self._ranks = ranks
+        self._settings = settings
+        self._events = events
+        self._task: BackgroundTask | None = None  # the current phase; None if no work is in progress
+
+    @abstractmethod
+    def _next_phase(self, task: BackgroundTask) -> None:
+        """Begin the phase after `task`, which all ranks have ended. Collective."""
+
+    @abstractmethod
+    def _fail(self, error: UserError) -> None:
+        """End the work; raise or warn, by `checkpoint.on_error`. Collective."""
+
+    @abstractmethod
+    def _done_bytes(self) -> int:
+        """Count the bytes that this rank has written or sent."""
+
+    def report(self) -> TaskReport | None:
+        """Return the progress of this rank, which `poll` takes from all ranks; None if no work is in progress."""
+        return self._task.report() if self._task is not None else None
+
+    def poll(self, reports: Sequence[TaskReport | None]) -> None:
+        """Begin the next phase if all ranks are ready. Collective, with the reports of all ranks from one moment.
+
+        Raises the same UserError on every rank if a rank failed and `checkpoint.on_error` is stop.
+        """
+        states = [report for report in reports if report is not None]
+        if self._task is None or not states:
+            return
+        if (error := _first_failure(states)) is not None:
+            self._fail(error)
+        elif all(state["done"] for state in states):
+            self._next_phase(self._task)
+
+    def finish(self) -> None:
+        """Wait for the end of all work. Collective."""
+        while (task := self._task) is not None:
+            self._wait(task.join)
+            self.poll(self._ranks.gather(self.report()))
+
+    def _wait(self, wait: Callable[[float], bool]) -> None:
+        """Wait until `wait`, which blocks for at most the given seconds, returns True on every rank. Collective.
+
+        A slow disk is not a hang: every rank calls the heartbeat as long as any rank writes, or the kernel of any node
+        has fewer bytes left to write back.
+        """
+        previous: list[tuple[int, int]] = []  # of each rank: bytes written, lowest count of bytes to write back
+        while True:
+            is_done = wait(_PROGRESS_INTERVAL_S)
+            answers = self._ranks.gather([is_done, self._done_bytes(), unwritten_bytes()])
+            if all(done for done, _, _ in answers):
+                self._events.heartbeat()
+                return
+            current = [(written, unwritten) for _, written, unwritten in answers]
+            pairs = list(zip(current, previous or current, strict=True))
+            if any(written > before or unwritten < lowest for (written, unwritten), (before, lowest) in pairs):
+                self._events.heartbeat()
+            previous = [(written, min(unwritten, lowest)) for (written, unwritten), (_, lowest) in pairs]
+
+
+def _first_failure(reports: Sequence[TaskReport]) -> UserError | None:
     """Return the error of the first rank that failed, the same on every rank; None if no rank failed.
 
     An error that is no StorageError ends the run whatever `checkpoint.on_error` is.
@@ -83,28 +153,3 @@ def first_failure(reports: Sequence[TaskReport]) -> UserError | None:
             kind = StorageFailureError if report["kind"] == StorageFailureError.id else StorageError
             return kind(f"rank {rank}: {report['error']}")
     return None
-
-
-def wait_on_all_ranks(
-    ranks: RankGroup, wait: Callable[[float], bool], written_bytes: Callable[[], int], heartbeat: Callable[[], None]
-) -> None:
-    """Wait until `wait`, which blocks for at most the given seconds, returns True on every rank. Collective.
-
-    A slow disk is not a hang: every rank calls `heartbeat` as long as any rank writes, or the kernel of any node has
-    fewer bytes left to write back.
-    """
-    previous: list[tuple[int, int]] = []  # of each rank: bytes written, lowest count of bytes to write back
-    while True:
-        is_done = wait(_PROGRESS_INTERVAL_S)
-        answers = ranks.gather([is_done, written_bytes(), unwritten_bytes()])
-        if all(done for done, _, _ in answers):
-            heartbeat()
-            return
-        current = [(written, unwritten) for _, written, unwritten in answers]
-        lowest = [min(unwritten, low) for (_, unwritten), (_, low) in zip(current, previous or current, strict=True)]
-        if any(
-            written > before or unwritten < low
-            for (written, unwritten), (before, low) in zip(current, previous, strict=False)
-        ):
-            heartbeat()
-        previous = [(written, low) for (written, _), low in zip(current, lowest, strict=True)]

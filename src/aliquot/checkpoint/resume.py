@@ -8,10 +8,9 @@ from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import STATE, newest
-from aliquot.checkpoint.evaluation_history import EvaluationHistory
-from aliquot.checkpoint.remote_files import split_url
+from aliquot.checkpoint.remote_checkpoint import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
-from aliquot.checkpoint.retention import Retention, tidy
+from aliquot.checkpoint.retention import EvaluationHistory, Retention, tidy
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
@@ -35,7 +34,7 @@ def resume(
     """Restore the checkpoint that `settings.resume` (auto, never, a path or a URL) selects. Collective.
 
     With a path, the run under `root` begins from that checkpoint. Once it has checkpoints of its own it resumes from
-    those, so that a restarted job makes progress. remote_download.py has fetched the checkpoint of a URL to `root`.
+    those, so that a restarted job makes progress. mirror.py has fetched the checkpoint of a URL to `root`.
 
     Args:
         config: the run's configuration as JSON, to explain tensors that differ.

@@ -1,4 +1,4 @@
-"""Retention: remove old checkpoints of a run, name the best one, and clean up after killed processes.
+"""Which checkpoints of a run stay: the newest ones, and the best one by the history of evaluations.
 
 With `checkpoint.best` the link `best` leads people to the best checkpoint. A run reads the best step from the state of
 the newest checkpoint instead.
@@ -6,15 +6,72 @@ the newest checkpoint instead.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, Self
 
 from aliquot.checkpoint.directories import NAME, complete_directories, directories, directory_of, step_of
+from aliquot.config.schema import CheckpointSection
 from aliquot.tensor_io.publish import clean_leftovers, remove_directory
 
 BEST = "best"
+
+
+@dataclass(frozen=True)
+class EvaluationHistory:
+    """Part of the state in every checkpoint, so that a resumed run knows it. Losses are evaluation losses."""
+
+    best_step: int | None = None  # None: no evaluation yet
+    best_loss: float = math.inf
+    without_improvement: int = 0  # the newest evaluations in a row
+    last_step: int | None = None
+    # The previous best step and loss. They are not in the state: the checkpoint of the state's best step always exists.
+    previous_best: tuple[int | None, float] = field(default=(None, math.inf), compare=False)
+
+    def after(self, step: int, loss: float, threshold: float) -> Self:
+        """Return the history including the evaluation after `step`.
+
+        A loss counts as improvement if it is lower than the best by more than `threshold`. The best evaluation is the
+        lowest by any margin, as in transformers.
+        """
+        improved = self.best_step is None or loss < self.best_loss - threshold
+        old_best = (self.best_step, self.best_loss)
+        best, previous = ((step, loss), old_best) if loss < self.best_loss else (old_best, self.previous_best)
+        return type(self)(*best, 0 if improved else self.without_improvement + 1, step, previous)
+
+    def without_checkpoint(self, step: int) -> Self:
+        """Return the history after the save of `step` failed: the previous best replaces a best step without one."""
+        if step != self.best_step:
+            return self
+        best_step, best_loss = self.previous_best
+        return replace(self, best_step=best_step, best_loss=best_loss, previous_best=(None, math.inf))
+
+    def retained_step(self, settings: CheckpointSection) -> int | None:
+        """Return the step whose checkpoint `checkpoint.best` exempts from retention."""
+        return self.best_step if settings.best else None
+
+    def exhausts(self, patience: int | None) -> bool:
+        """Return whether train.early_stopping_patience evaluations in a row brought no improvement."""
+        return patience is not None and self.without_improvement >= patience
+
+    def summary(self) -> str:
+        """Describe the best evaluation for the log."""
+        since = f", and none of the {self.without_improvement} evaluations since was better by enough"
+        best = f"evaluation loss {self.best_loss:.4f} after step {self.best_step}"
+        return (best if self.best_step else "the best checkpoint is gone") + (since if self.without_improvement else "")
+
+    def to_json(self) -> dict[str, Any]:
+        if self.best_step is None:
+            return {}  # JSON has no infinity
+        return {key: value for key, value in asdict(self).items() if key != "previous_best"}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """Read the history from the state of a checkpoint."""
+        return cls(**state.get("evaluations", {}))
 
 
 @dataclass(frozen=True)
@@ -26,12 +83,13 @@ class Retention:
     protected_steps: Collection[int] = ()
 
 
-def retain(root: Path, keep: int, published: Path, protected: Collection[int | None] = ()) -> None:
-    """Remove checkpoints older than the `keep` newest complete ones, except `published` and the `protected` steps."""
-    complete = complete_directories(root)
+def retain(root: Path, current: Path, retention: Retention) -> None:
+    """Remove older checkpoints than `retention` names. `current`, just published or restored, stays in any case."""
+    complete, keep = complete_directories(root), retention.keep
+    protected = {retention.best, *retention.protected_steps}
     for directory in directories(root):
         is_old = len(complete) > keep and step_of(directory) < step_of(complete[-keep])
-        if is_old and directory != published and step_of(directory) not in protected:
+        if is_old and directory != current and step_of(directory) not in protected:
             remove_directory(directory)
 
 
@@ -49,17 +107,8 @@ def name_best(root: Path, best: int | None) -> None:
             new_link.replace(link)
 
 
-def clean(root: Path) -> None:
-    """Remove temporary directories that killed processes left."""
-    clean_leftovers(root, NAME)
-
-
 def tidy(root: Path, current: Path, retention: Retention) -> None:
-    """Update the link `best`, apply retention and remove leftovers: the end of a save. Raises OSError.
-
-    Args:
-        current: the checkpoint just published or restored, which stays in any case.
-    """
+    """Update the link `best`, apply retention, and remove leftovers of killed processes. Raises OSError."""
     name_best(root, retention.best)
-    retain(root, retention.keep, current, {retention.best, *retention.protected_steps})
-    clean(root)
+    retain(root, current, retention)
+    clean_leftovers(root, NAME)

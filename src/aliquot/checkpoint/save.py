@@ -18,13 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts
-from aliquot.checkpoint.directories import STATE, STEMS, directory_of
-from aliquot.checkpoint.retention import Retention, clean, tidy
+from aliquot.checkpoint.directories import NAME, STATE, STEMS, directory_of
+from aliquot.checkpoint.retention import Retention, tidy
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
 from aliquot.tensor_io.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.tensor_io.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.tensor_io.parts import PartSource
-from aliquot.tensor_io.publish import begin, check_names, check_space, commit, remove_directory, write_file
+from aliquot.tensor_io.publish import (
+    begin,
+    check_names,
+    check_space,
+    clean_leftovers,
+    commit,
+    remove_directory,
+    write_file,
+)
 from aliquot.tensor_io.transfer import Watch, drain
 
 MAX_FILE_BYTES = 4 << 30
@@ -81,7 +89,7 @@ class Draft:
     def begin(cls, root: Path, step: int, spec: CheckpointSpec, state: Mapping[str, Any], ranks: RankGroup) -> Draft:
         """Let rank 0 make the directory and lay the files out. Collective; arguments and errors as of `save`."""
         draft = cls(root, step, spec, state)
-        run_on_rank_0(ranks, lambda: clean(root))
+        run_on_rank_0(ranks, lambda: clean_leftovers(root, NAME))
         draft.partial = begin(draft.target, ranks, draft._prepare)
         return draft
 

@@ -30,7 +30,7 @@ def command(
     The exported weights are compared with the checkpoint's checksums; --verify compares the whole checkpoint.
     """
     with one_line_errors(debug), ExitStack() as stack:
-        from aliquot.checkpoint.remote_download import fetched_weights
+        from aliquot.checkpoint.remote_checkpoint import fetched_weights
         from aliquot.models.export import export_checkpoint
         from aliquot.models.model_files import older_transformers
         from aliquot.stores.store import is_url

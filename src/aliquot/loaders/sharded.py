@@ -16,8 +16,7 @@ from aliquot.core.errors import UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.distributed.collectives.json_values import JSON, gather
 from aliquot.models.load import LoadOptions, load_weights
-from aliquot.models.published import published_of
-from aliquot.models.stored_weights import StoredNames
+from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import compute_buffers, decoder_layers, materialise, saved_buffers, tied_weights
 from aliquot.models.untrusted_code import model_from_config
 from aliquot.tensor_io.bytemap import Shape

@@ -22,8 +22,7 @@ from aliquot.core.decode import decode_json
 from aliquot.core.errors import DeepspeedConfigError, MissingToolError, UsageError
 from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
 from aliquot.models.load import LoadOptions, load_weights
-from aliquot.models.published import published_of
-from aliquot.models.stored_weights import StoredNames
+from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import compute_buffers, replace_tensors, saved_buffers, tied_weights
 from aliquot.models.untrusted_code import without_code
 from aliquot.tensor_io.parts import Part

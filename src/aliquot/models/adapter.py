@@ -23,9 +23,15 @@ from aliquot.core.errors import ConfigError, MissingToolError, ModelFilesError, 
 from aliquot.core.paths import with_home
 from aliquot.models.initialize import Fills, record_added
 from aliquot.models.model_files import with_ends
-from aliquot.models.published import Published, published_of
 from aliquot.models.source import local_directory, model_on_meta
-from aliquot.models.stored_weights import StoredNames, StoredWeights, fingerprint, names_in_file_order
+from aliquot.models.stored_weights import (
+    Published,
+    StoredNames,
+    StoredWeights,
+    fingerprint,
+    names_in_file_order,
+    published_of,
+)
 from aliquot.models.structure import fp32_weights
 from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape

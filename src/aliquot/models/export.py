@@ -16,9 +16,15 @@ from aliquot.core.errors import RunDirectoryError, UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
 from aliquot.models.adapter import BASE, STEM, MergedWeights, saves_of
 from aliquot.models.model_files import json_bytes
-from aliquot.models.published import Published, PublishedParts, published_of, tensors_of
 from aliquot.models.source import model_on_meta
-from aliquot.models.stored_weights import StoredWeights, names_in_file_order
+from aliquot.models.stored_weights import (
+    Published,
+    PublishedParts,
+    StoredWeights,
+    names_in_file_order,
+    published_of,
+    tensors_of,
+)
 from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.checksums import BlockChecksums, Piece

@@ -1,7 +1,16 @@
-"""Fill the weights of a model from a Hugging Face directory: each rank reads only the bytes of its own parts."""
+"""Fill the weights of a model from a Hugging Face directory: each rank reads only the bytes of its own parts.
+
+Rows for added tokens are made as transformers' `resize_token_embeddings` makes them, from a normal distribution with
+the mean of the old rows and 1e-9 of their covariance. A sum of centred old rows, each times a number from
+N(0, 1e-9 / rows), has this distribution, so that no covariance is computed. Old rows are summed in chunks, which do not
+depend on the world size and are divided among the ranks.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,17 +22,20 @@ from torch import Tensor
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.models.adapter import BASE, STEM
-from aliquot.models.added_rows import OldRows, add_rows
 from aliquot.models.export import STATE
-from aliquot.models.published import Published, PublishedStore, tensors_of
-from aliquot.models.stored_weights import StoredNames, is_computed
+from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.jsonfile import read_json
 from aliquot.tensor_io.parts import PartStore
+from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, fill
 
 _COMPARED_BYTES = 8 << 20
+_CHUNKS = 16  # of old rows
+_BLOCK_NUMEL = 1 << 20
+_AT_ONCE = 64  # new rows whose sums the ranks exchange together
+_COVARIANCE_SCALE = 1e-9  # transformers'
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class LoadOptions:
     Args:
         watch: called with this rank's progress.
         published: the layout of a published model, if it differs from the model's own; the files may have either.
-        may_grow: tensors of which the files may have fewer rows; added_rows.py makes the others from `seed`.
+        may_grow: tensors of which the files may have fewer rows; the others are made from `seed`.
         names: other names that the files may use, and names that loading passes over.
         tell: rank 0 says here which tensors loading passes over.
     """
@@ -71,9 +83,9 @@ def load_weights(
 
     def read() -> int:
         stored = ByteMap.from_directory(directory).entries
-        expected, target_store = tensors, store
+        expected, target = tensors, store
         if published is not None and _is_published(stored, published, names):
-            expected, target_store = tensors_of(published), PublishedStore(store, published)
+            expected, target = tensors_of(published), PublishedParts(store, published)
         shapes = dict(expected)
         matched = names.matched(stored, [*shapes, *tied])
         used = {entry.name for entry in matched.values()}
@@ -87,24 +99,18 @@ def load_weights(
         _check_tied(matched, tied, directory, ranks)
         aliases = {tied[alias]: matched[alias] for alias in tied if alias in matched}
         entries = {name: entry for name, entry in (aliases | matched).items() if name in shapes}
-        short = {
-            name: entries[name]
-            for name in options.may_grow
-            if name in entries and _grows(entries[name].shape, shapes[name])
-        }
-        grown.update(short)
-        check_tensors(
-            [(name, short[name].shape if name in short else shape) for name, shape in expected],
-            entries,
-            directory,
-            extra,
+        grown.update(
+            (name, entry) for name, entry in entries.items() if name in options.may_grow and _grows(entry, shapes[name])
         )
-        target = OldRows(target_store, entries) if short else target_store
+        stored_shapes = [(name, grown[name].shape if name in grown else shape) for name, shape in expected]
+        check_tensors(stored_shapes, entries, directory, extra)
+        if grown:  # a store of the old rows alone
+            target = PublishedParts(target, [Published(name, shape, name, 0) for name, shape in stored_shapes])
         return fill(target, {"weight": entries}, watch=options.watch, check=_check_finite)
 
     grown: dict[str, TensorEntry] = {}
     read_bytes = gather_results(ranks, read)[ranks.rank]
-    add_rows(store, grown, dict(tensors), options.seed, ranks)
+    _add_rows(store, grown, dict(tensors), options.seed, ranks)
     return read_bytes
 
 
@@ -129,10 +135,9 @@ def load_adapter(
             raise WeightsFileError("this adapter was trained on another model than model.path", directory)
         expected = [(tensor.source if is_checkpoint else tensor.name, tensor.shape) for tensor in saves]
         names = {name for name, _ in expected}
-        check_tensors(
-            expected, {name: stored[name] for name in names & stored.keys()}, directory, sorted(stored.keys() - names)
-        )
-        target = store if is_checkpoint else PublishedStore(store, saves)
+        known = {name: stored[name] for name in names & stored.keys()}
+        check_tensors(expected, known, directory, sorted(stored.keys() - names))
+        target = store if is_checkpoint else PublishedParts(store, saves)
         fill(target, {"weight": stored}, check=_check_finite)
 
     gather_results(ranks, read)
@@ -140,9 +145,7 @@ def load_adapter(
 
 def _check_finite(entry: TensorEntry, start: int, values: Tensor) -> None:
     """Raise UserError for an infinity or a NaN, which would make every loss of the model one."""
-    if bool(
-        values.sum(dtype=torch.float32).isfinite()
-    ):  # one pass; the sum may overflow although all values are finite
+    if bool(values.sum(dtype=torch.float32).isfinite()):  # one pass; the sum of finite values may overflow
         return
     if (odd := values.isfinite().logical_not()).any():
         at = int(odd.nonzero()[0])
@@ -177,12 +180,78 @@ def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], dire
             )
 
 
-def _grows(stored: Shape, shape: Shape) -> bool:
-    return len(stored) == len(shape) > 0 and 0 < stored[0] < shape[0] and stored[1:] == shape[1:]
+def _grows(stored: TensorEntry, shape: Shape) -> bool:
+    old = stored.shape
+    return len(old) == len(shape) > 0 and 0 < old[0] < shape[0] and old[1:] == shape[1:]
 
 
 def _is_published(stored: Mapping[str, TensorEntry], published: Sequence[Published], names: StoredNames) -> bool:
-    other_names = [
-        tensor.name for tensor in published if names.model_name(tensor.name) != names.model_name(tensor.source)
-    ]
-    return bool(names.matched(stored, other_names))
+    pairs = [(tensor.name, tensor.source) for tensor in published]
+    return bool(names.matched(stored, [name for name, to in pairs if names.model_name(name) != names.model_name(to)]))
+
+
+def _add_rows(
+    store: PartStore,
+    grown: Mapping[str, TensorEntry],
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    ranks: RankGroup,
+) -> None:
+    """Write the additional rows of tensors that grow. Collective.
+
+    `grown` has their old rows, `shapes` the new shapes.
+    """
+    for name, entry in grown.items():
+        for first in range(entry.shape[0], shapes[name][0], _AT_ONCE):
+            rows = new_rows(entry, f"{seed}:{name}:{first}", min(_AT_ONCE, shapes[name][0] - first), ranks)
+            begin = first * (entry.numel // entry.shape[0])
+            for part in store.parts():
+                start, stop = max(begin, part.start), min(begin + rows.numel(), part.stop)
+                if part.kind == "weight" and part.name == name and start < stop:
+                    store.write(part, start, rows.flatten()[start - begin : stop - begin])
+
+
+def new_rows(entry: TensorEntry, drawn_from: str, count: int, ranks: RankGroup) -> Tensor:
+    """Return new rows, fp32 [count, width], alike on every rank. Collective. Raises UserError."""
+    rows, width = entry.shape[0], entry.numel // entry.shape[0]
+    edges = [rows * chunk // _CHUNKS for chunk in range(_CHUNKS + 1)]
+    rank_chunks = range(ranks.rank, _CHUNKS, ranks.world_size)
+
+    def sums() -> list[str]:
+        totals = [
+            _sums(entry, width, edges[chunk], edges[chunk + 1], f"{drawn_from}:{chunk}", count) for chunk in rank_chunks
+        ]
+        return [base64.b64encode(total.numpy().tobytes()).decode() for total in totals]
+
+    gathered = gather_results(ranks, sums)
+    total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
+    for chunk in range(_CHUNKS):  # in order: the same sum at any world size
+        data = base64.b64decode(gathered[chunk % ranks.world_size][chunk // ranks.world_size])
+        total += torch.frombuffer(bytearray(data), dtype=torch.float64).view(count + 1, width + 1)
+    mean, weighted, weights = total[-1, :-1] / rows, total[:-1, :-1], total[:-1, -1:]
+    return (mean + math.sqrt(_COVARIANCE_SCALE / rows) * (weighted - weights * mean)).float()
+
+
+def _sums(entry: TensorEntry, width: int, start: int, stop: int, drawn_from: str, count: int) -> Tensor:
+    """Sum the old rows [start, stop), extended by a column of ones: fp64 [count + 1, width + 1].
+
+    For each new row the old rows are multiplied by numbers from N(0, 1); in the last sum they are multiplied by 1.
+    """
+    seed = int.from_bytes(hashlib.sha256(drawn_from.encode()).digest()[:8], "little")
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
+    threads, step = torch.get_num_threads(), max(1, _BLOCK_NUMEL // width)
+    torch.set_num_threads(1)  # the division of a product among threads changes its last digits
+    try:
+        with RangeReader() as reader:
+            for first in range(start, stop, step):
+                number = min(step, stop - first)
+                stored = torch.empty(number * width)
+                reader.read(entry, first * width, stored)
+                values = torch.cat([stored.view(number, width).double(), torch.ones(number, 1).double()], dim=1)
+                drawn = torch.randn(number, count, generator=generator, dtype=torch.float64)
+                total[:-1] += drawn.T @ values
+                total[-1] += values.sum(0)
+    finally:
+        torch.set_num_threads(threads)
+    return total

@@ -1,27 +1,37 @@
-"""Weights as files store them: under which names, their values as parts, and a fingerprint of them."""
+"""Weights as files store them: their names, their values as parts, the published layout, and a fingerprint.
+
+A model is published with single experts, or with other names, if its weights differ from that. transformers defines the
+layout by the conversion that `save_pretrained` reverts. Converting numbers that encode their own places shows what
+becomes of each weight. If a published tensor is not one range of one weight, the model is stored in its own layout.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.header import TensorEntry, read_header
-from aliquot.tensor_io.parts import Part, row_ranges
+from aliquot.tensor_io.parts import Part, PartSource, PartStore, ViewableStore, row_ranges
 from aliquot.tensor_io.range_io import RangeReader
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers.core_model_loading import WeightRenaming
+
+_log = logging.getLogger(__name__)
 
 # Buffers that older versions of transformers saved and that models compute today.
 _COMPUTED = re.compile(
@@ -32,6 +42,7 @@ _MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # other models have tr
 _SAMPLE_BYTES = 4096
 _EVERY_BYTES = 4 << 20  # distance of samples: an interrupted copy lacks more
 _OTHER_FORMS = "consolidated*.safetensors"  # the same weights in a format for other programs
+_SMALL = (4, 2)  # sizes for an expert's matrix: a conversion may halve them, and they differ
 
 
 @dataclass(frozen=True)
@@ -125,11 +136,110 @@ class StoredWeights:
 
 def names_in_file_order(source: ByteMap) -> list[tuple[str, Shape]]:
     """Return names and shapes in the order of the files."""
-    return [(entry.name, entry.shape) for entry in sorted(source.entries.values(), key=_position)]
+    entries = sorted(source.entries.values(), key=lambda entry: (entry.file, entry.offset, entry.numel))
+    return [(entry.name, entry.shape) for entry in entries]
 
 
-def _position(entry: TensorEntry) -> tuple[Path, int, int]:
-    return entry.file, entry.offset, entry.numel
+@dataclass(frozen=True)
+class Published:
+    """A published tensor: elements [start, start + numel) of the weight `source`."""
+
+    name: str
+    shape: Shape
+    source: str
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
+    """Return the published layout in the order of `tensors`; None if it is the model's, or not made of ranges."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return None
+    numbers, places = {}, []
+    end = 0
+    for name, shape in tensors:
+        small = (shape[0], *_SMALL) if len(shape) == 3 else (*_SMALL, *[2] * len(shape))[: len(shape)]
+        start, end = end, end + math.prod(small)
+        numbers[name] = torch.arange(start, end).view(small)
+        places.append((start, end, name, shape, small))
+    try:
+        converted: Mapping[str, Tensor] = revert_weight_conversion(model, numbers)
+    except Exception as error:  # the conversion needs real weights
+        _log.warning(
+            "%s is stored as transformers holds it, not as it is published: its conversion fails on numbers (%s)",
+            type(model).__name__,
+            error,
+        )
+        return None
+    if converted.keys() == numbers.keys() and all(converted[name].equal(numbers[name]) for name in numbers):
+        return None
+    layout = []
+    for name, values in converted.items():
+        flat = values.reshape(-1)
+        first = int(flat[0])
+        start, end, source, shape, small = next(place for place in places if place[0] <= first < place[1])
+        whole = Fraction(math.prod(shape), math.prod(small))
+        dimensions = _scaled(tuple(values.shape), shape, small)
+        at = (first - start) * whole
+        if not bool((flat.diff() == 1).all()) or int(flat[-1]) >= end or dimensions is None or at.denominator != 1:
+            return None
+        layout.append(Published(name, dimensions, source, int(at)))
+    order = {name: number for number, (name, _) in enumerate(tensors)}
+    layout.sort(key=lambda tensor: (order[tensor.source], tensor.start))
+    is_complete = sum(tensor.stop - tensor.start for tensor in layout) == sum(math.prod(shape) for _, shape in tensors)
+    return tuple(layout) if is_complete else None
+
+
+def _scaled(converted: Shape, shape: Shape, small: Shape) -> Shape | None:
+    """Scale the `converted` shape as `shape` relates to `small`; first dimensions may be missing. None: impossible."""
+    missing = len(small) - len(converted)
+    if missing < 0:
+        return None
+    scaled = [Fraction(f * of, s) for f, of, s in zip(converted, shape[missing:], small[missing:], strict=True)]
+    return tuple(map(int, scaled)) if all(size.denominator == 1 for size in scaled) else None
+
+
+def tensors_of(published: Sequence[Published]) -> list[tuple[str, Shape]]:
+    return [(tensor.name, tensor.shape) for tensor in published]
+
+
+class PublishedParts:
+    """The weights of a store as parts of published tensors."""
+
+    def __init__(self, store: PartSource, published: Sequence[Published]) -> None:
+        self._store = store
+        tensors_of_source: dict[str, list[Published]] = {}
+        for tensor in published:
+            tensors_of_source.setdefault(tensor.source, []).append(tensor)
+        self._held: dict[Part, tuple[Part, int]] = {}  # the part of the store, and where the tensor begins
+        for held in store.parts():
+            for tensor in tensors_of_source.get(held.name, ()) if held.kind == "weight" else ():
+                start, stop = max(held.start, tensor.start), min(held.stop, tensor.stop)
+                if start < stop:
+                    part = Part(tensor.name, tensor.shape, held.kind, start - tensor.start, stop - tensor.start)
+                    self._held[part] = (held, tensor.start)
+
+    def parts(self) -> Sequence[Part]:
+        return list(self._held)
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        held, shift = self._held[part]
+        self._store.read(held, start + shift, out)
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        held, shift = self._held[part]
+        cast(PartStore, self._store).write(held, start + shift, values)
+
+    def view(self, part: Part) -> Tensor | None:
+        held, shift = self._held[part]
+        whole = self._store.view(held) if isinstance(self._store, ViewableStore) else None
+        return None if whole is None else whole[part.start + shift - held.start :][: part.numel]
 
 
 def fingerprint(directory: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from aliquot.checkpoint.directories import complete_directories, directory_of
-from aliquot.checkpoint.remote_download import fetch_best
+from aliquot.checkpoint.mirror import fetch_best
 from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, TrainingError, UserError
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.adapter import STEM

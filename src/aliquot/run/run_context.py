@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.evaluation_history import EvaluationHistory
+from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import Prepared
@@ -27,9 +27,8 @@ from aliquot.machine.facts import machine_facts
 from aliquot.machine.gpu_memory import current_gpu
 from aliquot.models import meta
 from aliquot.models.adapter import BASE
-from aliquot.models.published import Published
 from aliquot.models.source import ModelSource
-from aliquot.models.stored_weights import StoredNames
+from aliquot.models.stored_weights import Published, StoredNames
 from aliquot.models.traits import Traits
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import Ledger

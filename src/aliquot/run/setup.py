@@ -13,9 +13,9 @@ from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, directory_of, newest, step_of
-from aliquot.checkpoint.evaluation_history import EvaluationHistory
-from aliquot.checkpoint.remote_download import fetch_best, fetch_newer, fetch_replacement
+from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
+from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, EvalBatches, Position
@@ -39,9 +39,8 @@ from aliquot.models import initialize, meta
 from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_config import computation_settings
 from aliquot.models.model_files import model_files
-from aliquot.models.published import published_of
 from aliquot.models.source import ModelSource, import_models, resolve
-from aliquot.models.stored_weights import StoredNames
+from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import run_summary

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.checkpoint.directories import directories, directory_of
-from aliquot.checkpoint.evaluation_history import EvaluationHistory
-from aliquot.checkpoint.retention import name_best
+from aliquot.checkpoint.retention import EvaluationHistory, name_best
 
 
 def after(losses: list[float], threshold: float = 0.0) -> EvaluationHistory:

@@ -1,0 +1,246 @@
+"""`checkpoint.mirror`: copy the checkpoints of a run to a store while training continues, and fetch them to resume.
+
+An upload goes through phases, as of PhasedWork:
+
+start -> (rank 0 prepares) -> poll: share the upload tokens -> (all ranks send) -> poll: gather the receipts
+-> (rank 0 publishes) -> poll
+
+A checkpoint that is saved during an upload waits. Of several waiting checkpoints only the newest and the best remain.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aliquot.checkpoint.background_task import BackgroundTask, PhasedWork, SaveEvents
+from aliquot.checkpoint.directories import directory_of, newest, step_of
+from aliquot.checkpoint.remote_checkpoint import Receipt, Upload, complete_steps, fetch, split_url
+from aliquot.checkpoint.retention import Retention, name_best, retain
+from aliquot.config.schema import CheckpointSection
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError
+from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
+from aliquot.stores.store import is_url, open_store
+
+_log = logging.getLogger(__name__)
+
+
+class Uploader(PhasedWork):
+    """Uploads one checkpoint at a time to the store at `url`; None: uploads nothing."""
+
+    def __init__(
+        self, url: str | None, root: Path, ranks: RankGroup, settings: CheckpointSection, events: SaveEvents
+    ) -> None:
+        super().__init__(ranks, settings, events)
+        self._url = url
+        self._root = root
+        self._step: int | None = None
+        self._best: int | None = None
+        self._waiting: list[int] = []
+        self._just_saved: set[int] = set()  # steps of which the store may have an older copy
+        self._upload: Upload | None = None
+        self._after_phase: Callable[[Any], bool] = lambda _: False  # takes the phase's result; False: the last phase
+        self._started_at = 0.0
+
+    @property
+    def protected_steps(self) -> list[int]:
+        """The steps of checkpoints that are uploaded now or wait for it: retention must not remove them."""
+        return [*([] if self._step is None else [self._step]), *self._waiting]
+
+    def start(self, step: int, best: int | None = None, just_saved: bool = False) -> None:
+        """Upload the complete checkpoint of `step`. Every rank calls it.
+
+        Args:
+            best: the step that retention keeps in addition to the newest ones.
+            just_saved: replace the copy in the store, even one with the same manifest. The run skipped that copy when
+                it began, perhaps because it is damaged; a run repeats its steps bit for bit, so manifests are equal.
+        """
+        if self._url is None:
+            return
+        self._best = best
+        if just_saved:
+            self._just_saved.add(step)
+        if self._task is not None:
+            self._waiting = [waiting for waiting in self._waiting if waiting == best] + [step]
+            return
+        self._step, self._started_at = step, time.perf_counter()
+        url = self._url
+
+        def prepare() -> tuple[Upload, dict[str, str] | None]:
+            upload = Upload(directory_of(self._root, step), open_store(url), self._ranks)
+            if self._ranks.rank > 0:
+                return upload, None
+            self._events.check_directory()
+            return upload, upload.prepare(replace=step in self._just_saved)
+
+        self._begin(prepare, self._send)
+
+    def _begin(self, work: Callable[[], Any], after: Callable[[Any], bool]) -> None:
+        self._after_phase = after
+        self._task = BackgroundTask("aliquot-mirror", work)
+
+    def _next_phase(self, task: BackgroundTask) -> None:
+        if not self._after_phase(task.result):
+            self._end()
+
+    def _send(self, prepared: tuple[Upload, dict[str, str] | None]) -> bool:
+        upload, rank_0_tokens = prepared
+        self._upload, tokens = upload, self._ranks.gather(rank_0_tokens)[0]
+        if tokens is None:
+            return False
+        self._begin(lambda: upload.send(tokens), lambda receipts: self._publish(upload, tokens, receipts))
+        return True
+
+    def _publish(self, upload: Upload, tokens: dict[str, str], receipts: list[Receipt]) -> bool:
+        sent: list[Receipt] = [tuple(receipt) for rank in self._ranks.gather(receipts) for receipt in rank]
+        retention = Retention(self._settings.keep, self._best)
+
+        def publish() -> None:
+            if self._ranks.rank == 0:
+                self._events.check_directory()
+                upload.publish(tokens, sent, retention)
+
+        self._begin(publish, self._announce)
+        return True
+
+    def _announce(self, _: None) -> bool:
+        seconds = time.perf_counter() - self._started_at
+        self._events.inform(f"checkpoint: step {self._step} is in {self._url}, copied in {seconds:.1f} s")
+        return False
+
+    def _done_bytes(self) -> int:
+        return self._upload.sent_bytes if self._upload is not None else 0
+
+    def _end(self) -> None:
+        """Apply the retention that the upload held back, and begin the next upload."""
+        self._task = self._upload = self._step = None
+        if self._ranks.rank == 0:
+            try:
+                if (last := newest(self._root)) is not None:
+                    retain(self._root, last, Retention(self._settings.keep, self._best, self.protected_steps))
+            except OSError as error:  # the next upload tidies again
+                _log.warning("leftovers of earlier saves could not be removed: %s", error)
+        if self._waiting:
+            self.start(self._waiting.pop(0), self._best)
+
+    def _fail(self, error: UserError) -> None:
+        """Raise or warn. The partial copy has no manifest, and the next upload removes it."""
+        if self._upload is not None:
+            self._upload.stop()
+        run_on_rank_0(self._ranks, self._events.check_directory)  # in a directory that was removed every read fails
+        message = f"checkpoint.mirror: step {self._step} could not be copied, the checkpoint here is good: {error}"
+        if self._settings.on_error == "stop" or not isinstance(error, StorageError):
+            self._waiting = []  # a run that ends begins no further upload
+            self._end()
+            raise type(error)(message)
+        self._end()
+        self._events.warn(message)
+
+
+def fetch_newer(
+    settings: CheckpointSection, mirror: str | None, root: Path, ranks: RankGroup, warn: Callable[[str], None]
+) -> None:
+    """Fetch the newest checkpoint to `root` if the mirror or a URL in `checkpoint.resume` has a newer one. Collective.
+
+    Raises:
+        UserError: the mirror holds checkpoints that `resume: never` would mix with new ones; the mirror cannot be
+            reached and `root` holds no checkpoint; or all checkpoints of the mirror and the URL are damaged.
+    """
+
+    def find_newer() -> list[list[str]]:
+        latest, names = newest(root), []
+        try:
+            names = complete_steps(open_store(mirror)) if mirror is not None else []
+        except StorageError as error:
+            if latest is None or settings.on_error == "stop":
+                raise StorageError(f"checkpoint.mirror: {error}") from None
+            warn(f"checkpoint.mirror: {error}; resuming from {latest}")
+        if names and settings.resume == "never":
+            raise ResumeError(
+                f"checkpoint.resume is `never`, and {mirror} holds {names[-1]}; choose another run.name, or resume:"
+                " auto"
+            )
+        newer = [[mirror or "", name] for name in names if latest is None or step_of(Path(name)) > step_of(latest)]
+        if latest is None and not newer and is_url(settings.resume):
+            return [list(split_url(settings.resume))]
+        return newer
+
+    candidates = run_on_rank_0(ranks, find_newer)
+    found_damage = False
+    while candidates:
+        url, folder = candidates.pop()
+        try:
+            fetch(url, folder, root, ranks)
+            return
+        except StorageError as error:
+            if settings.on_error == "stop" or run_on_rank_0(ranks, lambda: newest(root) is None):
+                raise
+            warn(f"checkpoint.mirror: {error}; resuming from the local checkpoints")
+            return
+        except DamagedCheckpoint as error:
+            if is_url(settings.resume) and not candidates:
+                raise
+            warn(f"skipping a damaged checkpoint: {url}: {error}")
+            found_damage = True
+    if found_damage and settings.resume == "auto" and run_on_rank_0(ranks, lambda: newest(root) is None):
+        raise ResumeError(
+            f"no checkpoint in {mirror} is complete and undamaged: choose another run.name to start from scratch, or a"
+            " checkpoint.resume: PATH"
+        )
+
+
+def fetch_replacement(
+    settings: CheckpointSection, mirror: str | None, damaged: Path, ranks: RankGroup, warn: Callable[[str], None]
+) -> Path | None:
+    """Replace the checkpoint `damaged` by the mirror's copy, or else fetch the next older copy that is newer than the
+    undamaged local ones. Collective.
+
+    Returns:
+        The fetched checkpoint; None if the mirror has no undamaged one.
+
+    Raises:
+        UserError: the mirror does not answer and `checkpoint.on_error` is stop.
+    """
+    if mirror is None:
+        return None
+    root, last_step = damaged.parent, step_of(damaged)
+
+    def find_candidates() -> list[str]:
+        before = newest(root, last_step)
+        first_step = -1 if before is None else step_of(before)
+        return [name for name in complete_steps(open_store(mirror)) if first_step < step_of(Path(name)) <= last_step]
+
+    try:
+        candidates = run_on_rank_0(ranks, find_candidates)
+        while candidates:
+            folder = candidates.pop()
+            try:
+                fetched = fetch(mirror, folder, root, ranks)
+            except DamagedCheckpoint as error:
+                warn(f"skipping a damaged checkpoint: {mirror}: {error}")
+                continue
+            warn(f"{mirror}/{folder} replaces the damaged checkpoint")
+            return fetched
+    except StorageError as error:
+        if settings.on_error == "stop":
+            raise StorageError(f"checkpoint.mirror: {error}") from None
+        warn(f"checkpoint.mirror: {error}; resuming from the local checkpoints")
+    return None
+
+
+def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[[str], None]) -> bool:
+    """Fetch the best checkpoint, which is missing locally; return whether the mirror had it. Collective."""
+    if mirror is None:
+        return False
+    try:
+        if not run_on_rank_0(ranks, lambda: best.name in complete_steps(open_store(mirror))):
+            return False
+        fetch(mirror, best.name, best.parent, ranks)
+    except (DamagedCheckpoint, StorageError) as error:
+        warn(f"the checkpoint that evaluated best could not be fetched: {mirror}: {error}")
+        return False
+    run_on_rank_0(ranks, lambda: name_best(best.parent, step_of(best)))
+    return True

@@ -1,0 +1,284 @@
+"""A checkpoint in a store: list, upload and download it; each rank transfers its own share of the bytes.
+
+step-00000100/ holds the same files as the local directory. manifest.json is written last and removed first: a directory
+without it is no checkpoint. Ranks transfer ranges of files, which end at boundaries of checksum blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from aliquot.checkpoint.directories import directory_of, is_name
+from aliquot.checkpoint.retention import Retention
+from aliquot.core.errors import DamagedCheckpoint, StorageError, TrainingError, UsageError, writing
+from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
+from aliquot.stores.store import Store, open_store
+from aliquot.tensor_io.checksums import BLOCK_BYTES
+from aliquot.tensor_io.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
+from aliquot.tensor_io.publish import (
+    begin_alone,
+    check_space,
+    clean_leftovers,
+    publish_together,
+    remove_directory,
+    write_file,
+)
+
+T = TypeVar("T")
+Receipt = tuple[str, int, str]  # file name, number of the range, the store's receipt
+_THREADS = 2  # per rank; each holds a block, or a part of a multipart upload
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [start, stop) of a file, its range number `index`."""
+
+    name: str
+    index: int
+    start: int
+    stop: int
+
+
+def complete_steps(store: Store) -> list[str]:
+    """List the names of all complete checkpoints, oldest first."""
+    folders = [name.removesuffix(f"/{MANIFEST}") for name in store.list() if name.endswith(f"/{MANIFEST}")]
+    return sorted((name for name in folders if is_name(name)), key=lambda name: int(name.removeprefix("step-")))
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Split the URL of a checkpoint into its store and its name. Raises UserError for any other URL."""
+    store, _, folder = url.rstrip("/").rpartition("/")
+    if not is_name(folder):
+        raise UsageError(f"{url} names no checkpoint: give one like s3://BUCKET/PREFIX/RUN/step-00000100")
+    return store, folder
+
+
+class Upload:
+    """The upload of one checkpoint: `prepare` on rank 0, `send` on every rank, `publish` on rank 0."""
+
+    def __init__(self, directory: Path, store: Store, ranks: RankGroup) -> None:
+        self._directory = directory
+        self._folder = directory.name
+        self._store = store
+        self._ranks = ranks
+        self._stopped = False
+        self.sent_bytes = 0
+
+    def prepare(self, replace: bool = False) -> dict[str, str] | None:
+        """Remove what killed processes left and begin the upload of every file.
+
+        Returns:
+            A token for each file; None if the store has this checkpoint and it is not to be replaced.
+        """
+        store = self._store
+        stored_bytes = store.list()
+        if not replace and self._is_in_store(stored_bytes):
+            return None
+        store.abort()
+        complete = {name.partition("/")[0] for name in stored_bytes if name.endswith(f"/{MANIFEST}")} - {self._folder}
+        _remove(store, (name for name in stored_bytes if (folder := _folder_of(name)) and folder not in complete))
+        files = read_manifest(self._directory).files
+        return {name: store.begin(f"{self._folder}/{name}", record.bytes) for name, record in files.items()}
+
+    def _is_in_store(self, stored_bytes: Mapping[str, int]) -> bool:
+        """Return whether the store has the same manifest and every file at its recorded size."""
+        manifest = (self._directory / MANIFEST).read_bytes()
+        sizes = {name: record.bytes for name, record in read_manifest(self._directory).files.items()}
+        sizes[MANIFEST] = len(manifest)
+        if any(stored_bytes.get(f"{self._folder}/{name}") != size for name, size in sizes.items()):
+            return False
+        return self._store.read(f"{self._folder}/{MANIFEST}", 0, len(manifest)) == manifest
+
+    def send(self, tokens: Mapping[str, str]) -> list[Receipt]:
+        """Send this rank's ranges and return the receipts."""
+        manifest = read_manifest(self._directory)
+
+        def send_range(item: FileRange) -> Receipt:
+            name = f"{self._folder}/{item.name}"
+            blocks = self._blocks(manifest, item)
+            receipt = self._store.put_part(name, tokens[item.name], item.index, item.start, blocks)
+            if not self._store.verifies_checksums:
+                for start in range(item.start, item.stop, BLOCK_BYTES):
+                    data = self._store.read(name, start, min(start + BLOCK_BYTES, item.stop))
+                    _verified_block(data, manifest, item, start)
+            return item.name, item.index, receipt
+
+        return _transfer(send_range, _split_files(manifest, manifest.files, self._store.part_bytes), self._ranks)
+
+    def publish(self, tokens: Mapping[str, str], sent: Sequence[Receipt], retention: Retention) -> None:
+        """Complete the files, check their sizes, write the manifest, then remove old checkpoints of the store.
+
+        Args:
+            sent: the receipts of all ranks.
+        """
+        store, folder = self._store, self._folder
+        manifest = read_manifest(self._directory)
+        receipts: dict[str, list[tuple[int, str]]] = {name: [] for name in tokens}
+        for name, index, receipt in sent:
+            receipts[name].append((index, receipt))
+        for name, token in tokens.items():
+            store.complete(f"{folder}/{name}", token, [receipt for _, receipt in sorted(receipts[name])])
+        sizes = store.list()
+        for name, record in manifest.files.items():
+            if (size := sizes.get(f"{folder}/{name}")) != record.bytes:
+                raise StorageError(f"{folder}/{name} has {size} bytes there instead of {record.bytes}")
+        store.put(f"{folder}/{MANIFEST}", (self._directory / MANIFEST).read_bytes())
+        retained = {folder} if retention.best is None else {folder, directory_of(Path(), retention.best).name}
+        old = set(complete_steps(store)[: -retention.keep]) - retained
+        _remove(store, (name for name in sizes if _folder_of(name) in old))
+
+    def stop(self) -> None:
+        """End `send` at its next block."""
+        self._stopped = True
+
+    def _blocks(self, manifest: Manifest, item: FileRange) -> Iterator[bytes]:
+        with (self._directory / item.name).open("rb", buffering=0) as file:
+            for start in range(item.start, item.stop, BLOCK_BYTES):
+                if self._stopped:
+                    raise TrainingError("this upload was abandoned")
+                data = os.pread(file.fileno(), min(BLOCK_BYTES, item.stop - start), start)
+                yield _verified_block(data, manifest, item, start)
+                self.sent_bytes += len(data)
+
+
+def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
+    """Download checkpoint `folder` of the store at `url` to `root/folder`; every rank reads its share. Collective.
+
+    Raises on every rank: DamagedCheckpoint if the data are not those that were saved, StorageError.
+    """
+    data = run_on_rank_0(ranks, lambda: _read_manifest(open_store(url), folder).decode()).encode()
+    manifest = parse_manifest(data, f"{url}/{folder}/{MANIFEST}")
+    target = root / folder
+    publish_together(
+        target,
+        ranks,
+        prepare=lambda partial: _create_files(manifest, partial, manifest.files),
+        write=lambda partial: _fetch_share(open_store(url), manifest, manifest.files, (folder, partial), ranks),
+        finish=lambda partial, _: write_file(partial / MANIFEST, data),
+        replace=True,  # an existing directory is damaged
+    )
+    return target
+
+
+@contextmanager
+def fetched_weights(url: str, output: Path, all_files: bool) -> Iterator[Path]:
+    """Download the checkpoint at `url` into a temporary directory next to `output`.
+
+    Args:
+        all_files: also download the moments; otherwise their files have their size, but no content.
+    """
+    parent, folder = split_url(url)
+    store = open_store(parent)
+    data = _read_manifest(store, folder)
+    manifest = parse_manifest(data, f"{url}/{MANIFEST}")
+    names = {name for name in manifest.files if all_files or not name.startswith("exp_avg")}
+    target = output.resolve().with_name(f"{output.name}.fetched")
+    with writing(target):
+        clean_leftovers(target.parent, re.compile(re.escape(target.name)))
+        directory = begin_alone(target)
+    try:
+        _create_files(manifest, directory, names)
+        _fetch_share(store, manifest, names, (folder, directory), SingleRank())
+        write_file(directory / MANIFEST, data)
+        yield directory
+    finally:
+        remove_directory(directory)
+
+
+def _read_manifest(store: Store, folder: str) -> bytes:
+    name = f"{folder}/{MANIFEST}"
+    size_bytes = store.list().get(name)
+    if size_bytes is None:
+        raise DamagedCheckpoint(f"{folder}: no complete checkpoint there: it has no {MANIFEST}")
+    return store.read(name, 0, size_bytes)
+
+
+def _create_files(manifest: Manifest, directory: Path, names: Collection[str]) -> None:
+    """Create all files at their size; they are sparse until their content is written. Check the space for `names`."""
+    check_space(directory, sum(manifest.files[name].bytes for name in names))
+    for name, record in manifest.files.items():
+        with writing(directory / name), (directory / name).open("xb") as file:
+            file.truncate(record.bytes)
+
+
+def _fetch_share(
+    store: Store, manifest: Manifest, names: Collection[str], route: tuple[str, Path], ranks: RankGroup
+) -> None:
+    """Download this rank's share of the files `names`; the route leads from a folder of the store to a directory."""
+    folder, directory = route
+
+    def fetch_block(item: FileRange) -> None:
+        data = _verified_block(store.read(f"{folder}/{item.name}", item.start, item.stop), manifest, item, item.start)
+        with writing(directory / item.name), (directory / item.name).open("r+b") as file:
+            file.seek(item.start)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    _transfer(fetch_block, _split_files(manifest, names, lambda _: BLOCK_BYTES), ranks)
+
+
+def _split_files(manifest: Manifest, names: Iterable[str], range_bytes: Callable[[int], int]) -> list[FileRange]:
+    """Split files into ranges, the same on every rank; an empty file has one range, too.
+
+    Args:
+        range_bytes: the length of the ranges of a file of the given size.
+    """
+    ranges = []
+    for name in sorted(names):
+        size_bytes = manifest.files[name].bytes
+        length = range_bytes(size_bytes)
+        for index, start in enumerate(range(0, max(1, size_bytes), length)):
+            ranges.append(FileRange(name, index, start, min(start + length, size_bytes)))
+    return ranges
+
+
+def _transfer(work: Callable[[FileRange], T], ranges: Sequence[FileRange], ranks: RankGroup) -> list[T]:
+    """Run `work` for this rank's share of `ranges`, a few at once; after a failure no further range begins.
+
+    The ranges of a rank are adjacent, and all ranks get about the same number of bytes.
+    """
+    total_bytes, offset, share = max(1, sum(item.stop - item.start for item in ranges)), 0, []
+    for item in ranges:
+        middle = offset + (item.stop - item.start) / 2
+        if min(ranks.world_size - 1, int(middle * ranks.world_size / total_bytes)) == ranks.rank:
+            share.append(item)
+        offset += item.stop - item.start
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="aliquot-mirror") as threads:
+        futures: list[Future[T]] = [threads.submit(work, item) for item in share]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _verified_block(data: bytes, manifest: Manifest, file_range: FileRange, start: int) -> bytes:
+    """Return `data`. Raises DamagedCheckpoint unless they are the block at byte `start` of the file."""
+    crc32 = manifest.files[file_range.name].crc32
+    is_damaged = start < file_range.stop and zlib.crc32(data) != crc32[start // BLOCK_BYTES]
+    if is_damaged or len(data) > file_range.stop - start:
+        raise DamagedCheckpoint(f"{file_range.name}: the block at byte {start} is not what was saved")
+    return data
+
+
+def _folder_of(name: str) -> str | None:
+    """Return the checkpoint to which a file belongs; None for files of somebody else."""
+    folder, slash, _ = name.partition("/")
+    return folder if slash and is_name(folder) else None
+
+
+def _remove(store: Store, names: Iterable[str]) -> None:
+    """Remove manifests first, in a request of their own, so that no partial checkpoint has a manifest."""
+    all_names = list(names)
+    manifests = [name for name in all_names if name.endswith(f"/{MANIFEST}")]
+    store.remove(manifests)
+    store.remove([name for name in all_names if name not in manifests])
