@@ -8,8 +8,7 @@ from typing import Any, Literal
 import pytest
 from rich.console import Console
 
-from aliquot.observe.console import Display
-from aliquot.observe.live_view import LiveView
+from aliquot.observe.console import Display, LiveView
 
 METRICS = {
     "step": 3,

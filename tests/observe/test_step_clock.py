@@ -1,14 +1,19 @@
-"""Every moment of a step belongs to one part, and a rank that holds the others up is named."""
+"""Every moment of a step belongs to one part; slow ranks are named; profiles that cannot be written leave nothing."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-from aliquot.observe.step_clock import PARTS, CudaEvents, SlowRanks, StepClock, WallClock
+from aliquot.core.errors import StorageError
+from aliquot.observe import step_clock
+from aliquot.observe.step_clock import PARTS, CudaEvents, Profile, SlowRanks, StepClock, WallClock
 
 
 class Machine:
@@ -183,3 +188,34 @@ def test_a_rank_with_more_to_do_is_not_slow() -> None:
     slow = SlowRanks(window_steps=1)
     slow.add([(3.0, 300), (2.0, 200), (0.1, 0)])
     assert slow.slowdowns() == {}
+
+
+@pytest.mark.parametrize("full", ["rank-0.json.gz", "rank-0.txt"])
+def test_a_full_disk(tmp_path: Path, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if full == "rank-0.txt":
+        monkeypatch.setattr(step_clock, "publish_text", write)
+    else:
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write)
+    profile = Profile(tmp_path, 0, 1, StepClock(lambda: (0.0, 0.0)))
+    for _ in range(3):
+        profile.step()
+    with pytest.raises(StorageError, match="No space left on device") as told:
+        profile.step()
+    assert full in str(told.value)
+    assert not list(tmp_path.iterdir())
+    profile.step()
+    profile.finish()
+    assert not list(tmp_path.iterdir()) and not profile.missed
+
+
+def test_a_file_where_the_directory_would_be(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("mine")
+    profile = Profile(tmp_path / "profile", 0, 1, StepClock(lambda: (0.0, 0.0)))
+    for _ in range(3):
+        profile.step()
+    with pytest.raises(StorageError, match="File exists"):
+        profile.step()
+    assert (tmp_path / "profile").read_text() == "mine"

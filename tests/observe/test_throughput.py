@@ -1,15 +1,19 @@
-"""Speed with a clock that the test moves, and operation counts against a count by hand."""
+"""Speed with a clock that the test moves, operation counts, the remaining time, and bytes through interfaces."""
 
 from __future__ import annotations
 
 import math
+import socket
+from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.config.schema import RunConfig
 from aliquot.observe.number_format import duration, gib, rate, short
-from aliquot.observe.throughput import Meter, attention_pairs, model_flops
+from aliquot.observe.throughput import InterfaceTraffic, Meter, RemainingWork, attention_pairs, model_flops
 
 
 class Clock:
@@ -103,3 +107,83 @@ def test_numbers_for_a_person() -> None:
         "1 h 00 min",
         "2 h 05 min",
     ]
+
+
+def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> RemainingWork:
+    config = RunConfig.model_validate(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"path": "x", "eval_fraction": 0.1},
+            "train": {"eval_steps": eval_steps},
+            "checkpoint": {"every": every, **checkpoint},
+        }
+    )
+    return RemainingWork(config, total, {"evaluation_s": 10.0, "save_s": 3.0, "export_s": 1.0})
+
+
+def test_what_is_left_of_evaluations_and_saves() -> None:
+    left = remaining(eval_steps=10, every=0, total=25)  # evaluations after 10, 20 and 25; a save after 25
+    assert [left.seconds(done) for done in (0, 10, 11, 20, 21, 25)] == [34, 34, 24, 24, 14, 14]
+    left.evaluation_s = 2.0  # as it took
+    assert left.seconds(0) == 3 * 2 + 3 + 1
+    assert remaining(eval_steps=0, every=0, total=25).seconds(24) == 14  # at the end alone
+    assert remaining(eval_steps=5, every=0, total=25).seconds(24) == 14  # the last is due anyway: once
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_saves_count_with_what_training_waits_for_them(asynchronous: bool) -> None:
+    left = remaining(eval_steps=0, every=5, total=20, **{"async": asynchronous})
+    assert left.seconds(1) == 10 + (0 if asynchronous else 9) + 3 + 1  # the last is waited for
+    left.saved(4.0, 0.5)
+    assert left.seconds(1) == 10 + 1.5 + 4 + 1
+
+
+def test_a_run_that_ends_with_its_export_alone_does_not_wait_for_a_save() -> None:
+    assert remaining(eval_steps=0, every=0, total=20, last=False).seconds(1) == 10 + 1
+    assert remaining(eval_steps=0, every=5, total=20, last=False, **{"async": False}).seconds(1) == 10 + 4 * 3 + 1
+    assert remaining(eval_steps=0, every=6, total=20, last=False, **{"async": False}).seconds(7) == 10 + 2 * 3 + 1
+
+
+def test_without_a_plan_there_is_nothing_to_go_by_yet() -> None:
+    config = RunConfig.model_validate({"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}})
+    assert RemainingWork(config, 10, {}).seconds(0) == 0
+
+
+def test_where_the_best_is_kept_every_evaluation_may_be_saved() -> None:
+    kept = {"best": True, "last": False, "async": False}
+    left = remaining(eval_steps=4, every=6, total=13, **kept)  # saves after 4, 6, 8, 12, and 13, which is evaluated
+    assert [left.seconds(done) for done in (0, 5, 13)] == [4 * 10 + 5 * 3 + 1, 3 * 10 + 4 * 3 + 1, 10 + 3 + 1]
+
+
+def test_traffic_is_since_the_start_and_of_those_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*rows: tuple[str, int, int]) -> None:
+        lines = ["Inter-|   Receive", " face |bytes packets"]
+        lines += [f"{name}: {got} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0" for name, got, sent in rows]
+        (tmp_path / "net" / "dev").write_text("\n".join(lines) + "\n")
+
+    (tmp_path / "net").mkdir()
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    write(("    lo", 100, 100), ("  eth0", 5, 7), (" eth1", 1, 1))
+    traffic = InterfaceTraffic()
+    assert traffic.readings() == {"interface_bytes": {}}
+    write(("    lo", 350, 350), ("  eth0", 5, 9), (" eth1", 1, 1), ("new", 3, 0))
+    assert traffic.readings() == {
+        "interface_bytes": {
+            "lo": {"received": 250, "sent": 250},
+            "eth0": {"received": 0, "sent": 2},
+            "new": {"received": 3, "sent": 0},
+        }
+    }
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "absent"))
+    assert InterfaceTraffic().readings() == {"interface_bytes": {}}
+
+
+def test_what_this_process_sends_to_itself_is_seen_on_lo() -> None:
+    traffic = InterfaceTraffic()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        connection, _ = server.accept()
+        with connection:
+            client.sendall(b"x" * 50_000)
+            while len(connection.recv(50_000, socket.MSG_PEEK)) < 50_000:
+                pass
+    assert traffic.readings()["interface_bytes"]["lo"]["sent"] >= 50_000

@@ -34,8 +34,7 @@ def render(
         Path | None, typer.Option("-o", "--output", help="The directory to write; default: manifests/<name>.")
     ] = None,
     runtime: Annotated[
-        bool,
-        typer.Option("--runtime", help="Instead of the job write the ClusterTrainingRuntime of its kind of node."),
+        bool, typer.Option("--runtime", help="Instead of the job write the ClusterTrainingRuntime of its kind of node.")
     ] = False,
     debug: Debug = False,
 ) -> None:

@@ -17,11 +17,7 @@ def data() -> None:
 
 
 @app.command("show")
-def show(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    debug: Debug = False,
-) -> None:
+def show(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Show two examples of each source, with their learned parts marked, and statistics of all documents.
 
     Tokenises documents that are not in the cache yet, as `aliquot train` does; loads no weights.

@@ -20,8 +20,7 @@ def command(
         str, typer.Argument(metavar="MODEL", help="A directory: model, adapter, export, checkpoint; or a hub id.")
     ],
     data: Annotated[
-        str,
-        typer.Argument(metavar="DATA", help="A text like data.path, or the evaluation data of a run's YAML."),
+        str, typer.Argument(metavar="DATA", help="A text like data.path, or the evaluation data of a run's YAML.")
     ],
     overrides: Annotated[
         list[str] | None,

@@ -90,8 +90,7 @@ def command(
         bool, typer.Option("--calibrate", help="Measure this machine thoroughly, for later plans.")
     ] = False,
     print_config: Annotated[
-        bool,
-        typer.Option("--print-config", help="Print the complete config, with the place of each value."),
+        bool, typer.Option("--print-config", help="Print the complete config, with the place of each value.")
     ] = False,
     debug: Debug = False,
 ) -> None:

@@ -1,19 +1,40 @@
-"""Start a process for W&B or MLflow that follows the run directory, so that no server can delay a run."""
+"""W&B and MLflow: a process on the node of rank 0 follows the run directory, so that no server can delay a run.
+
+`python -m aliquot.observe.dashboards SERVICE RUN_DIR SIZE` is that process. Its standard input closes at the end of the
+run. Its standard output is shown to the person. <service>.json records the run of the service and the bytes sent, so
+that a resumed run continues that run. Server, project and keys come from the variables of each client (WANDB_PROJECT,
+...).
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import secrets
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import yaml
+
+from aliquot.core.decode import BoundedLoader
 from aliquot.core.errors import MissingToolError
 from aliquot.core.interpreter import python_command
-from aliquot.core.small_files import open_unlinked
-from aliquot.observe.dashboard_process import LAST_WORDS_S
+from aliquot.core.small_files import open_unlinked, publish_text
+from aliquot.observe.events import ENDS
+
+_LAST_WORDS_S = 20.0  # time to send the rest after the end of a run
+_INTERVAL_S = 1.0
+_RETRY_S = 10.0
+_MAX_LINES = 40  # per call
+_MLFLOW_STATUS = {"end": "FINISHED", "failed": "FAILED"}
+_MAX_PARAMETERS, _MAX_METRICS, _MAX_VALUE = 100, 1000, 500  # per call of MLflow; characters of a value
 
 
 def check_installed(services: Sequence[str]) -> None:
@@ -26,7 +47,7 @@ def check_installed(services: Sequence[str]) -> None:
 
 
 class Dashboard:
-    """Sends the metrics of the run directory to `service`, including those that an earlier attempt could not send.
+    """Starts the process that sends the metrics of the run directory to `service`, and those of earlier attempts.
 
     Args:
         warn: receives the complaints of the process; other output of the process is in logs/<service>.txt.
@@ -38,13 +59,11 @@ class Dashboard:
         directory = metrics.parent
         (directory / "logs").mkdir(exist_ok=True)
         self._log = directory / "logs" / f"{service}.txt"
-        follow = ["-m", "aliquot.observe.dashboard_process", service, str(directory), str(metrics.stat().st_size)]
+        follow = python_command("-m", __name__, service, str(directory), str(metrics.stat().st_size))
+        pipe = subprocess.PIPE
         with open_unlinked(self._log, "ab") as log:
             # In a new session Ctrl-C in the terminal stops only the run, and this process can send its last metrics.
-            self._process = subprocess.Popen(
-                python_command(*follow), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+            self._process = subprocess.Popen(follow, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True)
         assert self._process.stdout is not None
         self._complaints = self._process.stdout.fileno()
         os.set_blocking(self._complaints, False)
@@ -60,10 +79,198 @@ class Dashboard:
         assert self._process.stdin is not None
         self._process.stdin.close()  # signals the end of the run
         try:
-            complete = self._process.wait(LAST_WORDS_S + 5.0) == 0
+            complete = self._process.wait(_LAST_WORDS_S + 5.0) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
             complete = False
         self.write({})
         if not complete:
             self._warn(f"{self._service} does not have all of this run; metrics.jsonl has ({self._log})")
+
+
+class WandbRun:
+    """A run of W&B. Every method may raise whatever the client does."""
+
+    def __init__(self, directory: Path, config: dict[str, Any], run_id: str | None) -> None:
+        import wandb
+
+        self.run_id = run_id or secrets.token_hex(4)
+        options: dict[str, Any] = {
+            "project": os.environ.get("WANDB_PROJECT", "aliquot"),
+            "name": config["run"]["name"],
+            "id": self.run_id,
+            "resume": "allow",
+            "dir": directory,
+            "config": config,
+            "settings": wandb.Settings(console="off"),
+        }
+        try:
+            self._run = wandb.init(**options)
+        except wandb.Error as error:  # no key, no server
+            complain(f"{' '.join(str(error).split())[:200]}; written to {directory}/wandb, for `wandb sync`")
+            self._run = wandb.init(**options, mode="offline")
+        # A run that resumes from an older checkpoint repeats steps, which W&B's own step counter does not allow.
+        self._run.define_metric("*", step_metric="step")
+
+    def send(self, lines: list[dict[str, Any]]) -> None:
+        """Send lines of metrics.jsonl, in order."""
+        for line in lines:
+            self._run.log({name: value for name, value in line.items() if isinstance(value, int | float)})
+
+    def attach(self, file: Path) -> None:
+        """Attach a file to the run; it replaces an older file of its name."""
+        copied = Path(self._run.dir) / file.name  # W&B would link to the original, which may be removed
+        copied.write_bytes(file.read_bytes())
+        self._run.save(str(copied), base_path=self._run.dir, policy="now")
+
+    def end(self, how: str | None) -> None:
+        """End the run with the final event: end, stopped or failed; None: the run was killed."""
+        self._run.finish(exit_code=0 if how == "end" else 1)
+
+
+class MlflowRun:
+    """A run of MLflow, with the methods of WandbRun."""
+
+    def __init__(self, directory: Path, config: dict[str, Any], run_id: str | None) -> None:
+        # The client reads these variables when it is imported. The process that follows the run repeats a failed call;
+        # the client alone would repeat it for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient()
+        if run_id is not None:
+            self.run_id = run_id
+            self._client.update_run(run_id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "aliquot")
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
+        self.run_id = self._client.create_run(experiment, run_name=config["run"]["name"]).info.run_id
+        parameters = [
+            Param(f"{section}.{key}", str(value)[:_MAX_VALUE])
+            for section, values in config.items()
+            for key, value in (values or {}).items()
+        ]
+        for first in range(0, len(parameters), _MAX_PARAMETERS):
+            self._client.log_batch(self.run_id, params=parameters[first : first + _MAX_PARAMETERS])
+
+    def send(self, lines: list[dict[str, Any]]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(name, float(value), now, line["step"])
+            for line in lines
+            for name, value in line.items()
+            if name != "step" and isinstance(value, int | float)
+        ]
+        for first in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics[first : first + _MAX_METRICS])
+
+    def attach(self, file: Path) -> None:
+        self._client.log_artifact(self.run_id, str(file))
+
+    def end(self, how: str | None) -> None:
+        self._client.set_terminated(self.run_id, _MLFLOW_STATUS.get(how or "", "KILLED"))
+
+
+class Follower:
+    """Sends the new lines and files of `directory`."""
+
+    def __init__(self, service: str, directory: Path, size_bytes: int) -> None:
+        """Args: size_bytes: size of metrics.jsonl when this attempt began; the recorded position cannot exceed it."""
+        self._open_run = WandbRun if service == "wandb" else MlflowRun
+        self._directory = directory
+        self._record = directory / f"{service}.json"
+        record: dict[str, Any] = json.loads(self._record.read_text()) if self._record.exists() else {}
+        self._run_id: str | None = record.get("run_id")
+        self._sent_bytes = min(int(record.get("sent_bytes", 0)), size_bytes)
+        self._attached: dict[str, int] = {}
+        self._run: WandbRun | MlflowRun | None = None
+
+    def send(self) -> WandbRun | MlflowRun:
+        """Send all new lines. Raises the client's errors; lines sent before an error are not sent again."""
+        if self._run is None:
+            config = yaml.load((self._directory / "config.yaml").read_text(encoding="utf-8"), Loader=BoundedLoader)
+            self._run = self._open_run(self._directory, config, self._run_id)
+            self._save_record(self._run.run_id)
+        run = self._run
+        with (self._directory / "metrics.jsonl").open("rb") as file:
+            file.seek(self._sent_bytes)
+            complete = [line for line in file if line.endswith(b"\n")]
+        for first in range(0, len(complete), _MAX_LINES):
+            lines = complete[first : first + _MAX_LINES]
+            run.send([json.loads(line) for line in lines])
+            self._sent_bytes += sum(map(len, lines))
+            self._save_record(run.run_id)
+        for name in ("config.yaml", "ledger.json"):
+            path = self._directory / name
+            if path.exists() and self._attached.get(name) != (changed := path.stat().st_mtime_ns):
+                run.attach(path)
+                self._attached[name] = changed
+        return run
+
+    def end(self) -> None:
+        """Send the rest, and end the run of the service."""
+        run = self.send()
+        last = json.loads((self._directory / "events.jsonl").read_text(encoding="utf-8").splitlines()[-1])["event"]
+        run.end(last if last in ENDS else None)
+
+    def _save_record(self, run_id: str) -> None:
+        publish_text(self._record, json.dumps({"run_id": run_id, "sent_bytes": self._sent_bytes}) + "\n")
+
+
+def follow(follower: Follower, over: threading.Event) -> int:
+    """Send metrics until the run is over; return the exit code."""
+    pause_s, last_complaint = _INTERVAL_S, ""
+    while not over.wait(pause_s):
+        try:
+            follower.send()
+            pause_s = _INTERVAL_S
+        # Clients raise many kinds of errors, and none of them must end this process.
+        except Exception as error:
+            pause_s = _RETRY_S
+            if last_complaint != (last_complaint := _one_line(error)):
+                complain(last_complaint)
+    try:
+        follower.end()
+    except Exception as error:
+        complain(_one_line(error))
+        return 1
+    return 0
+
+
+def complain(text: str) -> None:
+    print(text, file=_person, flush=True)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def main(service: str, directory: str, size_bytes: str) -> int:
+    over = threading.Event()
+
+    def wait_for_the_end() -> None:
+        sys.stdin.buffer.read()
+        over.set()
+        # A client may wait for its server for minutes, in a call that cannot be interrupted.
+        timer = threading.Timer(_LAST_WORDS_S, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    os.nice(10)
+    return follow(Follower(service, Path(directory), int(size_bytes)), over)
+
+
+_person: TextIO = sys.stdout
+
+if __name__ == "__main__":
+    _person = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of clients
+    status = main(*sys.argv[1:])
+    _person.close()
+    os._exit(status)  # ends threads of the client, whose run has ended

@@ -18,11 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-URL, CA_CERT, TOKEN = (
-    "KUBEFLOW_TRAINER_SERVER_URL",
-    "KUBEFLOW_TRAINER_SERVER_CA_CERT",
-    "KUBEFLOW_TRAINER_SERVER_TOKEN",
-)
+URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 _DISABLED = "DISABLE_KUBEFLOW_INTEGRATION"
 _INTERVAL_S = 5.0
 _TIMEOUT_S = 5.0

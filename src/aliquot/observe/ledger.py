@@ -148,12 +148,7 @@ def _table(rows: Sequence[Row], title: str, columns: Columns) -> Table:
     largest = max(max(row["peak_bytes"], row.get("planned_bytes") or 0) for row in rows)
     unit, divisor, form = ("GiB", 2**30, ",.1f") if largest >= _MIN_GIB_BYTES else ("MiB", 2**20, ",.0f")
     # With a frame a terminal of 80 columns would truncate the words.
-    result = Table(
-        title=f"{unit} {title}",
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    result = Table(title=f"{unit} {title}", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     result.add_column("phase", no_wrap=True)
     for column in ("plan", "peak", "err. %", *columns, *categories):
         result.add_column(_SHORT.get(column, column), justify="right", no_wrap=True)

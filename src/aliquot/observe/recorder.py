@@ -18,15 +18,12 @@ from aliquot.distributed.signals import Terminated
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.machine.memory import PssSampler
 from aliquot.observe.console import Display
-from aliquot.observe.events import Events, command_line
+from aliquot.observe.events import Events, RunRecord, command_line
 from aliquot.observe.kubeflow import kubeflow_status
-from aliquot.observe.metrics import MetricsTargets, MetricsWriter
-from aliquot.observe.profile import Profile
-from aliquot.observe.prometheus import Exporter
+from aliquot.observe.metrics import Exporter, MetricsTargets, MetricsWriter
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.run_record import RunRecord
-from aliquot.observe.step_clock import OWN_WORK, PARTS, SlowRanks, StepClock
+from aliquot.observe.step_clock import OWN_WORK, PARTS, Profile, SlowRanks, StepClock
 from aliquot.observe.throughput import Meter, RemainingWork
 
 _REMEASURE_AFTER_S = 30.0  # other work on the machine may have ended by then
@@ -61,51 +58,42 @@ class Recorder:
         steps_before: int,
         total_steps: int,
     ) -> None:
-        """Record steps `steps_before` + 1 to `total_steps`.
-
-        Args:
-            measure_ceiling: measures the FLOP/s of a matmul on all ranks; collective.
-        """
-        record, config, directory, ranks = run.record, run.config, run.directory, run.ranks
-        self.meter = Meter(record.ceiling_flops_per_s)
-        self._config = config
-        self._directory = directory
-        self._ranks = ranks
-        self._display = run.display
+        """Record steps `steps_before` + 1 to `total_steps`; the collective `measure_ceiling` returns the FLOP/s of a
+        matmul on all ranks."""
+        self._run, self._config, self._display, self._ranks = run, run.config, run.display, run.ranks
         self._clock = clock
-        self._exporter = run.exporter
-        self._record = record
+        self._measure_ceiling = measure_ceiling
         self._before, self._done, self._total = steps_before, steps_before, total_steps
-        self._events = Events(directory.events, ranks.rank == 0)
-        self._profile = Profile(directory.profile, ranks.rank, config.observe.profile, clock)
+        self.meter = Meter(run.record.ceiling_flops_per_s)
+        self._events = Events(run.directory.events, run.ranks.rank == 0)
+        self._profile = Profile(run.directory.profile, run.ranks.rank, run.config.observe.profile, clock)
         self._pss = PssSampler()
         self._slow = SlowRanks()
         self._slow_ranks: Mapping[int, float] = {}
         self._logged = (steps_before, clock.seconds())  # the last logged step, and the seconds of parts until then
         self._seconds_at_begin = clock.seconds()
         self._has_warned_of_disk = False
-        self._measure_ceiling = measure_ceiling
-        self._ceiling_is_sure = record.ceiling_is_sure
-        self._started_at = time.monotonic()
-        self._gpu = run.gpu
+        self._ceiling_is_sure = run.record.ceiling_is_sure
         self._measurements_left = _MAX_MEASUREMENTS
-        self._remaining = RemainingWork(config, total_steps, record.plan)
+        self._started_at = time.monotonic()
+        self._remaining = RemainingWork(run.config, total_steps, run.record.plan)
         self._evaluation_start = 0.0
 
     def __enter__(self) -> Self:
-        directory, first = self._directory, self._ranks.rank == 0
-        self._status = status = kubeflow_status(self._total) if first else None
-        report_to = self._config.observe.report_to
-        targets = MetricsTargets(directory.metrics, directory.tensorboard, report_to, self._exporter, status)
+        run, first = self._run, self._ranks.rank == 0
+        self._status = kubeflow_status(self._total) if first else None
+        targets = MetricsTargets(
+            run.directory.metrics, run.directory.tensorboard, run.config.observe.report_to, run.exporter, self._status
+        )
         self._metrics = MetricsWriter(targets, self._before, first, self._display.warning)
-        machine = self._record.machine
+        machine = run.record.machine
         # The plan's limit excludes the memory of launcher and dashboards and respects shard.memory.
         limit = machine["memory_limit_bytes"] // self._ranks.topology.local_world_size
-        if self._gpu is None:
-            limit = self._record.plan.get("limit_bytes", limit)
-        self._display.start_training(limit, None if self._gpu is None else machine["gpu_memory_bytes"])
-        kind = "start" if self._record.resumed_from is None else "resume"
-        facts = {**self._record.as_json(), "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
+        if run.gpu is None:
+            limit = run.record.plan.get("limit_bytes", limit)
+        self._display.start_training(limit, None if run.gpu is None else machine["gpu_memory_bytes"])
+        kind = "start" if run.record.resumed_from is None else "resume"
+        facts = {**run.record.as_json(), "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
         started = {"aliquot": version("aliquot"), "command": command_line(), "total_steps": self._total}
         self._events.write(kind, self._before, **facts, **started)
         return self
@@ -122,7 +110,7 @@ class Recorder:
             except StorageError as storage_error:
                 storage_errors.append(storage_error)
         self._events.close()
-        if self._ranks.rank == 0 and self._directory.why_lost() is None:
+        if self._ranks.rank == 0 and self._run.directory.why_lost() is None:
             self._write_report()
         if storage_errors and error is None:
             self._handle_storage_error(storage_errors[0])
@@ -165,12 +153,7 @@ class Recorder:
         return reports
 
     def end(self, tokens: int, flops: int, saving: int | None) -> None:
-        """Record the end of a step.
-
-        Args:
-            tokens: real tokens of all ranks.
-            saving: the step whose checkpoint is being saved.
-        """
+        """Record the end of a step over the real tokens of all ranks, while the checkpoint of `saving` is written."""
         self._clock.leave()
         saving_s = self._clock.seconds()["checkpoint"] - self._seconds_at_begin["checkpoint"]
         self.meter.end(tokens, flops, saving_s)
@@ -198,7 +181,7 @@ class Recorder:
             {
                 "parts": seconds,
                 "memory": self._pss.bytes(),
-                "gpu_memory": None if self._gpu is None else self._gpu.memory().used_bytes,
+                "gpu_memory": None if self._run.gpu is None else self._run.gpu.memory().used_bytes,
                 "measure": self.meter.beats_ceiling or is_doubtful,
             }
         )
@@ -206,22 +189,19 @@ class Recorder:
             self._measurements_left -= 1
             self._ceiling_is_sure = True
             self.meter.raise_ceiling(self._measure_ceiling())
-        parts: dict[str, float | None] = {
-            f"{part}_s": sum(rank["parts"][part] for rank in reports) / len(reports) for part in PARTS
-        }
-        if not self._clock.reduce_known:
-            parts["reduce_s"] = None
+        parts = {f"{part}_s": sum(rank["parts"][part] for rank in reports) / len(reports) for part in PARTS}
         line = {
             "step": self._done,
-            "engine": self._record.engine,
+            "engine": self._run.record.engine,
             **metrics,
             **self.meter.readings(),
             "eta_s": self._eta_s(),
             **parts,
+            **({} if self._clock.reduce_known else {"reduce_s": None}),
             "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in reports],
             "memory_bytes": [rank["memory"] for rank in reports],
         }
-        if self._gpu is not None:
+        if self._run.gpu is not None:
             line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
         with self._handles_full_disk():
             self._metrics.write(line)
@@ -233,7 +213,7 @@ class Recorder:
         if steps_s is None:
             return None
         # The first step compiles and maps its memory, so its duration is no estimate of the others.
-        if self._done == self._before + 1 and (planned := self._record.plan.get("step_s")):
+        if self._done == self._before + 1 and (planned := self._run.record.plan.get("step_s")):
             steps_s = min(steps_s, left * planned)
         return steps_s + self._remaining.seconds(self._done)
 
@@ -246,20 +226,22 @@ class Recorder:
     def evaluated(self, results: Mapping[str, tuple[float, float, float | None]]) -> float:
         """Record an evaluation after the last step: loss, perplexity and bits per byte by the name of the set.
 
-        Returns:
-            The perplexity of the set without a name, or else of the first set.
+        Return the perplexity of the set without a name, or else of the first set.
         """
         self._remaining.evaluation_s = time.perf_counter() - self._evaluation_start
         line: dict[str, Any] = {"step": self._done}
+        texts = []
         for name, (loss, perplexity, bits_per_byte) in results.items():
-            values = {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
             prefix = f"eval_{name}_" if name else "eval_"
-            line.update({f"{prefix}{key}": value for key, value in values.items() if value is not None})
+            line |= {f"{prefix}loss": loss, f"{prefix}perplexity": perplexity}
+            text = f"evaluation {f'{name}: ' if name else ''}loss {loss:.4f}, perplexity {perplexity:.2f}"
+            if bits_per_byte is not None:
+                line[f"{prefix}bits_per_byte"] = bits_per_byte
+                text += f", {bits_per_byte:.3f} bits per byte"
+            texts.append(text)
         with self._handles_full_disk():
             self._metrics.write(line)
-        for name, (loss, perplexity, bits_per_byte) in results.items():
-            text = f"evaluation {f'{name}: ' if name else ''}loss {loss:.4f}, perplexity {perplexity:.2f}"
-            text += f", {bits_per_byte:.3f} bits per byte" if bits_per_byte is not None else ""
+        for text in texts:
             self._display.line(f"step {self._done}: {text}")
         return results.get("", next(iter(results.values())))[1]
 
@@ -318,7 +300,7 @@ class Recorder:
 
     def _write_report(self) -> None:
         try:
-            write_report([self._directory.path], self._directory.report)
+            write_report([self._run.directory.path], self._run.directory.report)
         # An error in the report must neither end a complete run nor hide the error that ended the run.
         except Exception as error:
             self._display.warning(f"no report: {type(error).__name__}: {error}; `aliquot report --debug` tells more")

@@ -10,9 +10,9 @@ from aliquot.catalogue.instances import dollars
 from aliquot.config.schema import RunConfig
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
+from aliquot.observe.events import RunRecord
 from aliquot.observe.number_format import duration, gib, rate, short
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.run_record import RunRecord
 from aliquot.observe.throughput import Speed
 
 

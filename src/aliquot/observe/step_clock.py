@@ -1,4 +1,4 @@
-"""Divide the seconds of a step among its parts, and find ranks that delay the others.
+"""Divide the seconds of a step among its parts, trace steps with torch.profiler, and find ranks that delay the others.
 
 Each moment belongs to exactly one part. Parts end on the host's clock or, for kernels, in the stream of a GPU.
 """
@@ -11,48 +11,44 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aliquot.core.errors import StorageError, writing
+from aliquot.core.small_files import publish_text
+
+if TYPE_CHECKING:
+    import torch.profiler
 
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint", "wait")
 OWN_WORK = ("data", "forward", "backward", "reduce", "optimizer")  # parts in which a rank waits for no other rank
-
-
-class Timeline(Protocol):
-    def mark(self) -> Any:
-        """Mark the current time, after all kernels that were launched before."""
-        ...
-
-    def passed(self, mark: Any) -> bool:
-        """Return whether the time of the mark is known. Does not block."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Wait until the time of the mark is known."""
-        ...
-
-    def seconds(self, first: Any, second: Any) -> float:
-        """Return the seconds between two marks with known times."""
-        ...
+_SKIPPED_STEPS = 2  # of a trace: they compile and fault pages in
+_MAX_OPERATORS = 40
 
 
 @dataclass(frozen=True)
 class WallClock:
+    """Marks on the clock of the host; the time of such a mark is always known."""
+
     now: Callable[[], float] = time.perf_counter
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
+        """Mark the current time, after all kernels that were launched before."""
         return self.now()
 
-    def passed(self, mark: float) -> bool:
+    def passed(self, mark: Any) -> bool:
+        """Return whether the time of the mark is known. Does not block."""
         return True
 
-    def wait(self, mark: float) -> None:
-        pass
+    def wait(self, mark: Any) -> None:
+        """Wait until the time of the mark is known."""
 
-    def seconds(self, first: float, second: float) -> float:
-        return second - first
+    def seconds(self, first: Any, second: Any) -> float:
+        """Return the seconds between two marks with known times."""
+        return float(second - first)
 
 
-class CudaEvents:
+class CudaEvents(WallClock):
     """Marks in the stream of kernels, because the host runs ahead of the kernels that it launches.
 
     An idle GPU passes a mark at once, so the time of work on the host counts too.
@@ -75,7 +71,7 @@ class CudaEvents:
         return float(first.elapsed_time(second)) / 1e3
 
 
-def timeline_of(device: str) -> Timeline:
+def timeline_of(device: str) -> WallClock:
     """Return the timeline of a rank that computes on `device`."""
     return CudaEvents() if device == "cuda" else WallClock()
 
@@ -93,7 +89,7 @@ class StepClock:
     """
 
     def __init__(
-        self, engine_times: Callable[[], tuple[float | None, float]], timeline: Timeline | None = None
+        self, engine_times: Callable[[], tuple[float | None, float]], timeline: WallClock | None = None
     ) -> None:
         self._engine_times = engine_times
         self._timeline = timeline or WallClock()
@@ -153,6 +149,83 @@ class StepClock:
         reduced, waited = self._engine_times()
         self.reduce_known = reduced is not None
         return self._timeline.mark(), reduced or 0.0, waited
+
+
+class Profile:
+    """Traces the `steps` steps after the first two on each rank, for `observe.profile`.
+
+    RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing; rank-N.txt holds a table of the
+    parts of a step and one of the operators. Call `step` before each step and `finish` after the last one.
+    """
+
+    def __init__(self, directory: Path, rank: int, steps: int, clock: StepClock) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._clock = clock
+        self._steps = steps
+        self._started_steps = 0
+        self._profiler: torch.profiler.profile | None = None
+        self._seconds_before: dict[str, float] = {}
+
+    def step(self) -> None:
+        """Start or end the trace if the next step requires it."""
+        if not self._steps:
+            return
+        if self._started_steps == _SKIPPED_STEPS:
+            self._start()
+        elif self._started_steps == _SKIPPED_STEPS + self._steps:
+            self.finish()
+        self._started_steps += 1
+
+    @property
+    def missed(self) -> bool:
+        """Whether the run ended before the steps to trace began."""
+        return self._steps > 0 and self._started_steps <= _SKIPPED_STEPS
+
+    def finish(self) -> None:
+        """Write the trace. Raises StorageError, and then leaves no partial file."""
+        if self._profiler is None:
+            return
+        profiler, self._profiler, self._steps = self._profiler, None, 0
+        self._clock.annotate = None
+        profiler.stop()
+        operators = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_MAX_OPERATORS)
+        trace, table = (self._directory / f"rank-{self._rank}{suffix}" for suffix in (".json.gz", ".txt"))
+        with writing(self._directory):
+            self._directory.mkdir(exist_ok=True)
+        try:
+            with writing(trace):
+                trace.unlink(missing_ok=True)  # a link would be followed
+                profiler.export_chrome_trace(str(trace))
+            with writing(table):
+                publish_text(table, f"{self._parts_table()}\n\noperators\n{operators}")
+        except StorageError:
+            for path in (trace, table):
+                path.unlink(missing_ok=True)
+            raise
+
+    def _start(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._seconds_before = self._clock.seconds()
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+        self._clock.annotate = lambda part: record_function(f"aliquot: {part}")
+
+    def _parts_table(self) -> str:
+        steps = self._started_steps - _SKIPPED_STEPS
+        after = self._clock.seconds()
+        spent = {part: (after[part] - self._seconds_before[part]) / steps for part in PARTS}
+        total = sum(spent.values()) or 1.0
+        lines = [f"parts of a step, rank {self._rank}, mean of {steps} profiled steps (tracing slows them down)"]
+        lines += [
+            f"{part:12} {1e3 * seconds:10.2f} ms {100 * seconds / total:5.1f} %" for part, seconds in spent.items()
+        ]
+        return "\n".join([*lines, f"{'sum':12} {1e3 * total:10.2f} ms"])
 
 
 class SlowRanks:

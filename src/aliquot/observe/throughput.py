@@ -6,11 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due, times_due, times_either_due
@@ -42,12 +42,11 @@ class Meter:
         warmup_steps: int = 1,
         window_steps: int = 10,
         clock: Callable[[], float] = time.perf_counter,
-        traffic: InterfaceTraffic | None = None,
     ) -> None:
         self._ceiling = ceiling_flops_per_s
         self._warmup_steps = warmup_steps
         self._clock = clock
-        self._traffic = traffic or InterfaceTraffic()
+        self._traffic = InterfaceTraffic()
         self._window: deque[Step] = deque(maxlen=window_steps)
         self._total: Step = _NONE
         self._steps = 0
@@ -56,8 +55,7 @@ class Meter:
         self._started_at = self._clock()
 
     def end(self, tokens: int, flops: int, saving_s: float = 0.0) -> None:
-        """Count a step over `tokens` real tokens of all ranks with `flops` operations and `saving_s` seconds of waiting
-        for a save."""
+        """Count a step over real tokens of all ranks, with `saving_s` seconds of waiting for a save."""
         self._steps += 1
         if self._steps == self._warmup_steps + 1:
             self._window.clear()
@@ -114,15 +112,13 @@ class RemainingWork:
         self._total = total_steps
         self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.every
         self._best_steps = config.train.eval_steps if config.checkpoint.best else 0
-        waits = not config.checkpoint.asynchronous
         due = is_due(self._save_steps, total_steps) or is_due(self._best_steps, total_steps)
         self._saves_last = config.checkpoint.last or config.checkpoint.best or due
-        self._save_s = float(plan.get("save_s", 0.0))
+        self._save_s = self.stall_s = float(plan.get("save_s", 0.0))
+        if config.checkpoint.asynchronous:
+            self.stall_s = float(plan.get("stall_s", 0.0)) / max(1, plan.get("saves_beside", 1))
         self._export_s = float(plan.get("export_s", 0.0))
         self.evaluation_s = float(plan.get("evaluation_s", 0.0))
-        self.stall_s = self._save_s
-        if not waits:
-            self.stall_s = float(plan.get("stall_s", 0.0)) / max(1, plan.get("saves_beside", 1))
 
     def saved(self, seconds: float, stall_s: float) -> None:
         """Record a save of `seconds`, during which training stood still for `stall_s`."""
@@ -133,12 +129,12 @@ class RemainingWork:
         evaluation counts as an improvement that causes a save."""
         begun = max(0, done - 1)
         evaluations = times_due(self._eval_steps, self._total) - times_due(self._eval_steps, begun, last=False)
-        between = self._saves(self._total - 1) - self._saves(min(begun, self._total - 1))
+        all_saves, done_saves = (
+            times_either_due(self._save_steps, self._best_steps, min(steps, self._total - 1))
+            for steps in (self._total, begun)
+        )
         last_s = self._save_s if self._saves_last else 0.0
-        return evaluations * self.evaluation_s + between * self.stall_s + last_s + self._export_s
-
-    def _saves(self, steps: int) -> int:
-        return times_either_due(self._save_steps, self._best_steps, steps)
+        return evaluations * self.evaluation_s + (all_saves - done_saves) * self.stall_s + last_s + self._export_s
 
 
 def attention_pairs(lengths: npt.ArrayLike, window: int | None = None) -> int:
@@ -170,27 +166,23 @@ def model_flops(
 class InterfaceTraffic:
     """Counts the bytes of all processes through each network interface of this machine."""
 
-    def __init__(self, file: Path = Path("/proc/net/dev")) -> None:
-        self._file = file
-        self._start = read_interfaces(file)
+    def __init__(self) -> None:
+        self._start = _interfaces()
 
     def readings(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return the bytes since the start as a metric, without unused interfaces."""
         moved = {}
-        for name, (received, sent) in read_interfaces(self._file).items():
-            before = self._start.get(name, (0, 0))
-            since = {"received": received - before[0], "sent": sent - before[1]}
-            if any(since.values()):
-                moved[name] = since
+        for name, now in _interfaces().items():
+            before = self._start.get(name)
+            received = now.bytes_recv - (before.bytes_recv if before is not None else 0)
+            sent = now.bytes_sent - (before.bytes_sent if before is not None else 0)
+            if received or sent:
+                moved[name] = {"received": received, "sent": sent}
         return {"interface_bytes": moved}
 
 
-def read_interfaces(file: Path = Path("/proc/net/dev")) -> dict[str, tuple[int, int]]:
-    """Read the bytes that each interface has received and sent since boot; empty if the kernel does not report them."""
-    interfaces = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        name, colon, counts = line.partition(":")
-        if colon:
-            words = counts.split()
-            interfaces[name.strip()] = (int(words[0]), int(words[8]))
-    return interfaces
+def _interfaces() -> dict[str, Any]:
+    try:
+        return psutil.net_io_counters(pernic=True, nowrap=False)
+    except FileNotFoundError:  # a sandbox may lack /proc/net
+        return {}

@@ -31,10 +31,10 @@ from aliquot.models.source import ModelSource
 from aliquot.models.stored_weights import Published, StoredNames
 from aliquot.models.traits import Traits
 from aliquot.observe.console import Display
+from aliquot.observe.events import RunRecord
 from aliquot.observe.ledger import Ledger
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.run_record import RunRecord
 from aliquot.observe.step_clock import StepClock
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.plan import Plan

@@ -44,7 +44,7 @@ from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
 from aliquot.observe import run_summary
-from aliquot.observe.run_record import RunRecord
+from aliquot.observe.events import RunRecord
 from aliquot.observe.step_clock import StepClock, timeline_of
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.compute_ceiling import Ceiling

@@ -13,10 +13,10 @@ from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.observe.dashboards import check_installed
-from aliquot.observe.prometheus import Exporter
+from aliquot.observe.events import RunRecord
+from aliquot.observe.metrics import Exporter
 from aliquot.observe.recorder import RecordedRun, Recorder
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.run_record import RunRecord
 from aliquot.planner.compute_ceiling import ceiling
 from aliquot.run import setup
 from aliquot.run.data_sanity import check_first_batch, check_inputs, show_data

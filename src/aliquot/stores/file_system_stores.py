@@ -6,27 +6,19 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from aliquot.core.errors import (
-    DamagedCheckpoint,
-    MissingToolError,
-    StorageError,
-    StorageFailureError,
-    reading,
-    writing,
-)
+from aliquot.core.errors import DamagedCheckpoint, MissingToolError, StorageError, StorageFailureError, reading, writing
 from aliquot.core.small_files import publish_bytes
+from aliquot.stores.store import Store
 
 _PART_BYTES = 64 << 20
 # Errors of fsspec's file systems that a repeated request would meet again.
 _PERMANENT = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
 
 
-class LocalStore:
+class LocalStore(Store):
     """A directory of a mounted file system, perhaps over the network."""
-
-    verifies_checksums: ClassVar[bool] = False
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -72,26 +64,18 @@ class LocalStore:
             os.fsync(file.fileno())
         return ""
 
-    def complete(self, name: str, token: str, receipts: Sequence[str]) -> None:
-        pass
-
     def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            path = self._root / name
+        paths = [self._root / name for name in names]
+        for path in paths:
             with writing(path):
                 path.unlink(missing_ok=True)
-        for folder in {(self._root / name).parent for name in names} - {self._root}:
+        for folder in {path.parent for path in paths} - {self._root}:
             with suppress(OSError):  # the folder holds other files, or is gone
                 folder.rmdir()
 
-    def abort(self) -> None:
-        pass
 
-
-class FsspecStore:
+class FsspecStore(Store):
     """A file system of fsspec. One process writes a whole file, because fsspec has no parts."""
-
-    verifies_checksums: ClassVar[bool] = False
 
     def __init__(self, url: str) -> None:
         """Raises UserError if the package for `url` is missing."""
@@ -125,9 +109,6 @@ class FsspecStore:
     def put(self, name: str, data: bytes) -> None:
         self.put_part(name, "", 0, 0, [data])
 
-    def begin(self, name: str, size_bytes: int) -> str:
-        return ""
-
     def put_part(self, name: str, token: str, index: int, start: int, data: Iterable[bytes]) -> str:
         with self._request():
             self._fs.makedirs(self._fs._parent(self._path(name)), exist_ok=True)
@@ -136,17 +117,11 @@ class FsspecStore:
                     file.write(block)
         return ""
 
-    def complete(self, name: str, token: str, receipts: Sequence[str]) -> None:
-        pass
-
     def remove(self, names: Sequence[str]) -> None:
         with self._request():
             for name in names:
                 if self._fs.exists(self._path(name)):
                     self._fs.rm_file(self._path(name))
-
-    def abort(self) -> None:
-        pass
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

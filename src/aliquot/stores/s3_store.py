@@ -9,13 +9,13 @@ import base64
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import ClassVar
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
 from aliquot.core.errors import DamagedCheckpoint, StorageError, StorageFailureError
+from aliquot.stores.store import Store
 
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
 _READ_ATTEMPTS = 3  # botocore itself does not read a body again that broke off
@@ -24,8 +24,8 @@ _DELETE_BATCH = 1000  # objects that one request deletes
 _TEMPORARY = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestTimeout", "ExpiredToken"}
 
 
-class S3Store:
-    verifies_checksums: ClassVar[bool] = True  # S3 compares the CRC-32 that is sent with each part
+class S3Store(Store):
+    verifies_checksums = True  # S3 compares the CRC-32 that is sent with each part
 
     def __init__(self, url: str) -> None:
         self._url = url
