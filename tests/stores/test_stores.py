@@ -12,9 +12,8 @@ import boto3
 import pytest
 
 from aliquot.core.errors import DamagedCheckpoint, StorageError, UserError
-from aliquot.stores.file_system_stores import FsspecStore, LocalStore
 from aliquot.stores.s3_store import S3Store
-from aliquot.stores.store import Store, open_store
+from aliquot.stores.store import FsspecStore, LocalStore, Store, open_store
 from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
 
 MIB = 1 << 20

@@ -77,7 +77,6 @@ def main(
 
 
 def run() -> None:
-    _open_standard_streams()
     if sys.flags.optimize > 1:
         message = "PYTHONOPTIMIZE=2 or python -OO removes docstrings, which transformers reads: unset it or set it to 1"
         print(f"aliquot: {UsageError(message).line}", file=sys.stderr)
@@ -93,13 +92,3 @@ def run() -> None:
     # half a second on a Xeon at 2.6 GHz. The kernel frees the memory anyway.
     atexit.register(gc.freeze)
     app()
-
-
-def _open_standard_streams() -> None:
-    """Open standard streams that are closed (`>&-`), because the next opened files would take their numbers."""
-    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(null, True)  # ranks inherit it
-    os.close(null)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False, encoding="utf-8"))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from aliquot.cli.options import Debug, Overrides
-from aliquot.cli.terminal import one_line_errors
+from aliquot.cli.terminal import one_line_errors, progress
 from aliquot.config.key_locations import locate_errors
 
 if TYPE_CHECKING:
@@ -98,14 +100,10 @@ def command(
 
     Exit code 0: the run fits; 1: it does not.
     """
-    import gc
-    import json
-
     from aliquot.planner.planned_model import collecting_no_garbage
 
     locations: dict[KeyPath, Location] = {}
     with one_line_errors(debug), locate_errors(locations), collecting_no_garbage():
-        from aliquot.cli.plan_offers import OfferOptions, print_offers
         from aliquot.config.read_config import dump_with_locations, read_with_locations
         from aliquot.core.errors import PlanError, UsageError, writing
         from aliquot.planner.pictures import memory_svg
@@ -127,11 +125,16 @@ def command(
         if tokens is not None:
             if memory is not None or cores is not None or network is not None:
                 raise UsageError("--tokens is about EC2 types: not with --memory, --cores or --network")
-            options = OfferOptions(
-                tokens, optimize or "cost", document_tokens, global_batch, nodes, ranks_per_node, instance, spot_price,
-                spot_losses,
+            from aliquot.cli.plan_offers import parse_batches, parse_tokens, print_offers
+            from aliquot.planner.offers import NODES, RANKS, OfferRequest, Spot
+
+            batch = settings.train.global_batch_size
+            request = OfferRequest(
+                parse_tokens(tokens), optimize or "cost", Spot(spot_price, spot_losses / 100),
+                parse_batches(global_batch) if global_batch is not None else [batch] if batch is not None else [],
+                [nodes] if nodes else NODES, [ranks_per_node] if ranks_per_node else RANKS, instance,
             )  # fmt: skip
-            print_offers(settings, options, picture, as_json)
+            print_offers(settings, request, document_tokens, picture, as_json)
             return
         if optimize == "cost":
             raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
@@ -151,7 +154,6 @@ def command(
 
 
 def _calibrate() -> None:
-    from aliquot.cli.terminal import progress
     from aliquot.planner.machine_profile import calibrate
 
     with progress() as update:
@@ -162,9 +164,6 @@ def _calibrate() -> None:
 
 def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_alternatives: bool) -> _Result:
     """Plan `config` for `target`, with advice if it does not fit; `names`: options that set keys, for the advice."""
-    from dataclasses import replace
-
-    from aliquot.cli.terminal import progress
     from aliquot.data.workload import Workload
     from aliquot.planner import fit, search
     from aliquot.planner.advice import with_advice

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars
+from aliquot.cli.terminal import progress, show_table
 from aliquot.core.errors import UsageError
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
-    from aliquot.planner.offers import Offer
+    from aliquot.planner.offers import Offer, OfferRequest, Spot
 
 _MAX_ROWS = 12
 _OPTIONAL_COLUMNS = ("checkpointing", "restarts", "micro", "batch", "ranks")  # omitted on a narrow terminal
@@ -22,62 +23,33 @@ _MANY_SAVES = 0.1  # of the time of a run
 _MAX_BATCHES = 4  # each batch size is planned on every instance type
 
 
-@dataclass(frozen=True)
-class OfferOptions:
-    """The options of `aliquot plan --tokens`; None: the config's value, or all values."""
-
-    tokens: str
-    goal: Literal["time", "cost"]
-    document_tokens: int | None
-    batches: str | None
-    nodes: int | None
-    ranks_per_node: int | None
-    instance: str | None
-    spot_price: float  # as a fraction of on-demand
-    spot_losses: float  # percent of nodes per month
-
-
-def print_offers(config: RunConfig, options: OfferOptions, picture: Path | None, as_json: bool) -> None:
-    """Print the offers for `options`, the best first. Raises UserError for wrong options, and if no offer fits."""
-    from aliquot.cli.terminal import progress
+def print_offers(
+    config: RunConfig, request: OfferRequest, document_tokens: int | None, picture: Path | None, as_json: bool
+) -> None:
+    """Print the offers, the best first. Raises UserError if no offer fits."""
     from aliquot.cluster.job import placed
     from aliquot.core.errors import writing
     from aliquot.data.workload import Workload
-    from aliquot.planner.offers import NODES, RANKS, OfferRequest, Spot, offers
+    from aliquot.planner.offers import offers
     from aliquot.planner.pictures import offers_svg
 
-    tokens = _parse_tokens(options.tokens)
     config = placed(config) if config.cluster is not None else config
-    batch = config.train.global_batch_size
-    batches = _parse_range(options.batches) if options.batches is not None else [batch] if batch is not None else []
     with progress() as update:
         update("what the model needs")
-        request = OfferRequest(
-            tokens,
-            options.goal,
-            Spot(options.spot_price, options.spot_losses / 100),
-            batches,
-            [options.nodes] if options.nodes else NODES,
-            [options.ranks_per_node] if options.ranks_per_node else RANKS,
-            options.instance,
-        )
-        results = offers(config, Workload.assumed(config, options.document_tokens), request, update)
-    title = f"{tokens:,} tokens of {results[0].plan.model} ({results[0].plan.size})"
+        results = offers(config, Workload.assumed(config, document_tokens), request, update)
+    title = f"{request.tokens:,} tokens of {results[0].plan.model} ({results[0].plan.size})"
     if as_json:
         rows = [offer.as_json() for offer in results]
-        print(json.dumps({"tokens": tokens, "goal": options.goal, "offers": rows}, indent=1))
+        print(json.dumps({"tokens": request.tokens, "goal": request.goal, "offers": rows}, indent=1))
     else:
-        _print_table(results, f"{title}, least {options.goal} first")
-        _print_notes(results, options)
+        _print_table(results, f"{title}, least {request.goal} first")
+        _print_notes(results, request.spot)
     if picture is not None:
         with writing(picture):
             picture.write_text(offers_svg(results, title))
 
 
 def _print_table(results: Sequence[Offer], title: str) -> None:
-    from aliquot.catalogue.instances import dollars
-    from aliquot.cli.terminal import show_table
-
     shown = results[:_MAX_ROWS]
     columns: dict[str, list[str]] = {
         "nodes": [str(offer.plan.nodes) for offer in shown],
@@ -95,8 +67,7 @@ def _print_table(results: Sequence[Offer], title: str) -> None:
     show_table(columns, _OPTIONAL_COLUMNS, ("type",), title)
 
 
-def _print_notes(results: Sequence[Offer], options: OfferOptions) -> None:
-    from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION
+def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
     from aliquot.planner.report import advise_saves
 
     best = results[0]
@@ -109,12 +80,12 @@ def _print_notes(results: Sequence[Offer], options: OfferOptions) -> None:
     print(f"the first: {best.arguments}")
     print(f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}")
     print(
-        f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {options.spot_price:g} of them, {options.spot_losses:g} % of"
+        f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot.price:g} of them, {100 * spot.lost_a_month:g} % of"
         " nodes lost a month, both assumed (--spot-price, --spot-losses: see AWS' Spot Instance Advisor)"
     )
 
 
-def _parse_tokens(text: str) -> int:
+def parse_tokens(text: str) -> int:
     """Return the number of 1B, 300M or 2.5e9."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
     number = int(float(match[1]) * _FACTORS[match[2].upper()]) if match is not None else 0
@@ -123,7 +94,7 @@ def _parse_tokens(text: str) -> int:
     return number
 
 
-def _parse_range(text: str) -> list[int]:
+def parse_batches(text: str) -> list[int]:
     """Return the sizes of 64, or of 32-256: the ends and powers of two between them, at most four sizes."""
     match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)

@@ -31,9 +31,7 @@ _LABEL = len("GPU memory") + 2  # width of the first column and its separator
 class Display:
     """Writes to the console. Call `finish` before other code writes to it, because the live view hides the cursor.
 
-    Args:
-        kind: auto is live on a terminal and plain elsewhere; quiet shows warnings only.
-        enabled: False on ranks other than 0.
+    Kind auto is live on a terminal and plain elsewhere; quiet shows warnings only. Only rank 0 is `enabled`.
     """
 
     def __init__(
@@ -82,12 +80,7 @@ class Display:
         self._view.limit_bytes, self._view.gpu_bytes = limit_bytes, gpu_bytes
 
     def tick(self, done: int, total: int, eta_s: float | None, saving: int | None, slow: Sequence[int]) -> None:
-        """Show the end of a step.
-
-        Args:
-            saving: the step whose checkpoint is being saved.
-            slow: the ranks that delay the others.
-        """
+        """Show the end of a step, the step whose checkpoint is being saved, and the ranks that delay the others."""
         if self._is_live:
             self._view.saving, self._view.slow = saving, slow
             self._bar("training", done, total, eta_s)
@@ -115,8 +108,6 @@ class Display:
         if self._is_live:
             left_s = seconds / done * (total - done) if done and pace else None
             self._bar(description, done, total, left_s, pace)
-            if done >= total:
-                self._bars.remove_task(self._tasks.pop(description))
             return
         quarter = 4 * done // total if total else 4
         if quarter != self._shown.get(description, 0):
@@ -130,8 +121,6 @@ class Display:
             if "training" in self._tasks:
                 self._bars.update(self._tasks["training"], eta="")  # the ETA would stand still
             self._bar("evaluating", done, total, left_s)
-            if done >= total:
-                self._bars.remove_task(self._tasks.pop("evaluating"))
             return
         turn = int(seconds // _EVALUATING_INTERVAL_S)
         if turn > self._shown.get("evaluating", 0) and left_s is not None:
@@ -151,6 +140,8 @@ class Display:
             self._tasks[description] = self._bars.add_task(description, eta="")
         eta = f"ETA {duration(eta_s)}{pace}" if eta_s is not None else ""
         self._bars.update(self._tasks[description], completed=done, total=total, eta=eta)
+        if done >= total and description != "training":
+            self._bars.remove_task(self._tasks.pop(description))
 
 
 def _readings(metrics: Mapping[str, Any]) -> list[str]:
@@ -174,10 +165,8 @@ def _readings(metrics: Mapping[str, Any]) -> list[str]:
 
 def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
     """Format the bytes sent since the start by the two busiest interfaces: `eth0 sent 1.20 GB`."""
-    sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)
-    return (
-        "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent[:2] if count >= _MIN_SHOWN_BYTES) or None
-    )
+    sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)[:2]
+    return "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent if count >= _MIN_SHOWN_BYTES) or None
 
 
 class LiveView:

@@ -62,12 +62,7 @@ class Ledger:
     """The rows of one rank, in bytes. A second mark of a phase is ignored, except for the steady peak."""
 
     def __init__(self, rank: int, gpu: Gpu | None = None, offloads: bool = False) -> None:
-        """Begin an empty ledger.
-
-        Args:
-            gpu: the GPU on which the rank computes; its memory is measured, too.
-            offloads: weights, gradients and moments lie in host memory although the rank computes on a GPU.
-        """
+        """Args: offloads: weights, gradients and moments lie in host memory although the rank computes on `gpu`."""
         self.gpu = gpu
         self._offloads = offloads
         self._rank = rank
@@ -77,15 +72,12 @@ class Ledger:
         self._rows: dict[str, Row] = {}
 
     def mark(self, phase: str, accounted: Mapping[str, int] | Callable[[], Mapping[str, int]]) -> bool:
-        """Record the end of `phase`, with the peak since the previous mark.
+        """Record the end of `phase` with the peak since the previous mark; return False if an earlier mark counts.
 
         The steady peak does not reset the peak, so that its last mark covers every step after the first.
 
         Args:
             accounted: bytes by category, or a function that is called only if the mark counts.
-
-        Returns:
-            False if an earlier mark of the phase counts.
         """
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase of the ledger")
@@ -158,9 +150,8 @@ def _table(rows: Sequence[Row], title: str, columns: Columns) -> Table:
             continue
         measured = [max(map(size_of, phase_rows)) for size_of in columns.values()]
         peak, planned = max(row["peak_bytes"] for row in phase_rows), phase_rows[0].get("planned_bytes")
-        planned_columns = ("", f"{peak / divisor:{form}}", "")
-        if planned:
-            planned_columns = (f"{planned / divisor:{form}}", planned_columns[1], f"{100 * (planned / peak - 1):+.1f}")
+        plan, error = (f"{planned / divisor:{form}}", f"{100 * (planned / peak - 1):+.1f}") if planned else ("", "")
         accounted = [max(row["accounted_bytes"].get(category, 0) for row in phase_rows) for category in categories]
-        result.add_row(phase, *planned_columns, *(f"{size / divisor:{form}}" for size in (*measured, *accounted)))
+        sizes = [f"{size / divisor:{form}}" for size in (peak, *measured, *accounted)]
+        result.add_row(phase, plan, sizes[0], error, *sizes[1:])
     return result

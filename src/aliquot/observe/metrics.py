@@ -202,14 +202,15 @@ class MetricsWriter:
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Raises UserError if a disk is full, after all writers have received the metrics."""
-        _all([partial(writer.write, metrics) for writer in self._writers])
+        call_all([partial(writer.write, metrics) for writer in self._writers])
 
     def close(self) -> None:
         """Raises as `write` does."""
-        _all([writer.close for writer in self._writers])
+        call_all([writer.close for writer in self._writers])
 
 
-def _all(calls: Sequence[Callable[[], None]]) -> None:
+def call_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Make every call, although some raise a StorageError; then raise the first of these errors."""
     failures = []
     for call in calls:
         try:
@@ -233,12 +234,9 @@ def _lines_until(path: Path, step: int) -> list[str]:
     lines = []
     with path.open(encoding="utf-8") as file:
         for line in file:
-            try:
-                metrics = json.loads(line)
-            except json.JSONDecodeError:  # truncated, because the run was killed
-                continue
-            if line.endswith("\n") and metrics["step"] <= step:
-                lines.append(line)
+            with suppress(json.JSONDecodeError):  # truncated, because the run was killed
+                if json.loads(line)["step"] <= step and line.endswith("\n"):
+                    lines.append(line)
     return lines
 
 

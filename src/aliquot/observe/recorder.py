@@ -20,7 +20,7 @@ from aliquot.machine.memory import PssSampler
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, RunRecord, command_line
 from aliquot.observe.kubeflow import kubeflow_status
-from aliquot.observe.metrics import Exporter, MetricsTargets, MetricsWriter
+from aliquot.observe.metrics import Exporter, MetricsTargets, MetricsWriter, call_all
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.step_clock import OWN_WORK, PARTS, Profile, SlowRanks, StepClock
@@ -58,8 +58,7 @@ class Recorder:
         steps_before: int,
         total_steps: int,
     ) -> None:
-        """Record steps `steps_before` + 1 to `total_steps`; the collective `measure_ceiling` returns the FLOP/s of a
-        matmul on all ranks."""
+        """Record steps `steps_before` + 1 to `total_steps`. The collective `measure_ceiling` returns matmul FLOP/s."""
         self._run, self._config, self._display, self._ranks = run, run.config, run.display, run.ranks
         self._clock = clock
         self._measure_ceiling = measure_ceiling
@@ -101,19 +100,16 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # On a full disk both steps are tried, and their errors do not hide the error that ended the run. The event
-        # comes first, because dashboards read it.
-        storage_errors = []
-        for step in (partial(self._write_end, error), self._metrics.close):
-            try:
-                step()
-            except StorageError as storage_error:
-                storage_errors.append(storage_error)
+        full_disk = None
+        try:  # the event comes first, because dashboards read it
+            call_all([partial(self._write_end, error), self._metrics.close])
+        except StorageError as storage_error:
+            full_disk = storage_error
         self._events.close()
         if self._ranks.rank == 0 and self._run.directory.why_lost() is None:
             self._write_report()
-        if storage_errors and error is None:
-            self._handle_storage_error(storage_errors[0])
+        if full_disk is not None and error is None:  # the error that ended the run is not hidden
+            self._handle_storage_error(full_disk)
 
     def _write_end(self, error: BaseException | None) -> None:
         """Write the last event."""

@@ -42,33 +42,25 @@ class RunDirectory:
         self.logs = path / "logs"
 
     def check(self, config: RunConfig) -> None:
-        """Check that the run of `config` may write here.
-
-        Raises:
-            RunDirectoryError: the directory is no run of aliquot, has a run although `checkpoint.resume` is never, or
-                has a complete run without checkpoints.
-        """
+        """Raise RunDirectoryError if the run of `config` may not write here."""
         # The launcher makes logs/ before any rank starts, so logs/ alone is no run.
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         names -= {"logs", ROUNDS, LOCK, SECRET_FILE}
         is_used = any(not name.startswith((_MARKER, BEATING_LOCK)) for name in names)
+        resume, problem = config.checkpoint.resume, None
+        can_resume = resume != "auto" or config.mirror is not None or any(self.checkpoints.glob("step-*"))
         if is_used and not self._is_run():
-            raise RunDirectoryError(
-                "exists and is not a run of aliquot; choose another run.name or run.directory", self.path
+            problem = "exists and is not a run of aliquot; choose another run.name or run.directory"
+        elif is_used and resume == "never":
+            problem = (
+                "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto"
             )
-        if is_used and config.checkpoint.resume == "never":
-            raise RunDirectoryError(
-                "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto",
-                self.path,
+        elif self.export.exists() and not can_resume:
+            problem = (
+                "this run has ended with its export, and no checkpoint is left to go on from; choose another run.name"
             )
-        can_resume = (
-            config.checkpoint.resume != "auto" or config.mirror is not None or any(self.checkpoints.glob("step-*"))
-        )
-        if self.export.exists() and not can_resume:
-            raise RunDirectoryError(
-                "this run has ended with its export, and no checkpoint is left to go on from; choose another run.name",
-                self.path,
-            )
+        if problem is not None:
+            raise RunDirectoryError(problem, self.path)
 
     def create_marker(self) -> str:
         """On rank 0, create a file that the other nodes must see, and return its name.
@@ -115,9 +107,8 @@ class RunDirectory:
         except FileNotFoundError:
             return date.today()
         except (OSError, ValueError) as error:
-            raise RunDirectoryError(
-                f"holds no date ({error}): write one as 2026-01-31", self.chat_template_date
-            ) from None
+            text = f"holds no date ({error}): write one as 2026-01-31"
+            raise RunDirectoryError(text, self.chat_template_date) from None
 
     def write_day(self, day: str | None) -> None:
         """Keep the date that the chat template writes, for later starts of this run; None if it writes no date."""
@@ -144,9 +135,8 @@ class RunDirectory:
     def check_publish(self) -> None:
         """Call on rank 0 before a checkpoint or an export is begun, and before it is published.
 
-        Raises:
-            RunDirectoryError: the directory is not the one that this process has locked.
-            CutOffError: a newer round of the run has begun without this node.
+        Raises RunDirectoryError if the directory is not the one that this process has locked, and CutOffError if a
+        newer round of the run has begun without this node.
         """
         if (lost := self.why_lost()) is not None:
             raise RunDirectoryError(lost)

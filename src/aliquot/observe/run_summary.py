@@ -19,8 +19,9 @@ from aliquot.observe.throughput import Speed
 def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -> None:
     """Print model, engine and machine, then `lines`, then the plan."""
     machine, precision = record.machine, config.train.precision
+    learned = "" if record.learned == record.parameters else f", of which {record.learned:,} learn"
     texts = (
-        f"{record.model}, {_parameters(record)}, {precision}, engine {record.engine}",
+        f"{record.model}, {record.parameters:,} parameters{learned}, {precision}, engine {record.engine}",
         f"{record.placement}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
         *(foreseen(record.plan) if record.plan else ()),
@@ -29,18 +30,16 @@ def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -
         display.line(text)
 
 
-def _parameters(record: RunRecord) -> str:
-    total, learned = record.parameters, record.learned
-    return f"{total:,} parameters" + ("" if learned == total else f", of which {learned:,} learn")
-
-
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
     """Format the plan of `aliquot plan --json`: memory, time, traffic, checkpoint and disk."""
     path = "between the GPUs of each" if plan["device"] == "cuda" else "through sockets on them"
     cost = f", {dollars(plan['cost_usd'])} USD" if plan["cost_usd"] is not None else ""
+    memory = f"{gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
+    if plan.get("host_phases"):
+        host = f"{gib(plan['host_peak_bytes_per_rank'])} of {gib(plan['host_limit_bytes'])}"
+        memory += f" of GPU memory, {host} of the machine's"
     return (
-        f"plan: {gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
-        + _host_memory(plan),
+        f"plan: {memory}",
         f"plan: {short(plan['step_s'])} s a step, {plan['speed']}, {plan['bottleneck']};"
         f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
         f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
@@ -48,13 +47,6 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
         f" {rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
         *([f"plan: on disk {plan['disk_words']}"] if plan["disk_words"] else []),
     )
-
-
-def _host_memory(plan: Mapping[str, Any]) -> str:
-    if not plan.get("host_phases"):
-        return ""
-    host = f"{gib(plan['host_peak_bytes_per_rank'])} of {gib(plan['host_limit_bytes'])}"
-    return f" of GPU memory, {host} of the machine's"
 
 
 def finish(

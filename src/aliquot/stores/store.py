@@ -1,14 +1,30 @@
-"""Files under a URL: an object store, or a mounted directory; and the store for a URL."""
+"""Files under a URL: in a mounted directory (file://), in S3 (s3_store.py), or where fsspec reaches (gs://, ...)."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from aliquot.core.errors import MissingToolError, UsageError, has_url_credentials
+from aliquot.core.errors import (
+    DamagedCheckpoint,
+    MissingToolError,
+    StorageError,
+    StorageFailureError,
+    UsageError,
+    has_url_credentials,
+    reading,
+    writing,
+)
+from aliquot.core.small_files import publish_bytes
+
+_PART_BYTES = 64 << 20
+# Errors of fsspec's file systems that a repeated request would meet again.
+_PERMANENT = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
 
 
 class Store(ABC):
@@ -55,6 +71,127 @@ class Store(ABC):
         """Discard all files under the URL that any process has begun and not completed."""
 
 
+class LocalStore(Store):
+    """A directory of a mounted file system, perhaps over the network."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return _PART_BYTES
+
+    def list(self) -> dict[str, int]:
+        with reading(self._root):
+            files = [path for path in self._root.rglob("*") if path.is_file()]
+            return {path.relative_to(self._root).as_posix(): path.stat().st_size for path in files}
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        path = self._root / name
+        with reading(path):
+            if not path.exists():
+                raise DamagedCheckpoint("is not there", path)
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._root / name
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            publish_bytes(path, data)
+
+    def begin(self, name: str, size_bytes: int) -> str:
+        path = self._root / name
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.truncate(size_bytes)
+        return ""
+
+    def put_part(self, name: str, token: str, index: int, start: int, data: Iterable[bytes]) -> str:
+        path = self._root / name
+        with writing(path), path.open("r+b") as file:  # buffered: an unbuffered write may write a part of a block only
+            file.seek(start)
+            for block in data:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return ""
+
+    def remove(self, names: Sequence[str]) -> None:
+        paths = [self._root / name for name in names]
+        for path in paths:
+            with writing(path):
+                path.unlink(missing_ok=True)
+        for folder in {path.parent for path in paths} - {self._root}:
+            with suppress(OSError):  # the folder holds other files, or is gone
+                folder.rmdir()
+
+
+class FsspecStore(Store):
+    """A file system of fsspec. One process writes a whole file, because fsspec has no parts."""
+
+    def __init__(self, url: str) -> None:
+        """Raises UserError if the package for `url` is missing."""
+        from fsspec.core import url_to_fs
+
+        self._url = url
+        self._fs: Any
+        try:
+            self._fs, self._root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise MissingToolError(f"{url}: {' '.join(str(error).split())}") from None
+        except Exception as error:  # each file system has errors of its own, also for an incomplete address
+            raise StorageError(f"{type(error).__name__}: {' '.join(str(error).split())}", url) from error
+
+    def part_bytes(self, size_bytes: int) -> int:
+        return max(1, size_bytes)
+
+    def list(self) -> dict[str, int]:
+        with self._request():
+            self._fs.invalidate_cache()
+            files = self._fs.find(self._root, detail=True)
+        return {path.removeprefix(f"{self._root}/"): int(facts["size"]) for path, facts in files.items()}
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        with self._request():
+            try:
+                return bytes(self._fs.cat_file(self._path(name), start=start, end=stop)) if start < stop else b""
+            except FileNotFoundError:
+                raise DamagedCheckpoint(f"{name} is not there", self._url) from None
+
+    def put(self, name: str, data: bytes) -> None:
+        self.put_part(name, "", 0, 0, [data])
+
+    def put_part(self, name: str, token: str, index: int, start: int, data: Iterable[bytes]) -> str:
+        with self._request():
+            self._fs.makedirs(self._fs._parent(self._path(name)), exist_ok=True)
+            with self._fs.open(self._path(name), "wb") as file:
+                for block in data:
+                    file.write(block)
+        return ""
+
+    def remove(self, names: Sequence[str]) -> None:
+        with self._request():
+            for name in names:
+                if self._fs.exists(self._path(name)):
+                    self._fs.rm_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """Raise every error of the file system as a StorageError."""
+        try:
+            yield
+        except (DamagedCheckpoint, StorageError):  # raised by the data to write, or for a missing file
+            raise
+        except Exception as error:  # each file system has errors of its own
+            error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError
+            raise error_type(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error
+
+
 def is_url(text: str) -> bool:
     return "://" in text
 
@@ -67,8 +204,6 @@ def open_store(url: str) -> Store:
     if has_url_credentials(url):
         raise UsageError(f"{url} has a user name or password in it: give credentials by the environment instead")
     if url.startswith("file://"):
-        from aliquot.stores.file_system_stores import LocalStore
-
         host, _, path = url.removeprefix("file://").partition("/")
         if host not in ("", "localhost"):
             example = "a directory of this machine has three slashes, file:///DIRECTORY"
@@ -80,6 +215,4 @@ def open_store(url: str) -> Store:
         except ImportError:
             raise MissingToolError(f"{url} needs boto3: pip install 'aliquot[s3]'") from None
         return S3Store(url)
-    from aliquot.stores.file_system_stores import FsspecStore
-
     return FsspecStore(url)
