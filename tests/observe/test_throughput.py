@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aliquot.config.schema import RunConfig
-from aliquot.observe.number_format import duration, gib, rate, short
+from aliquot.core.number_format import duration, gib, rate, short
 from aliquot.observe.throughput import InterfaceTraffic, Meter, RemainingWork, attention_pairs, model_flops
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 
+from aliquot.core.number_format import gib
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
 from aliquot.machine.cgroup import control_groups, read_text
@@ -20,7 +21,7 @@ def check_memory(subject: Subject) -> Verdict:
     """Check the memory limit of this process, and the free memory below it."""
     limit, left = memory_limit(subject.root), _available(subject)
     source = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
-    observed = f"{_gib(limit)} by {source}, {_gib(left)} of it free"
+    observed = f"{gib(limit)} by {source}, {gib(left)} of it free"
     fix = "raise the container's memory limit, or end other processes that use memory"
     if left < _LEAST_BYTES:
         meaning = "too little for one rank: Python, torch and a small model take about 2 GiB"
@@ -87,7 +88,7 @@ def check_shm(subject: Subject) -> Verdict:
         return "warning", "missing or not writable", needs, fix
     stat = os.statvfs(directory)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    observed = f"{_gib(total)}, {_gib(free)} free"
+    observed = f"{gib(total)}, {gib(free)} free"
     if free < _SHM_BYTES:
         return "warning", observed, needs, fix
     return "ok", observed, "enough for DeepSpeed and NCCL; aliquot's own ranks need none"
@@ -120,7 +121,3 @@ def check_locked_memory(subject: Subject) -> Verdict:
         fix = "ulimit -l unlimited; LimitMEMLOCK=infinity"
         return "problem", observed, "EFA and InfiniBand register memory and fail without", fix
     return "ok", observed, "used by RDMA" if rdma else "only RDMA needs any"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.core.errors import printable
-from aliquot.observe.number_format import duration, gib, rate
+from aliquot.core.number_format import duration, gib, rate
 from aliquot.observe.step_clock import PARTS
 
 _MIN_SHOWN_BYTES = 10_000_000  # smaller traffic is not shown

@@ -8,10 +8,10 @@ from typing import Any
 
 from aliquot.catalogue.instances import dollars
 from aliquot.config.schema import RunConfig
+from aliquot.core.number_format import duration, gib, rate, short
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
 from aliquot.observe.events import RunRecord
-from aliquot.observe.number_format import duration, gib, rate, short
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.throughput import Speed
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from markupsafe import Markup, escape
 
-from aliquot.observe.number_format import compact
+from aliquot.core.number_format import compact
 from aliquot.observe.report.read_run import Points
 
 WIDTH, _LOW, _HIGH = 600, 276, 350

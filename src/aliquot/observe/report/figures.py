@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from aliquot.observe.number_format import byte_size, compact, percent, rate, seconds, significant
+from aliquot.core.number_format import byte_size, compact, percent, rate, seconds, significant
 from aliquot.observe.report.charts import Axis, Figure, Layer, Line, Mark, labelled_lines, line_figure, stack_figure
 from aliquot.observe.report.read_run import Object, Points, Run, evaluation_sets, median, number
 from aliquot.observe.step_clock import PARTS

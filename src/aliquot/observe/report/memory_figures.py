@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from aliquot.core.number_format import gib, significant
 from aliquot.observe.ledger import PHASES
-from aliquot.observe.number_format import gib, significant
 from aliquot.observe.report.charts import Axis, Figure, Layer, Line, Table, line_figure, stack_figure
 from aliquot.observe.report.figures import resumes, without_steps
 from aliquot.observe.report.read_run import Object, Points, Run, number

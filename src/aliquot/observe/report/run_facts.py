@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from aliquot.observe.number_format import byte_size, compact, duration, gib, percent, rate, seconds, significant
+from aliquot.core.number_format import byte_size, compact, duration, gib, percent, rate, seconds, significant
 from aliquot.observe.report.charts import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import BEGINS, Object, Run, number
