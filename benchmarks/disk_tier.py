@@ -33,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
+
 from benchmarks.contestants import deepspeed_seconds, quiet
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
@@ -263,12 +264,12 @@ def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> 
     import torch
 
     from aliquot.distributed.collectives.shared_memory import SharedMemory
+    from aliquot.engines.engine_plan import OnDisk
     from aliquot.engines.host.gradient_sums import GradientSums
     from aliquot.engines.host.host_disk import HostDisk, StateFormat
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.shared_weights import Counterparts, Weight, WeightShard
-    from aliquot.engines.state_placement import OnDisk
-    from aliquot.offload.scratch_stream import Move, ScratchStream
+    from aliquot.offload.scratch_file import Move, ScratchStream
     from aliquot.optim.adamw import BlockedAdamW
 
     torch.set_num_threads(1)

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
+
 from benchmarks.disk_tier import CASES, GIB, Case, Lowest, available_bytes, config
 from benchmarks.layouts import llama_config
 from benchmarks.report import Row, finish, target

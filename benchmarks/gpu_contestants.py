@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.contestants import Work, aliquot_steps, trainer_arguments
 
 Between = Callable[[int], None]  # told each optimizer step that is done
@@ -32,7 +33,7 @@ def documents(config: Mapping[str, Any], work: Work, index: int) -> dict[str, to
 
 def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
     from aliquot.distributed.topology import Topology
-    from aliquot.engines.state_placement import Unsharded
+    from aliquot.engines.engine_plan import Unsharded
 
     settings = {
         "offload": offload and device == "cuda",

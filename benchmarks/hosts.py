@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.multinode.namespaces import INTERFACE, switched_hosts, why_not
+
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, fsdp2_steps, quiet, sent_when_still
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, Target, finish, target
 from benchmarks.worlds import run_world, tell
-from tests.multinode.namespaces import INTERFACE, switched_hosts, why_not
 
 if TYPE_CHECKING:
     from aliquot.planner.plan import Plan

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from aliquot.tensor_io.bytemap import Shape
-from aliquot.tensor_io.file_layout import FilesLayout
+from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 
 BLOCK_BYTES = 64 << 20
 SHARD_BYTES = 5_000_000_000  # what transformers cut files at when these models were published
@@ -82,7 +82,8 @@ def generate(directory: Path, numbers: Mapping[str, Any], max_shard_bytes: int =
     """A Hugging Face directory in bf16 with random bits."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(llama_config(numbers), indent=1))
-    layout = FilesLayout.from_tensors(llama_tensors(numbers), torch.bfloat16, max_shard_bytes, "model")
+    entries = [LayoutEntry(name, shape, torch.bfloat16) for name, shape in llama_tensors(numbers)]
+    layout = FilesLayout.from_entries(entries, max_shard_bytes, "model")
     layout.create_files(directory)
     bits = torch.empty(BLOCK_BYTES // 8, dtype=torch.int64)
     for file in layout.files:

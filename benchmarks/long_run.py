@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
+
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
 

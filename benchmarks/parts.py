@@ -148,7 +148,7 @@ def products() -> dict[str, float]:
     import torch.nn.functional as F
 
     import aliquot.engines.model_kernels  # noqa: F401  defines the copy
-    from aliquot.nn.loss.head_loss import FusedLoss
+    from aliquot.nn.head_loss import FusedLoss
 
     apart = torch.zeros(2, 16 << 20)
     found = {}

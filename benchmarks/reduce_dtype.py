@@ -19,9 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.multinode.namespaces import INTERFACE, Host, two_hosts, why_not
+
 from benchmarks.report import Row, finish, target
 from benchmarks.runs import metrics_of
-from tests.multinode.namespaces import INTERFACE, Host, two_hosts, why_not
 
 RATE = 3e-4
 # shard.reduce_dtype, learning rate

@@ -16,11 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
+
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet, sent_when_still
 from benchmarks.layouts import LLAMA_125M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import run_world, tell
-from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
 RANKS, STEPS, COUNTED = 2, 12, 4
 WORK = Work(512, 4)

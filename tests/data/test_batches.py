@@ -16,7 +16,7 @@ from aliquot.data.data_order import TrainStore
 from aliquot.data.layout import SequenceFormat
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch
-from aliquot.nn.row_counts import filled_row, row_lengths
+from aliquot.nn.product_shapes import filled_row, row_lengths
 from tests.data.stores import make_batches, memory_store, numbered
 
 SIZES = [3, 17, 2, 9, 40, 5, 5, 8, 1, 12, 31, 4, 6, 2, 7]

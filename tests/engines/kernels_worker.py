@@ -18,7 +18,7 @@ from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.models import initialize, meta
-from aliquot.nn.loss.head_loss import FusedLoss
+from aliquot.nn.head_loss import FusedLoss
 from tests.engines.cases import SMALL, micro_batch
 from tests.processes import as_ranks
 

@@ -17,7 +17,7 @@ from aliquot.engines.fsdp import fsdp_engine
 from aliquot.engines.host import host_engine, host_gradients
 from aliquot.engines.startup_proof import prove
 from aliquot.models.traits import traits
-from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from tests.processes import as_ranks
 from tests.tools.architectures import small_config

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.models import model_calls
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on
-from aliquot.nn.loss.base import summed_cross_entropy
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, attention_on
+from aliquot.nn.head_loss import summed_cross_entropy
 from tests import plain
 from tests.engines.cases import (
     BETAS,

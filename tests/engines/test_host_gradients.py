@@ -14,12 +14,11 @@ import torch
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import Peers
+from aliquot.engines.engine_plan import OnDisk
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.shared_weights import Counterparts, Weight
-from aliquot.engines.host.weight_order import GradientOrder
-from aliquot.engines.state_placement import OnDisk
+from aliquot.engines.host.shared_weights import Counterparts, GradientOrder, Weight
 from aliquot.tensor_io.parts import row_ranges
 
 SHAPE = (3, 2)

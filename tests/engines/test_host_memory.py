@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.engine_plan import OnDisk
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import host_memory
-from aliquot.engines.host.shared_weights import Counterparts, Weight
-from aliquot.engines.host.weight_order import GradientOrder
-from aliquot.engines.state_placement import OnDisk
+from aliquot.engines.host.shared_weights import Counterparts, GradientOrder, Weight
 from aliquot.models.shaped_model import shaped_model
 from aliquot.tensor_io.parts import row_ranges
 from tests.planner.shapes import GEMMA2, LLAMA, QWEN3, planned_config

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
-from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.memory_plan import most_unsharded
 from aliquot.planner.traffic import traffic

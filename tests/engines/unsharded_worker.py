@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
+from aliquot.engines.engine_plan import Unsharded
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
-from aliquot.engines.state_placement import Unsharded
 from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from tests.engines import cases

@@ -28,16 +28,16 @@ from aliquot.distributed.collectives.wire import Wire
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
+from aliquot.engines.engine_plan import OnDisk
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host import gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import WeightShard
-from aliquot.engines.state_placement import OnDisk
 from aliquot.models import backward_pass, initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.stored_weights import Published, PublishedParts
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.optim import adamw, sizes, squared_norm
+from aliquot.optim import adamw, sizes
 from aliquot.tensor_io.parts import ViewableStore
 from tests.engines import cases
 from tests.engines.cases import EngineSetup
@@ -76,7 +76,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         exact=built.exact - built.learned,
     )
     # Several blocks and windows of a weight, and a rest.
-    sizes.BLOCK = adamw.BLOCK = squared_norm.BLOCK = 192
+    sizes.BLOCK = adamw.BLOCK = adamw.NORM_BLOCK = 192
     # Of a mixture several experts in a piece, and several pieces of a weight.
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
     if setup.uncompiled:  # as where DeepSpeed finds no way to build its shared-memory op

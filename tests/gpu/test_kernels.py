@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from aliquot.checkpoint.live_parts import copier_for
 from aliquot.machine.gpu_memory import Gpu
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.attention.base import Documents, Scoring
 from aliquot.nn.attention.cuda_attention import CudaAttention
-from aliquot.nn.attention.plain_attention import ReferenceAttention
-from aliquot.nn.loss.head_loss import head_loss_on
+from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring
+from aliquot.nn.head_loss import head_loss_on
 from aliquot.observe.step_clock import timeline_of
 from tests.gpu.on_device import DEVICE, LLAMA, needs_device, needs_gpu
 

@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from aliquot.models import model_calls
 from aliquot.models.narrow import narrow
 from aliquot.models.traits import redraw
-from aliquot.nn.attention.base import AttentionBackend, Documents
-from aliquot.nn.attention.document_attention import IMPLEMENTATION, register
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, AttentionBackend, Documents, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
-from aliquot.nn.experts.routing import mean_balance, take_balance
-from aliquot.nn.loss.base import IGNORE
+from aliquot.nn.experts.expert_modules import mean_balance, take_balance
+from aliquot.nn.head_loss import IGNORE
 
 
 @pytest.mark.parametrize("backend", [TiledAttention(), None], ids=["packed", "a call each"])

@@ -17,8 +17,7 @@ from aliquot.core.errors import UserError
 from aliquot.machine import matmul
 from aliquot.models import model_calls
 from aliquot.models.backward_pass import CopyingLinear, copy_in_backward, enable_checkpointing, weight_gradient
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on, register
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, attention_on, register
 from tests.engines.cases import SMALL
 
 

@@ -13,7 +13,7 @@ from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import model_calls
 from aliquot.models.narrow import has_dropout, narrow
 from aliquot.models.traits import LENGTHS, traits
-from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import Documents
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

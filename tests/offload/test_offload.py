@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aliquot.core.errors import StorageError
-from aliquot.offload.scratch_file import ScratchFile
-from aliquot.offload.scratch_stream import Move, ScratchStream, disk_rate
+from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream, disk_rate
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import PAGE_BYTES, paged, record, windows
-from aliquot.optim.squared_norm import block_squares
-from aliquot.tensor_io.mapped_memory import mapped_tensor
+from aliquot.optim.adamw import block_squares
+from aliquot.tensor_io.range_io import mapped_tensor
 from tests.examples import examples
 
 MIB = 1 << 20  # bytes

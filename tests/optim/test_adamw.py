@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from aliquot.optim import adamw
-from aliquot.optim.adamw import BlockedAdamW, FlatShard, decays
+from aliquot.optim.adamw import BlockedAdamW, FlatShard, decays, squared_norms, squared_norms_on_device
 from aliquot.optim.master_weights import PairedWeights, SplitWeights, WholeWeights
 from aliquot.optim.moments import moment
-from aliquot.optim.squared_norm import squared_norms, squared_norms_on_device
 
 
 @pytest.mark.parametrize("kind", ["whole", "split", "paired", pytest.param("compiled", marks=pytest.mark.long)])

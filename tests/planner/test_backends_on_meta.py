@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.nn.attention.base import Documents, Scoring
-from aliquot.nn.attention.document_attention import attention_on
-from aliquot.nn.loss.base import IGNORE, GradientRows
-from aliquot.nn.loss.head_loss import FusedLoss
+from aliquot.nn.attention.document_attention import Documents, Scoring, attention_on
+from aliquot.nn.head_loss import IGNORE, FusedLoss, GradientRows
 from aliquot.planner.meta_trace import MetaTrace
 from aliquot.planner.micro_batch_cost import Work
 

@@ -161,4 +161,4 @@ def test_planning_imports_no_distributed_engine() -> None:
     assert not [name for name in loaded if name.startswith(heavy)]
     of_engines = {name.rpartition(".")[2] for name in loaded if name.startswith("aliquot.engines.")}
     others = {name for name in of_engines if not name.endswith("_memory")}
-    assert others == {"host", "fsdp", "deepspeed", "deepspeed_settings", "engine_choice", "state_placement"}
+    assert others == {"host", "fsdp", "deepspeed", "deepspeed_settings", "engine_plan", "select"}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from aliquot.catalogue.instances import instances
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.state_placement import SHARDED, Unsharded
+from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit, planned_model
 from aliquot.planner.memory_plan import MARGIN

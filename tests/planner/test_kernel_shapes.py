@@ -18,11 +18,10 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.models import model_calls
 from aliquot.models.shaped_model import shaped_model
 from aliquot.models.structure import materialise
-from aliquot.nn.attention.base import Documents
+from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.attention.tiled_attention import TiledAttention
-from aliquot.nn.loss.base import IGNORE
-from aliquot.nn.loss.head_loss import head_loss_on
-from aliquot.nn.row_counts import filled_row
+from aliquot.nn.head_loss import IGNORE, head_loss_on
+from aliquot.nn.product_shapes import filled_row
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner

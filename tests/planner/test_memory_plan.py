@@ -19,8 +19,8 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.engine_plan import OnDisk, first_of
 from aliquot.engines.host.host_memory import disk_use
-from aliquot.engines.state_placement import OnDisk, first_of
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from aliquot.config.schema import RunConfig
-from aliquot.engines.activation_meter import ActivationMeter
+from aliquot.engines.measurements import ActivationMeter
 from aliquot.models import meta, model_calls
 from aliquot.models.backward_pass import enable_checkpointing
 from aliquot.models.shaped_model import ShapedModel, shaped_model
 from aliquot.models.structure import materialise
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import attention_on
+from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.planner.meta_pass import micro_batch_costs
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step
 from tests.planner.shapes import GEMMA2, LLAMA, MISTRAL, QWEN3, planned_config

@@ -16,8 +16,8 @@ from rich.console import Console
 from aliquot.core.errors import UserError
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.engine_plan import Unsharded
 from aliquot.engines.host.host_memory import published_bytes
-from aliquot.engines.state_placement import Unsharded
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.loss.base import IGNORE
+from aliquot.nn.head_loss import IGNORE
 from aliquot.run.data_sanity import with_prefix
 from tests.runs import command, trained, write_config
 

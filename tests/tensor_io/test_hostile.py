@@ -18,12 +18,11 @@ from safetensors.torch import save_file
 from aliquot.core.errors import DamagedCheckpoint, UserError
 from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 from aliquot.tensor_io.bytemap import ByteMap
-from aliquot.tensor_io.file_layout import FilesLayout
 from aliquot.tensor_io.header import read_header
 from aliquot.tensor_io.manifest import MANIFEST, checksum, manifest_bytes, read_manifest, verify
 from aliquot.tensor_io.transfer import Progress, drain, fill
 from tests.examples import examples
-from tests.tensor_io.world import FakeStore, run_world
+from tests.tensor_io.world import FakeStore, layout_of, run_world
 
 
 @pytest.mark.long
@@ -58,7 +57,7 @@ def test_nan_payloads_and_denormals_pass_through(tmp_path: Path) -> None:
     assert torch.equal(held.isnan(), bits.view(torch.bfloat16).isnan()) and torch.equal(held[4:], store.values["x"][4:])
 
     wide = torch.tensor([0x7FC00001, 0x7FFFFFFF, -1, 0x00000001], dtype=torch.int32)
-    layout = FilesLayout.from_tensors([("x", (4,))], torch.float32, 1 << 30, "model")
+    layout = layout_of([("x", (4,))], torch.float32, 1 << 30, "model")
     (tmp_path / "out").mkdir()
     layout.create_files(tmp_path / "out")
     as_fp32 = FakeStore([("x", (4,))], kinds=["weight"])
@@ -95,7 +94,7 @@ def test_views_of_any_dtype(tmp_path: Path, held: torch.dtype, stored: torch.dty
     store = InMemoryStore(tensors, held)
     fill(store, {"weight": ByteMap.from_directory(tmp_path).entries})
     assert all(torch.equal(store.values[n], original[n].flatten().to(held)) for n in original if n != "c")
-    layout = FilesLayout.from_tensors(tensors, stored, 1 << 30, "again")
+    layout = layout_of(tensors, stored, 1 << 30, "again")
     layout.create_files(tmp_path)
     drain(store, {"weight": layout.byte_map(tmp_path).entries})
     found = InMemoryStore(tensors, stored)
@@ -105,7 +104,7 @@ def test_views_of_any_dtype(tmp_path: Path, held: torch.dtype, stored: torch.dty
 
 def test_progress_is_told_and_can_end_a_transfer(tmp_path: Path) -> None:
     tensors = [("a", (6_000_000,)), ("b", (3,))]
-    layout = FilesLayout.from_tensors(tensors, torch.float32, 1 << 30, "model")
+    layout = layout_of(tensors, torch.float32, 1 << 30, "model")
     layout.create_files(tmp_path)
     maps = {"weight": layout.byte_map(tmp_path).entries}
     told: list[Progress] = []
@@ -128,7 +127,7 @@ def test_progress_is_told_and_can_end_a_transfer(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_or_grows_under_way(tmp_path: Path) -> None:
     tensors = [("a", (4_000_000,)), ("z", (4_000_000,))]
-    layout = FilesLayout.from_tensors(tensors, torch.float32, 1 << 30, "model")
+    layout = layout_of(tensors, torch.float32, 1 << 30, "model")
     layout.create_files(tmp_path)
     maps = {"weight": layout.byte_map(tmp_path).entries}
     path = tmp_path / "model.safetensors"

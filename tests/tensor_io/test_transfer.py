@@ -17,7 +17,7 @@ from aliquot.tensor_io.file_layout import FilesLayout
 from aliquot.tensor_io.range_io import BUFFER_BYTES, RangeReader, TargetFile
 from aliquot.tensor_io.transfer import drain, fill
 from tests.examples import examples
-from tests.tensor_io.world import SMALL, FakeStore, Tensors, value_of
+from tests.tensor_io.world import SMALL, FakeStore, Tensors, layout_of, value_of
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -26,7 +26,7 @@ models = st.lists(shapes, min_size=1, max_size=6).map(lambda found: [(f"t{i}", s
 
 def written(directory: Path, tensors: Tensors, dtype: torch.dtype, limit: int, world_size: int) -> FilesLayout:
     """The weights of a FakeStore, written by `world_size` ranks one after the other."""
-    layout = FilesLayout.from_tensors(tensors, dtype, limit, "model")
+    layout = layout_of(tensors, dtype, limit, "model")
     layout.create_files(directory)
     for rank in range(world_size):
         store = FakeStore(tensors, rank, world_size)
@@ -63,7 +63,7 @@ def test_round_trip(tensors: Tensors, dtype: torch.dtype, limit: int, writers: i
 
 
 def test_shards_as_transformers_writes_them(tmp_path: Path) -> None:
-    layout = FilesLayout.from_tensors(SMALL, torch.float32, 400, "model")
+    layout = layout_of(SMALL, torch.float32, 400, "model")
     split = split_torch_state_dict_into_shards(
         {name: torch.zeros(shape) for name, shape in SMALL},
         filename_pattern="model{suffix}.safetensors",
@@ -90,7 +90,7 @@ def test_any_dtype_to_any_other(stored: torch.dtype, wanted: torch.dtype, tmp_pa
 
 def test_bf16_ties_round_to_even(tmp_path: Path) -> None:
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], dtype=torch.int32).view(torch.float32)
-    layout = FilesLayout.from_tensors([("x", (4,))], torch.bfloat16, 1 << 30, "model")
+    layout = layout_of([("x", (4,))], torch.bfloat16, 1 << 30, "model")
     layout.create_files(tmp_path)
     store = FakeStore([("x", (4,))], kinds=["weight"])
     store.values = dict.fromkeys(store.values, ties)

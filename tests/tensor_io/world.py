@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 from aliquot.tensor_io.parts import KINDS, Kind, Part
 
 Tensors = list[tuple[str, tuple[int, ...]]]
@@ -25,6 +26,10 @@ SMALL: Tensors = [
     ("model.nothing", (0, 4)),
     ("lm_head.weight", (13, 6)),
 ]
+
+
+def layout_of(tensors: Tensors, dtype: torch.dtype, max_shard_bytes: int, stem: str) -> FilesLayout:
+    return FilesLayout.from_entries([LayoutEntry(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
 
 
 class Died(Exception):

@@ -99,7 +99,7 @@ FAULTS = (
     Fault(
         "layer-does-not-wait", "engines/host/host_engine.py",
         "a layer computes before its weights are updated, or have come from another host",
-        "                self._wait_usable(indices)", "                del indices",
+        "            self._wait_usable(indices)", "            del indices",
         ("tests/engines/test_host_engine.py", "tests/engines/test_weight_publication.py"),
     ),
     Fault(
@@ -115,10 +115,10 @@ FAULTS = (
         ("tests/nn/attention",),
     ),
     Fault(
-        "sign-in-chunked-loss", "nn/loss/head_loss.py",
+        "sign-in-chunked-loss", "nn/head_loss.py",
         "the loss that is computed in chunks pushes the label's logit the wrong way",
         "torch.where(inside, -scale, 0.0)", "torch.where(inside, scale, 0.0)",
-        ("tests/nn/loss/test_loss.py",),
+        ("tests/nn/test_head_loss.py",),
     ),
     Fault(
         "export-tells-no-dtype", "models/export.py",
@@ -197,7 +197,7 @@ FAULTS = (
         ("tests/cli", "tests/config"),
     ),
     Fault(
-        "experts-take-others-tokens", "nn/experts/routing.py",
+        "experts-take-others-tokens", "nn/experts/sorted_experts.py",
         "an expert computes from the rows of other tokens than those that chose it",
         "token_of_slot[places] = order // per_token", "token_of_slot[places] = order % tokens",
         ("tests/nn/experts",),

@@ -13,8 +13,8 @@ from torch import Tensor
 from aliquot.checkpoint.directories import STEMS
 from aliquot.core.errors import TrainingError
 from aliquot.machine.allocator import release_free_memory
-from aliquot.tensor_io.mapped_memory import mapped_tensor
 from aliquot.tensor_io.parts import Part, PartSource
+from aliquot.tensor_io.range_io import mapped_tensor
 
 _MAPPED_NUMEL = 1 << 16  # smaller copies fit between other blocks of the heap
 

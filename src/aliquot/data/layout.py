@@ -11,8 +11,8 @@ import torch
 
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.loss.base import IGNORE
-from aliquot.nn.row_counts import filler
+from aliquot.nn.head_loss import IGNORE
+from aliquot.nn.product_shapes import filler
 
 Pieces = list[tuple[int, int]]  # (start, length) in the store of each piece of a sequence
 

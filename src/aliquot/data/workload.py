@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
 from aliquot.config.schema import RunConfig, TrainSection
-from aliquot.nn.row_counts import filler
+from aliquot.nn.product_shapes import filler
 
 Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
 _INDEX_BYTES = 48  # of packing and of the order of one epoch, for each piece of a document

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.distributed.topology import Topology
-from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
+from aliquot.engines.engine_plan import SHARDED, OnDisk, Unsharded
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.tensor_io.parts import PartStore, ViewableStore
 

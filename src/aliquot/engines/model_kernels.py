@@ -23,8 +23,7 @@ from aliquot.machine.matmul import caches_kernels, copies_transposed, copy_pays
 from aliquot.machine.torch_compile import compile_function, inductor_options
 from aliquot.models.backward_pass import copy_in_backward
 from aliquot.models.structure import decoder_layers
-from aliquot.nn.attention.base import AttentionBackend
-from aliquot.nn.attention.document_attention import register
+from aliquot.nn.attention.document_attention import AttentionBackend, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.experts.sorted_experts import register as register_experts
 

@@ -1,18 +1,59 @@
-"""Select the engine of a run, and derive its settings from the configuration. The only file that knows all engines."""
+"""Select the engine of a run, and derive its settings from the configuration. The only file that knows all engines.
+
+Importing this file imports no torch, because the planner selects engines, too.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aliquot.config.schema import RunConfig
+from aliquot.core.errors import EngineError
 from aliquot.data.workload import batch_size, micro_batch_tokens
-from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
-from aliquot.engines.engine_choice import chosen_engine
-from aliquot.engines.state_placement import SHARDED, OnDisk, Unsharded
+from aliquot.engines.engine_plan import SHARDED, OnDisk, Unsharded
 from aliquot.machine.memory import memory_limit
-from aliquot.models.meta import MetaModel
+
+if TYPE_CHECKING:
+    from aliquot.distributed.topology import Topology
+    from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
+    from aliquot.models.meta import MetaModel
+
+_SHARED_FRACTION = 0.5  # the part of a machine's memory that one copy of the weights may take
+
+
+def chosen_engine(
+    config: RunConfig, device: Literal["cpu", "cuda"], numel: int, memory_bytes: int, even: bool = True
+) -> Literal["host", "fsdp", "deepspeed"]:
+    """Return the engine for a model of `numel` parameters. Raises EngineError if it cannot follow a setting.
+
+    `memory_bytes`: of a host; `even`: all hosts have the same number of ranks.
+    """
+    name = config.shard.engine
+    if name == "auto" and config.shard.deepspeed_config is not None:
+        name = "deepspeed"
+    elif name == "auto" and config.shard.offload == "disk" and device == "cpu":
+        name = "host"
+    elif name == "auto":
+        copy_bytes = numel * (2 if config.train.precision == "bf16" else 4)
+        suits = device == "cpu" and even and config.shard.collectives != "gloo"
+        name = "host" if suits and copy_bytes <= _SHARED_FRACTION * memory_bytes else "fsdp"
+    if config.shard.offload == "cpu" and device == "cpu":
+        raise EngineError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
+    if config.shard.offload == "disk" and name != "host":
+        raise EngineError(f"shard.offload: disk needs shard.engine: host on CPUs, not {name} on {device}")
+    if name == "deepspeed" and (config.adapter is not None or config.train.freeze):
+        frozen = "adapter" if config.adapter is not None else "train.freeze"
+        raise EngineError(f"{frozen} needs shard.engine: host or fsdp, not deepspeed")
+    if name == "host" and device != "cpu":
+        raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
+    if name == "host" and config.shard.collectives == "gloo":
+        raise EngineError("shard.collectives: gloo is for engine fsdp: engine host has shared memory only")
+    if name != "host" and config.train.optimizer_states != "fp32":
+        raise EngineError(
+            f"train.optimizer_states: {config.train.optimizer_states} needs shard.engine: host, not {name}"
+        )
+    return name
 
 
 def engine_class(
@@ -20,11 +61,7 @@ def engine_class(
 ) -> tuple[str, type[Engine]]:
     """Return the name and the class of the engine for a model of `numel` parameters, and import only that engine.
 
-    Args:
-        planned: the engine that the plan of rank 0 has chosen for `shard.engine: auto`; None without a plan.
-
-    Raises:
-        EngineError: the engine cannot follow a setting.
+    `planned`: the choice of rank 0's plan for `shard.engine: auto`. Raises EngineError as `chosen_engine`.
     """
     even = topology.world_size == topology.nodes * topology.local_world_size
     if config.shard.engine == "auto" and planned is not None and (even or planned != "host"):
@@ -53,12 +90,9 @@ def engine_spec(
     on_disk: OnDisk | None = None,
     unsharded: Unsharded = SHARDED,
 ) -> EngineSpec:
-    """Return the settings of `engine` for a model.
+    """Return the settings of `engine` for a model. `on_disk` and `unsharded` are parts of the plan."""
+    from aliquot.engines.base import EngineSpec
 
-    Args:
-        on_disk: the plan's state on disk.
-        unsharded: the plan's state that stays whole within a step.
-    """
     train = config.train
     settings: dict[str, Any] | None = None
     notes: list[str] = []

@@ -23,10 +23,8 @@ from aliquot.models import meta, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.narrow import built, narrow
 from aliquot.models.traits import Traits, eager_copy, example, quiet
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.plain_attention import ReferenceAttention
-from aliquot.nn.loss.base import IGNORE
-from aliquot.nn.loss.head_loss import head_loss_on
+from aliquot.nn.attention.document_attention import Documents, ReferenceAttention
+from aliquot.nn.head_loss import IGNORE, head_loss_on
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

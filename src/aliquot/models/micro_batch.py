@@ -8,8 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from aliquot.nn.loss.base import IGNORE, Chosen
-from aliquot.nn.loss.head_loss import choose
+from aliquot.nn.head_loss import IGNORE, Chosen, choose
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.nn.experts.routing import note_balance
-from aliquot.nn.loss.base import IGNORE, summed_cross_entropy
+from aliquot.nn.experts.expert_modules import note_balance
+from aliquot.nn.head_loss import IGNORE, summed_cross_entropy
 
 if TYPE_CHECKING:
-    from aliquot.nn.attention.base import Documents
+    from aliquot.nn.attention.document_attention import Documents
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import model_calls
 from aliquot.models.narrow import VOCABULARY, built, narrow
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import IMPLEMENTATION, register
-from aliquot.nn.attention.plain_attention import ReferenceAttention
+from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, ReferenceAttention, register
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -1,6 +1,7 @@
 """A nameless file for state that does not fit into memory; however the process ends, the disk space is free again.
 
 Reads and writes bypass the page cache, which would take memory for data that is not read again before it is replaced.
+A stream visits pieces of the file one after another: it reads ahead and writes behind.
 """
 
 from __future__ import annotations
@@ -9,16 +10,23 @@ import errno
 import os
 import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from aliquot.core.errors import StorageError, storage_error
+from aliquot.offload.windows import AHEAD, STREAM_BUFFERS
+from aliquot.tensor_io.range_io import mapped_tensor
 
 THREADS = 4  # requests in flight: two reads, two writes
+_MEASURED_PIECE_BYTES = 8 << 20
+_MEASURED_PIECES = 24
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR)  # by a file system that does not know a flag
 
 
@@ -76,13 +84,7 @@ class ScratchFile:
         self._threads.shutdown(wait=True, cancel_futures=True)
         os.close(self._descriptor)
 
-    def _move(
-        self,
-        move: Callable[[int, list[memoryview], int], int],
-        offset: int,
-        buffer: Tensor,
-        after: Sequence[Future[None]] = (),
-    ) -> None:
+    def _move(self, move: Callable[..., int], offset: int, buffer: Tensor, after: Sequence[Future[None]] = ()) -> None:
         for earlier in after:  # submitted before, so that a thread already works on each of them
             earlier.exception()
         reads, left = move is os.preadv, memoryview(buffer.numpy().data)
@@ -90,18 +92,16 @@ class ScratchFile:
             try:
                 count = move(self._descriptor, [left], offset)
             except OSError as error:
-                what = "read here" if reads else "write here"
-                raise storage_error(f"shard.offload: cannot {what}: {error.strerror}", error, self._directory) from None
+                message = f"shard.offload: cannot {'read' if reads else 'write'} here: {error.strerror}"
+                raise storage_error(message, error, self._directory) from None
             if not count:
                 raise StorageError(
                     "shard.offload: the scratch file in this directory was truncated during use", self._directory
                 )
             left, offset = left[count:], offset + count
         with self._counting:
-            if reads:
-                self.read_bytes += buffer.nbytes
-            else:
-                self.written_bytes += buffer.nbytes
+            self.read_bytes += buffer.nbytes if reads else 0
+            self.written_bytes += 0 if reads else buffer.nbytes
 
 
 def _nameless(directory: Path) -> int:
@@ -116,3 +116,74 @@ def _nameless(directory: Path) -> int:
     descriptor, name = tempfile.mkstemp(prefix=".aliquot-offload-", dir=directory)
     Path(name).unlink()
     return descriptor
+
+
+@dataclass(frozen=True)
+class Move:
+    """Read bytes [offset, offset + size), and write those from `written_from` on back; None: write nothing back."""
+
+    offset: int
+    size: int
+    written_from: int | None
+
+
+class ScratchStream:
+    """An iterator over pieces, which begins to read at once. Iterating raises StorageError if the disk fails."""
+
+    def __init__(self, scratch: ScratchFile, moves: Sequence[Move]) -> None:
+        self._scratch = scratch
+        self._to_read = deque(moves)
+        largest = max((move.size for move in moves), default=0)
+        self._free = [mapped_tensor(largest, torch.uint8) for _ in range(min(STREAM_BUFFERS, len(moves)))]
+        self._reading: deque[tuple[Move, Tensor, Future[None]]] = deque()
+        self._writing: deque[tuple[Tensor, Future[None]]] = deque()
+        self._read_ahead()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield each piece as uint8 [size]; it is written back when the next one is asked for."""
+        try:
+            while self._reading:
+                move, buffer, read = self._reading.popleft()
+                read.result()
+                yield buffer[: move.size]
+                if move.written_from is not None:
+                    piece = buffer[move.written_from : move.size]
+                    self._writing.append((buffer, self._scratch.write(move.offset + move.written_from, piece)))
+                else:
+                    self._free.append(buffer)
+                self._read_ahead()
+            while self._writing:
+                self._writing.popleft()[1].result()
+        finally:
+            # Buffers must outlive the requests in flight, also after an error.
+            for _, _, read in self._reading:
+                read.exception()
+            for _, written in self._writing:
+                written.exception()
+
+    def _read_ahead(self) -> None:
+        while self._to_read and len(self._reading) < AHEAD:
+            if not self._free:
+                buffer, written = self._writing.popleft()
+                written.result()
+                self._free.append(buffer)
+            move, buffer = self._to_read.popleft(), self._free.pop()
+            self._reading.append((move, buffer, self._scratch.read(move.offset, buffer[: move.size])))
+
+
+def disk_rate(directory: Path) -> float:
+    """Measure bytes/s, read and written, in the access pattern of an update. Raises StorageError.
+
+    Takes 0.5 s on a disk of 0.7 GB/s.
+    """
+    scratch = ScratchFile(directory, _MEASURED_PIECES * _MEASURED_PIECE_BYTES)
+    try:
+        moves = [Move(at * _MEASURED_PIECE_BYTES, _MEASURED_PIECE_BYTES, 0) for at in range(_MEASURED_PIECES)]
+        for _ in range(2):  # the first round allocates blocks; reading unwritten ones would not touch the disk
+            before, began = scratch.read_bytes + scratch.written_bytes, time.perf_counter()
+            for piece in ScratchStream(scratch, moves):
+                piece[0] = 1
+            took = time.perf_counter() - began
+        return (scratch.read_bytes + scratch.written_bytes - before) / took
+    finally:
+        scratch.close()

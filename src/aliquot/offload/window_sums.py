@@ -12,8 +12,8 @@ from torch import Tensor
 
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import AHEAD, SUMS_BUFFERS, paged
-from aliquot.optim.squared_norm import block_squares
-from aliquot.tensor_io.mapped_memory import mapped_tensor
+from aliquot.optim.adamw import block_squares
+from aliquot.tensor_io.range_io import mapped_tensor
 
 Key = TypeVar("Key")  # names a window
 
@@ -40,11 +40,7 @@ class WindowSums(Generic[Key]):
     def open(self, key: Key, overwrite: bool) -> Tensor:
         """Return the sums of a window, flat, to be changed in place until another window is opened.
 
-        Args:
-            overwrite: do not read the former sums; the memory holds garbage.
-
-        Raises:
-            StorageError: the disk fails.
+        With `overwrite` the former sums are not read, and the memory holds garbage. Raises StorageError.
         """
         if self._open is not None and self._open[0] == key:
             return self._values(*self._open)

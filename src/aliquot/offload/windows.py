@@ -20,17 +20,13 @@ SMALLEST = 1 << 12  # elements; smaller weights stay in memory, because they wou
 
 def windows(numel: int, states: States, row_numel: int) -> list[tuple[int, int]]:
     """Return [start, stop) of each window of a range of `numel` elements."""
-    size = _window(states, row_numel)
+    size = _BLOCKS * update_block(states, row_numel)
     return [(start, min(numel, start + size)) for start in range(0, numel, size)]
 
 
 def longest_window(numel: int, states: States, row_numel: int) -> int:
     """Return the elements of the longest of `windows`."""
-    return min(numel, _window(states, row_numel))
-
-
-def _window(states: States, row_numel: int) -> int:
-    return _BLOCKS * update_block(states, row_numel)
+    return min(numel, _BLOCKS * update_block(states, row_numel))
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,7 @@ def record(offset: int, sizes: Mapping[str, int]) -> Record:
 def state_bytes(numel: int, states: States, row_numel: int, splits: bool) -> dict[str, int]:
     """Return the bytes of each field that an update reads and writes, by kind of part.
 
-    Args:
-        splits: the low halves of the masters are among the fields.
+    `splits`: the low halves of the masters are among the fields.
     """
     moment = moment_bytes(states, numel, row_numel)
     low = {"weight": low_bytes(numel)} if splits else {}

@@ -1,4 +1,7 @@
-"""AdamW on the shards of a rank: block by block for engine host, torch's fused optimizer for engine fsdp."""
+"""AdamW on the shards of a rank: block by block for engine host, torch's fused optimizer for engine fsdp.
+
+Sums of squares of gradients are precise enough for a norm that does not depend on the world size.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from aliquot.optim.master_weights import PairedWeights, Weights
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
 
+NORM_BLOCK = 1 << 16
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")  # as in transformers' Trainer
 
 
@@ -27,6 +31,28 @@ def decays(name: str, shape: Sequence[int]) -> bool:
     module, _, parameter = name.rpartition(".")
     parent = module.rpartition(".")[2]  # modules further up may have "norm" in their name without being norms
     return len(shape) >= 2 and _NORM_OR_BIAS.search(f"{parent}.{parameter}".lower()) is None
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the sum of squares of each tensor: fp32 within blocks of 65,536 elements, exact between blocks.
+
+    On a GPU the sums are fp64 and fetched together, because each transfer waits for the device.
+    """
+    if tensors and tensors[0].device.type != "cpu":
+        return squared_norms_on_device(tensors)
+    return [math.fsum(block_squares(tensor.view(-1))) for tensor in tensors]
+
+
+def squared_norms_on_device(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the sums of squares of tensors on one device, after a single wait. The tensors may be empty."""
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return [norm**2 for norm in torch.stack(norms).tolist()]
+
+
+def block_squares(flat: Tensor) -> list[float]:
+    """Return the sum of squares of each block of a flat CPU tensor."""
+    blocks = (flat[start : start + NORM_BLOCK] for start in range(0, flat.numel(), NORM_BLOCK))
+    return [float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2 for block in blocks]
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
@@ -64,12 +90,10 @@ class BlockedAdamW:
         longest: int = BLOCK,
         compiled: bool = False,
     ) -> None:
-        """Allocate the scratch memory.
+        """Allocate the scratch memory for blocks of up to `longest` elements (`update_block`).
 
-        Args:
-            frugal: some moments are bf16 or int8 and need noise for rounding.
-            longest: elements of the longest block of any shard (`update_block`).
-            compiled: one compiled kernel updates paired weights with exact moments.
+        `frugal`: some moments are bf16 or int8 and need noise for rounding. `compiled`: one compiled kernel updates
+        paired weights with exact moments.
         """
         self.steps = 0
         self._betas = betas
@@ -154,8 +178,7 @@ class CompiledUpdate:
 def _update_halves(settings: Tensor, low: Tensor, *halves: Tensor) -> None:
     """AdamW as torch.optim.AdamW documents it, between unpacking and packing of optim/master_weights.py.
 
-    Args:
-        halves: first and second half of the bf16 weights, of the gradient, and of both moments.
+    `halves`: first and second half of the bf16 weights, of the gradient, and of both moments.
     """
     high_1, high_2, gradient_1, gradient_2, exp_avg_1, exp_avg_2, exp_avg_sq_1, exp_avg_sq_2 = halves
     clip, one_minus_beta1, beta2, one_minus_beta2, decay, rate, root_correction, epsilon = settings.unbind()

@@ -50,12 +50,10 @@ class Moment(Protocol):
 
 
 def moment(states: States, numel: int, row_numel: int, squared: bool, memory: Tensor | None = None) -> Moment:
-    """Return a moment of `numel` elements.
+    """Return the first or, if `squared`, the second moment of `numel` elements of a tensor with rows of `row_numel`.
 
-    Args:
-        row_numel: elements of a row of the whole tensor. Vectors stay fp32, because they are few and sensitive.
-        squared: the moment is the second one.
-        memory: uint8 [moment_bytes(states, numel, row_numel)] with its values; None: new memory of zeros.
+    Vectors stay fp32, because they are few and sensitive. `memory`: uint8 [moment_bytes(states, numel, row_numel)] with
+    the values; None: new memory of zeros.
     """
     if memory is None:
         memory = torch.zeros(moment_bytes(states, numel, row_numel), dtype=torch.uint8)
@@ -152,11 +150,7 @@ def decode_int8(codes: Tensor, scales: Tensor, block: int, squared: bool) -> Ten
 
 
 def encode_int8(values: Tensor, block: int, squared: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Encode fp32 values [n] to codes (as fp32 [n]) and scales [n / block].
-
-    Args:
-        noise: uniform in [0, 1), for stochastic rounding; None rounds to nearest.
-    """
+    """Encode fp32 values [n] to codes (as fp32 [n]) and scales [n / block]. Without `noise` codes round to nearest."""
     blocks = values.view(-1, block)
     scales = blocks.abs().amax(1)
     # A block of zeros has scale 0 and codes 0.

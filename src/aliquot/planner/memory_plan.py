@@ -10,10 +10,9 @@ from typing import Literal
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import build_phases, deepspeed_memory
+from aliquot.engines.engine_plan import SHARDED, Counts, OnDisk, RankMemory, Unsharded
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.host.host_memory import host_memory
-from aliquot.engines.rank_memory import RankMemory
-from aliquot.engines.state_placement import SHARDED, Counts, OnDisk, Unsharded
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
 from aliquot.planner.fit import UNCERTAINTY

@@ -22,13 +22,10 @@ from aliquot.models.backward_pass import copy_in_backward, enable_checkpointing
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
-from aliquot.nn import row_counts
-from aliquot.nn.attention import tile_sizes
-from aliquot.nn.attention.base import AttentionBackend, Documents, Scoring
-from aliquot.nn.attention.document_attention import attention_on
+from aliquot.nn.attention.document_attention import AttentionBackend, Documents, Scoring, attention_on
 from aliquot.nn.experts.expert_modules import experts_weights, pass_over, send_to, weights_of
-from aliquot.nn.loss.base import IGNORE, GradientRows
-from aliquot.nn.loss.head_loss import choose, head_loss_on
+from aliquot.nn.head_loss import IGNORE, GradientRows, choose, head_loss_on
+from aliquot.nn.product_shapes import PRODUCTS, TILE_PRODUCTS
 from aliquot.planner.meta_trace import MetaTrace, Product
 from aliquot.planner.micro_batch_cost import Costs, MicroBatchCost, Step
 
@@ -147,7 +144,7 @@ def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
         return 0, 0
     ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # values as wide as keys, or not
     layers = {tuple(weight.shape[1:]) for weight in experts_weights(shaped.built.model)}
-    return ways * tile_sizes.PRODUCTS, row_counts.PRODUCTS * -(-len(layers) // 2)
+    return ways * TILE_PRODUCTS, PRODUCTS * -(-len(layers) // 2)
 
 
 def _head_ring(shape: ModelShape, step: Step, live: MetaTrace) -> GradientRows:

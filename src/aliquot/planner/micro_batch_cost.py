@@ -13,9 +13,7 @@ from typing import Any, Literal
 from aliquot.config.schema import RunConfig
 from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.model_shape import ModelShape
-from aliquot.nn.attention.tile_sizes import tile_shapes
-from aliquot.nn.loss.logits_room import HOST_BYTES, ROW_COUNTS
-from aliquot.nn.row_counts import row_counts, row_lengths
+from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, row_counts, row_lengths, tile_shapes
 
 # ("matmul", batch, m, k, n, itemsize) -> how often; ("memory", operation, bytes of its largest tensor) -> bytes moved;
 # ("calls",) -> operations of any kind.
@@ -38,7 +36,7 @@ class Step:
     looks_up: bool  # the embedding's gradient is a row for each token, as in engine host, and not a whole table
     head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
     compiled: bool = False  # decoder layers
-    logits_bytes: int = HOST_BYTES  # that the loss keeps at once
+    logits_bytes: int = HOST_LOGITS_BYTES  # that the loss keeps at once
     copies_transposed: bool = False  # products with a transposed left side use copies (machine/matmul.py)
 
 
@@ -111,7 +109,9 @@ def kernel_shapes(
     tokens = size.micro * length
     tiles = sum(tile_shapes(tokens, length, window) for window in {kind.window for kind in shape.kinds})
     attention_and_experts = cost.tile_products * tiles + cost.expert_products * row_counts(tokens)
-    return attention_and_experts + _row_lengths(config, size) * (cost.other_products + ROW_COUNTS * cost.head_products)
+    return attention_and_experts + _row_lengths(config, size) * (
+        cost.other_products + LOGITS_ROW_COUNTS * cost.head_products
+    )
 
 
 def kernel_bytes(

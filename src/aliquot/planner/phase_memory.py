@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
-from aliquot.engines.rank_memory import RankMemory
+from aliquot.engines.engine_plan import RankMemory
 from aliquot.planner.micro_batch_cost import MicroBatchCost, evaluates
 from aliquot.planner.plan import PhaseMemory
-from aliquot.tensor_io.piece_size import MEMORY_BYTES
+from aliquot.tensor_io.parts import MEMORY_BYTES
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from aliquot.engines.state_placement import Counts, OnDisk, Unsharded
+from aliquot.engines.engine_plan import Counts, OnDisk, Unsharded
 
 DISK_PART = 0.05  # of a step: waiting for a disk below this fraction is negligible
 

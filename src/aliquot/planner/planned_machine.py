@@ -223,7 +223,7 @@ def measure_disks(machine: Machine, config: RunConfig) -> Machine:
         machine = replace(machine, written_bytes_per_s=_written_bytes_per_s(nearest_directory(config.run.directory)))
     if config.shard.offload != "disk":
         return machine
-    from aliquot.offload.scratch_stream import disk_rate
+    from aliquot.offload.scratch_file import disk_rate
 
     return replace(machine, disk_bytes_per_s=disk_rate(config.offload_directory))
 

@@ -11,10 +11,10 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import times_due
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.engine_choice import chosen_engine
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use
+from aliquot.engines.select import chosen_engine
 from aliquot.models.model_shape import ModelShape, padded_share
-from aliquot.nn.loss.logits_room import logits_room
+from aliquot.nn.product_shapes import logits_room
 from aliquot.planner import fit
 from aliquot.planner.checkpoint_cost import (
     Saving,
@@ -34,7 +34,7 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.rates import Rates, estimated
 from aliquot.planner.step_time import MicroBatchTime, StepSetting, StepTime, evaluation_time, step_time
 from aliquot.planner.traffic import traffic
-from aliquot.tensor_io.piece_size import MEMORY_BYTES
+from aliquot.tensor_io.parts import MEMORY_BYTES
 
 _MOST_MICRO_BATCHES = 4096  # of a rank, in the search for a step that hardly waits for the disk
 DISK_BYTES_PER_S = 0.5e9  # of a node, assumed: a volume or file system of the cloud; local NVMe is faster

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.engine_plan import RankMemory, Unsharded
 from aliquot.engines.host.host_memory import DiskUse
-from aliquot.engines.rank_memory import RankMemory
-from aliquot.engines.state_placement import Unsharded
 from aliquot.optim.sizes import States
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Work
 from aliquot.planner.rates import CORE_MEMORY_BYTES_PER_S, Rates

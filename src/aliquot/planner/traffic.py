@@ -11,8 +11,8 @@ from aliquot.data.workload import micro_batch_tokens
 from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK, PATCH_CODE_BYTES
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import REUSED_NUMEL, persistent_numel
+from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
-from aliquot.engines.state_placement import SHARDED, Unsharded
 from aliquot.models.model_shape import ModelShape, numel
 
 

@@ -16,7 +16,7 @@ from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.stored_weights import fingerprint
-from aliquot.nn.loss.base import IGNORE
+from aliquot.nn.head_loss import IGNORE
 from aliquot.run.run_context import Inputs, Model, RunContext
 
 _EXAMPLE_CHARACTERS = 400  # of each part of an example

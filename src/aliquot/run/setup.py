@@ -28,9 +28,9 @@ from aliquot.distributed.launcher import torchrun_advice
 from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import group_lines
 from aliquot.engines.base import Engine, PhaseHooks
+from aliquot.engines.engine_plan import SHARDED
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
-from aliquot.engines.state_placement import SHARDED
 from aliquot.machine.allocator import FreeMemoryLimit, release_free_memory
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import caches_large_kernels

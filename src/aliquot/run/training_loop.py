@@ -14,8 +14,7 @@ from aliquot.core.intervals import is_due
 from aliquot.data.batches import BatchCopier, BatchPrefetcher, StepBatch
 from aliquot.distributed.signals import Terminated
 from aliquot.models.meta import attention_widths
-from aliquot.nn.experts.expert_modules import has_experts
-from aliquot.nn.experts.routing import mean_balance, spread, take_balance, take_counts
+from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
 from aliquot.observe.throughput import model_flops
 from aliquot.run.evaluate import Evaluator
 from aliquot.run.run_checkpoints import RunCheckpoints

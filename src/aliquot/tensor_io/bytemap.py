@@ -26,13 +26,8 @@ class ByteMap:
 
     @classmethod
     def from_directory(cls, directory: Path, stem: str = "model") -> ByteMap:
-        """Map `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists.
-
-        Raises UserError: neither file exists, a shard is absent or malformed, an indexed tensor is not in its shard, or
-        both files exist and do not hold the same weights.
-        """
-        single = directory / f"{stem}.safetensors"
-        index = directory / f"{stem}.safetensors.index.json"
+        """Map `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists. Raises UserError."""
+        single, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
         if not single.exists() and not index.exists():
             raise WeightsFileError(_absent(directory, stem), directory)
         if not single.exists():

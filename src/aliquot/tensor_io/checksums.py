@@ -47,14 +47,9 @@ class BlockChecksums:
 def combine_pieces(
     pieces: Iterable[Piece], file_bytes: Mapping[str, int], block_bytes: int = BLOCK_BYTES
 ) -> dict[str, list[int]]:
-    """Compute the crc32 of every block of each file.
+    """Compute the crc32 of every block of each file from the pieces of all ranks, in any order.
 
-    Args:
-        pieces: those of all ranks, in any order.
-        file_bytes: the sizes of the files.
-
-    Raises:
-        ValueError: the pieces omit or repeat a byte, because the ranks' parts do not divide the tensors.
+    Raises ValueError if the pieces omit or repeat a byte, because the ranks' parts do not divide the tensors.
     """
     pieces_of: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for file, offset, length, crc in pieces:

@@ -54,13 +54,6 @@ class FilesLayout:
     index: Mapping[str, bytes]
 
     @classmethod
-    def from_tensors(
-        cls, tensors: Sequence[tuple[str, Shape]], dtype: torch.dtype, max_shard_bytes: int, stem: str
-    ) -> FilesLayout:
-        """Lay out tensors of one dtype; see `from_entries`."""
-        return cls.from_entries([LayoutEntry(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
-
-    @classmethod
     def from_entries(cls, tensors: Sequence[LayoutEntry], max_shard_bytes: int, stem: str) -> FilesLayout:
         """Lay out the tensors in their order; a file ends where the next tensor would exceed `max_shard_bytes`."""
         shards: list[list[LayoutEntry]] = [[]]

@@ -63,10 +63,7 @@ def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str])
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a complete checkpoint and check the sizes of its files, but not their content.
-
-    Raises DamagedCheckpoint: the manifest is missing or malformed, a file is missing or has another size.
-    """
+    """Read the manifest of a complete checkpoint and check the sizes of its files. Raises DamagedCheckpoint."""
     path = directory / MANIFEST
     if not path.exists():
         raise DamagedCheckpoint(f"not a complete checkpoint: it has no {MANIFEST}", directory)
@@ -81,7 +78,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: str | Path) -> Manifest:
-    """Parse `data`, the content of `path`. Raises DamagedCheckpoint if they are malformed."""
+    """Parse `data`, the content of `path`. Raises DamagedCheckpoint."""
     try:
         fields = parse_json(data, path)
         if fields.pop("crc32", None) != _fields_crc32(fields):
@@ -124,8 +121,8 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
     blocks: list[int] = []
     header_end = 0
     try:
-        with (directory / name).open("rb", buffering=0) as file:
-            while count := _fill(file, block):
+        with (directory / name).open("rb") as file:
+            while count := file.readinto(block):  # the whole block, unless the file ends
                 blocks.append(zlib.crc32(memoryview(block)[:count]))
                 header_end = header_end or 8 + int.from_bytes(block[:8], "little")
                 if only_header and len(blocks) * BLOCK_BYTES >= header_end:
@@ -139,9 +136,7 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
 def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece]) -> None:
     """Compare the safetensors files that all ranks have read with the manifest. Raises DamagedCheckpoint.
 
-    Args:
-        header_bytes: the length of each file's header, which no rank has read into a tensor.
-        pieces: the checksums of the tensors' bytes, of all ranks.
+    `header_bytes`: the length of each file's header, which no rank has read into a tensor; `pieces`: of all ranks.
     """
     headers = BlockChecksums()
     headers.add_headers(header_bytes)
@@ -170,15 +165,6 @@ def _check_size(path: Path, record: FileRecord) -> None:
         raise DamagedCheckpoint("missing from the checkpoint", path)
     if size != record.bytes:
         raise DamagedCheckpoint(f"{size} bytes instead of {record.bytes}", path)
-
-
-def _fill(file: Any, block: bytearray) -> int:
-    """Read until `block` is full or the file ends; return the number of bytes read."""
-    view = memoryview(block)
-    filled = 0
-    while filled < len(block) and (count := file.readinto(view[filled:])):
-        filled += count
-    return filled
 
 
 def _fields_crc32(fields: Mapping[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""A part: a flat range of a named tensor. Ranks hold, read and write their shards of the state in parts."""
+"""A part: a flat range of a named tensor. Ranks hold, read and write their shards of the state in parts.
+
+Parts move between files and tensors in pieces. The planner counts the buffers of pieces, so this file imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
+
+DEPTH = 6  # pieces in progress: two more than threads, so that none waits while the calling thread converts
+PIECE_BYTES = 4 << 20  # of a file; DEPTH buffers of this size are all the memory that a pipeline has
+MEMORY_BYTES = (DEPTH + 4) * PIECE_BYTES  # the buffers of a pipeline, and a piece of bytes as fp32
 
 
 @dataclass(frozen=True)

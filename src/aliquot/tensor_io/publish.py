@@ -33,13 +33,8 @@ def publish_together(
 ) -> None:
     """Make the directory `target`: rank 0 prepares it, every rank writes, rank 0 finishes and renames it. Collective.
 
-    An error on any rank is raised on every rank, and nothing of the directory is left.
-
-    Args:
-        write: returns a JSON value.
-        finish: receives the values of all ranks.
-        replace: replace an existing directory; otherwise a directory that is not empty is an error.
-        keep_former: as of `commit`.
+    `write` returns a JSON value; `finish` receives the values of all ranks. An error on any rank is raised on every
+    rank, and nothing of the directory is left. Without `replace` an existing directory that is not empty is an error.
     """
 
     def publish(written: list[T]) -> None:
@@ -74,11 +69,8 @@ def commit(
 ) -> None:
     """Rename `partial`, whose files are fsynced, to `target`. The directory is complete from then on.
 
-    Args:
-        keep_former: receives the new path of the replaced directory; returns whether to keep the directory.
-
-    Raises:
-        OSError: `target` does not exist then, or is still the directory that was to be replaced.
+    `keep_former` receives the new path of the replaced directory and returns whether to keep the directory. After an
+    OSError `target` does not exist, or is still the directory that was to be replaced.
     """
     sync(partial)
     former = set_aside(target, "former") if replace and target.exists() else None
@@ -131,10 +123,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = None) -> None:
-    """Raise UserError if the file system of `directory` has less than `needed_bytes` free.
-
-    If the removal of the directory `instead_of` frees enough bytes, remove it instead.
-    """
+    """Raise UserError if `needed_bytes` are not free; remove the directory `instead_of` if that frees enough."""
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize
     if not status.f_blocks or free_bytes >= needed_bytes:  # some network file systems report nothing
@@ -144,11 +133,10 @@ def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = No
         if free_bytes + freed_bytes >= needed_bytes:
             remove_directory(instead_of)
             return
-    raise StorageError(f"needs {_size(needed_bytes)} and {_size(free_bytes)} are free", directory.parent)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    needed, free = (
+        f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB" for size in (needed_bytes, free_bytes)
+    )
+    raise StorageError(f"needs {needed} and {free} are free", directory.parent)
 
 
 def set_aside(directory: Path, suffix: str = "trash") -> Path:
@@ -158,8 +146,7 @@ def set_aside(directory: Path, suffix: str = "trash") -> Path:
 
 
 def restore_former(parent: Path) -> None:
-    """Rename directories back that a process set aside, if it was killed before it published the replacement. Raises
-    OSError."""
+    """Rename directories back that a killed process set aside and did not replace. Raises OSError."""
     for path in list(parent.glob(".*.former-*")):
         match = _LEFTOVER.fullmatch(path.name)
         if match and not (parent / match["name"]).exists():

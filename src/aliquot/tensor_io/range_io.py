@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
 import torch
 
 from aliquot.core.errors import WeightsFileError, reading, writing
+from aliquot.machine.memory import memory_limit
 from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.header import TensorEntry
 
@@ -19,14 +22,9 @@ BUFFER_BYTES = 8 << 20
 
 
 class SourceFile:
-    """A file open for reading by several threads at once.
+    """A file open for reading by several threads at once. Every method raises UserError.
 
-    Every method raises UserError: the file cannot be read, or its size changed after its header was read.
-
-    Args:
-        entry: any tensor of the file.
-        checksums: collects the checksums of all bytes read.
-        drop: remove the bytes from the page cache after they are read.
+    `entry`: any tensor of the file; `drop`: remove bytes from the page cache after they are read.
     """
 
     def __init__(self, entry: TensorEntry, checksums: BlockChecksums | None = None, drop: bool = False) -> None:
@@ -80,9 +78,9 @@ class RangeReader:
         self._close()
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
-        """Read elements [start, start + out.numel()) into `out`, flat and contiguous in CPU memory, of any float dtype.
+        """Read elements [start, start + out.numel()) into `out`, flat on the CPU, of any float dtype.
 
-        Raises UserError: the file cannot be read, or its size changed after its header was read.
+        Raises UserError if the file cannot be read, or if its size changed after its header was read.
         """
         offset_of(entry, start, out)
         file = self._open(entry)
@@ -113,10 +111,7 @@ class TargetFile:
     """A file of final size, open for writing by several threads at once.
 
     Written bytes leave the page cache once the disk has them: nobody reads them soon, and writes into pages that were
-    just freed are twice as fast. Every method raises UserError: disk full, no permission, any other failed write.
-
-    Args:
-        checksums: collects the checksums of all bytes written.
+    just freed are twice as fast. Every method raises UserError.
     """
 
     def __init__(self, path: Path, checksums: BlockChecksums | None = None) -> None:
@@ -167,22 +162,22 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
+def mapped_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a temporary buffer, zeros [numel], in a mapping that returns to the kernel with the tensor.
+
+    In the heap such buffers would lie between the blocks of a training step and fragment it: the process would grow
+    with every checkpoint.
+    """
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
 def exceeds_page_cache(entries: Iterable[TensorEntry]) -> bool:
     """Return whether the files of `entries` together are larger than half of the available memory.
 
     Such files leave the page cache after use, because they would evict everything else from it.
     """
     sizes = {entry.file: entry.file_bytes for entry in entries}
-    return sum(sizes.values()) > available_bytes() // 2
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that are free or can be freed, limited by the container's memory limit."""
-    available = 1 << 62
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit = root / "sys/fs/cgroup/memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text))
-    return available
+    return sum(sizes.values()) > min(psutil.virtual_memory().available, memory_limit()) // 2

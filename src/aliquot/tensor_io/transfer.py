@@ -19,10 +19,8 @@ from torch import Tensor
 from aliquot.core.errors import UsageError
 from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.header import TensorEntry
-from aliquot.tensor_io.mapped_memory import mapped_tensor
-from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore, ViewableStore
-from aliquot.tensor_io.piece_size import DEPTH, PIECE_BYTES
-from aliquot.tensor_io.range_io import SourceFile, TargetFile, exceeds_page_cache
+from aliquot.tensor_io.parts import DEPTH, PIECE_BYTES, Kind, Part, PartSource, PartStore, ViewableStore
+from aliquot.tensor_io.range_io import SourceFile, TargetFile, exceeds_page_cache, mapped_tensor
 
 THREADS = 4  # more bring nothing on a local disk; a network file system needs several requests at once
 
@@ -50,11 +48,8 @@ def fill(
 ) -> int:
     """Read all parts of `store` with a kind in `maps`; return the number of bytes read. Raises UserError.
 
-    Only the calling thread uses `store`, in the order of the elements of each part.
-
-    Args:
-        check: receives the values of each piece as the store holds them, flat, from element `start` of the tensor. An
-            exception ends the transfer.
+    Only the calling thread uses `store`, in the order of the elements of each part. `check` receives the values of each
+    piece as the store holds them, flat, from element `start` of the tensor; an exception ends the transfer.
     """
     work = _Transfer(store, maps, watch)
     values = mapped_tensor(PIECE_BYTES, torch.float32)  # stored values may be as small as one byte
@@ -76,7 +71,7 @@ def fill(
             for piece in pieces:
                 stored = piece.direct
                 if stored is None:
-                    stored = _buffer_for(pipeline, piece)
+                    stored = pipeline.buffer(piece)
                 file.announce(piece.entry, piece.start, piece.numel)
                 pipeline.add(partial(file.read, piece.entry, piece.start, stored), partial(store_piece, piece, stored))
     return work.done_bytes
@@ -109,7 +104,7 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
                 for piece in pieces:
                     stored = piece.direct
                     if stored is None:
-                        stored = _buffer_for(pipeline, piece)
+                        stored = pipeline.buffer(piece)
                         read_piece(piece, stored)
                     pipeline.add(partial(file.write, piece.entry, piece.start, stored), partial(work.count, piece))
             synced.append(disk.submit(file.sync_and_close))
@@ -149,8 +144,7 @@ class _Transfer:
     def pieces_of_files(self, spread: bool = False) -> Iterator[list[_Piece]]:
         """Yield the pieces of each file, in the order of their offsets.
 
-        Args:
-            spread: begin at another file on each rank: ranks with later ranges of tensors begin at later files.
+        `spread`: begin at another file on each rank: ranks with later ranges of tensors begin at later files.
         """
         files = [list(pairs) for _, pairs in groupby(self._pairs, key=lambda pair: pair[1].file)]
         if spread and files:
@@ -175,21 +169,14 @@ class _Transfer:
     def count(self, piece: _Piece) -> None:
         self.done_bytes += piece.numel * piece.entry.itemsize
         if self._watch is not None:
-            elapsed_s = time.perf_counter() - self._began
-            self._watch(Progress(self.done_bytes, self._total_bytes, elapsed_s))
-
-
-def _buffer_for(pipeline: Pipeline, piece: _Piece) -> Tensor:
-    """Return a buffer for the piece in the dtype of the file."""
-    return pipeline.buffer().view(piece.entry.dtype)[: piece.numel]
+            self._watch(Progress(self.done_bytes, self._total_bytes, time.perf_counter() - self._began))
 
 
 def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
     """Round to the dtype of the file. Raises UserError if a number becomes infinite: such a model computes NaN."""
     stored.copy_(values)
-    if stored.dtype != torch.float16:  # the other dtypes have the range of fp32 for all practical weights
-        return
-    if bool((stored.isinf() & values.isfinite()).any()):
+    # The other dtypes have the range of fp32 for all practical weights.
+    if stored.dtype == torch.float16 and bool((stored.isinf() & values.isfinite()).any()):
         raise UsageError(
             f"{piece.part.name} has values of up to {float(values.abs().max()):.6g}, and float16 ends at 65504: choose"
             " bfloat16 or float32 (model.dtype of a run, --dtype of an export)"
@@ -215,12 +202,12 @@ class Pipeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if error is None:
-                self.flush()
+                self._end_down_to(0)
         finally:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def buffer(self) -> torch.Tensor:
-        """Return `PIECE_BYTES` of uint8 for the next piece, free until the piece ends. Raises errors of old pieces."""
+    def buffer(self, piece: _Piece) -> Tensor:
+        """Return memory for the next piece, in the dtype of the file, until it ends. Raises errors of old pieces."""
         self._end_down_to(DEPTH - 1)
         index = self._pieces % DEPTH  # pieces end in order: the buffer's last piece has ended
         if not self._buffers[index].numel():
@@ -229,17 +216,13 @@ class Pipeline:
                 self._buffers[index] = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
             else:
                 self._buffers[index] = mapped_tensor(PIECE_BYTES, torch.uint8)
-        return self._buffers[index]
+        return self._buffers[index].view(piece.entry.dtype)[: piece.numel]
 
     def add(self, work: Callable[[], None], end: Callable[[], None]) -> None:
         """Start the next piece. Raises errors of older pieces."""
         self._end_down_to(DEPTH - 1)
         self._in_progress.append((self._threads.submit(work), end))
         self._pieces += 1
-
-    def flush(self) -> None:
-        """Return when all pieces have ended. Raises their errors."""
-        self._end_down_to(0)
 
     def _end_down_to(self, count: int) -> None:
         while len(self._in_progress) > count:

@@ -8,9 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import model_calls
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import IMPLEMENTATION, attention_on, document_attention, register
-from aliquot.nn.loss.base import summed_cross_entropy
+from aliquot.nn.attention.document_attention import (
+    IMPLEMENTATION,
+    Documents,
+    attention_on,
+    document_attention,
+    register,
+)
+from aliquot.nn.head_loss import summed_cross_entropy
 from tests.engines.cases import SMALL, micro_batch
 
 MODELS = [

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aliquot.nn.attention.base import AttentionBackend, Documents, Scoring
-from aliquot.nn.attention.plain_attention import ReferenceAttention
-from aliquot.nn.attention.tile_sizes import saved_numel
+from aliquot.nn.attention.document_attention import AttentionBackend, Documents, ReferenceAttention, Scoring
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.attention.tiles import cut
+from aliquot.nn.product_shapes import saved_numel
 
 HEAD_DIM = 32  # flex_attention takes 16 and more
 SHORT = (1, 40, 2, 97)  # packed around the long one

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aliquot.nn.attention.base import Documents, Scoring
-from aliquot.nn.attention.tile_sizes import LONGEST_BINNED, NARROWEST, QUERY_BLOCK, tile_shapes
+from aliquot.nn.attention.document_attention import Documents, Scoring
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.attention.tiles import cut
-from aliquot.nn.loss.base import IGNORE
-from aliquot.nn.loss.head_loss import head_loss_on
+from aliquot.nn.head_loss import IGNORE, head_loss_on
+from aliquot.nn.product_shapes import LONGEST_BINNED, NARROWEST, QUERY_BLOCK, tile_shapes
 
 TOKENS = 1024
 WIDTHS = (LONGEST_BINNED - NARROWEST) // 32 + 1

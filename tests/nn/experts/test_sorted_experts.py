@@ -15,10 +15,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from aliquot.nn.experts.expert_modules import send_to, weights_of
-from aliquot.nn.experts.routing import route, spread, take_counts
-from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, register, suits
-from aliquot.nn.row_counts import filled_up, row_counts
+from aliquot.nn.experts.expert_modules import send_to, spread, take_counts, weights_of
+from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, register, route, suits
+from aliquot.nn.product_shapes import filled_up, row_counts
 
 EXPERTS, WIDTH, INNER = 5, 16, 12
 

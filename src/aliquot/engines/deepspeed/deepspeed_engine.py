@@ -17,18 +17,16 @@ from torch import Tensor, nn
 from aliquot.core.errors import EngineError, SelfTestError
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.deepspeed.deepspeed_setup import adamw, prepare_ops, prepare_states, report_phases, set_steps
+from aliquot.engines.measurements import ActivationMeter
 from aliquot.engines.model_kernels import compile_layers, warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import attention_on
-from aliquot.nn.loss.base import Chosen, HeadLoss
-from aliquot.nn.loss.head_loss import head_loss_on
+from aliquot.nn.attention.document_attention import Documents, attention_on
+from aliquot.nn.head_loss import Chosen, FusedLoss, head_loss_on
 from aliquot.tensor_io.parts import KINDS, Part
 
 
@@ -219,7 +217,7 @@ class DeepspeedEngine:
 class _Training(nn.Module):
     """The model and its loss as one module, because DeepSpeed's hooks surround one forward method."""
 
-    def __init__(self, model: nn.Module, fused: bool, head_loss: HeadLoss) -> None:
+    def __init__(self, model: nn.Module, fused: bool, head_loss: FusedLoss) -> None:
         super().__init__()
         self.model = model
         self.fused = fused

@@ -24,7 +24,7 @@ from typing import Any
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
-from aliquot.engines.rank_memory import RankMemory
+from aliquot.engines.engine_plan import RankMemory
 from aliquot.models.model_shape import ModelShape, Shape, numel
 
 _HEAP_BYTES = 16 << 20  # smaller partitions come from the allocator's heap and stay there after they are freed
@@ -68,8 +68,6 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
         forward=gathered,
         backward=gathered + copies * compute * bucket,
         evaluation=gathered,
-        shared_weights=0,
-        buffers=0,
         # On CPU the copies of the bucket are allocated anew in each step and fragment the heap: unused heap grew by two
         # copies in twenty steps.
         holes=2 * compute * bucket if layout.device == "cpu" else 0,

@@ -25,21 +25,18 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.core.errors import EngineError
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives
 from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, use_shared_memory
-from aliquot.engines.global_norm import global_norm
+from aliquot.engines.measurements import ActivationMeter, global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import materialise
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import attention_on
-from aliquot.nn.loss.head_loss import head_loss_on
-from aliquot.optim.adamw import ShardedAdamW, decays
-from aliquot.optim.squared_norm import squared_norms
+from aliquot.nn.attention.document_attention import Documents, attention_on
+from aliquot.nn.head_loss import head_loss_on
+from aliquot.optim.adamw import ShardedAdamW, decays, squared_norms
 from aliquot.tensor_io.parts import KINDS, Part, row_ranges
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.rank_memory import RankMemory
-from aliquot.engines.state_placement import SHARDED, Unsharded
+from aliquot.engines.engine_plan import SHARDED, RankMemory, Unsharded
 from aliquot.models.model_shape import ModelShape
 
 HALF_BYTES = 16 << 20  # half of a rank's staging buffer in shared memory
@@ -68,7 +67,6 @@ def fsdp_memory(
         forward=forward,
         backward=_backward(groups, backward_bytes, layer_bytes, unsharded),
         evaluation=forward,
-        shared_weights=0,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * owned,
         # Gradients stay in place from step to step, but each micro-batch allocates new gradients of the root.

@@ -17,8 +17,8 @@ from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_collectives import SharedAllGather, SharedReduceScatter, StagingBuffer
 from aliquot.models import model_calls
 from aliquot.models.structure import decoder_layers
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.loss.base import Chosen, HeadLoss
+from aliquot.nn.attention.document_attention import Documents
+from aliquot.nn.head_loss import Chosen, FusedLoss
 
 
 def groups_of(model: nn.Module) -> list[nn.Module]:
@@ -67,7 +67,7 @@ def use_shared_memory(model: nn.Module, spec: EngineSpec, topology: Topology) ->
     return staging
 
 
-def add_fused_loss(model: nn.Module, head_loss: HeadLoss) -> None:
+def add_fused_loss(model: nn.Module, head_loss: FusedLoss) -> None:
     """Give the model and its head a method `fused_loss`, for which FSDP2 gathers weights as for `forward`."""
     head = model.get_output_embeddings()  # type: ignore[operator]
 

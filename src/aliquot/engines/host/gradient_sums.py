@@ -16,11 +16,11 @@ from torch import Tensor
 
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.shared_weights import Counterparts, Weight
-from aliquot.offload.scratch_stream import Move, ScratchStream
+from aliquot.offload.scratch_file import Move, ScratchStream
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import paged, windows
+from aliquot.optim.adamw import block_squares
 from aliquot.optim.sizes import States
-from aliquot.optim.squared_norm import block_squares
 
 
 class GradientSums:

@@ -29,9 +29,14 @@ from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
-from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight, WeightShard
+from aliquot.engines.host.shared_weights import (
+    Counterparts,
+    ForwardOrder,
+    GradientOrder,
+    SharedWeights,
+    Weight,
+)
 from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
-from aliquot.engines.host.weight_order import ForwardOrder, GradientOrder
 from aliquot.engines.host.weight_publication import OverlappedUpdate, WeightPublication
 from aliquot.optim.adamw import BlockedAdamW
 from aliquot.optim.sizes import update_block
@@ -59,7 +64,16 @@ class HostParts:
 
 def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> HostParts:
     """Construct all parts and place the model's parameters in shared memory. Collective."""
-    weights = _list_weights(model, spec, topology.world_size)
+    weights = [
+        Weight(
+            name,
+            tuple(parameter.shape),
+            row_ranges(tuple(parameter.shape), topology.world_size),
+            parameter.requires_grad,
+            torch.float32 if name in spec.exact else spec.compute_dtype,
+        )
+        for name, parameter in model.named_parameters()
+    ]
     streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
     streamed = frozenset(index for _, indices in streamed_layers for index in indices)
 
@@ -90,7 +104,14 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
 
     shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
     held = HostStates(shards, sums, states, disk, streamed, spec.compile == "layers")
-    optimizer = _optimizer(spec, shards)
+    optimizer = BlockedAdamW(
+        betas=(spec.adam_beta1, spec.adam_beta2),
+        epsilon=spec.adam_epsilon,
+        weight_decay=spec.weight_decay,
+        frugal=states != "fp32",
+        longest=max(update_block(states, shard.row_numel) for shard in shards if shard.trainable),
+        compiled=spec.compile == "layers",
+    )
 
     forward_order = ForwardOrder(model, head)
     update_order = held.update_order(forward_order.all)
@@ -105,46 +126,11 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
         wait_updated = None if overlapped is None else overlapped.wait_updated_here
         streaming = StreamedLayers(hosts.peers, serve, disk, shards, streamed_layers, wait_updated)
     return HostParts(
-        weights=weights,
-        shared=shared,
-        disk=disk,
-        cuts_look_up=cuts_look_up,
-        sums=sums,
-        gradients=gradients,
-        states=held,
-        optimizer=optimizer,
-        forward_order=forward_order,
-        update_order=update_order,
-        publication=publication,
-        overlapped=overlapped,
-        streamed=streaming,
-    )
+        weights, shared, disk, cuts_look_up, sums, gradients, held, optimizer,
+        forward_order, update_order, publication, overlapped, streaming,
+    )  # fmt: skip
 
 
 def parameter_index(model: nn.Module, parameter: nn.Parameter) -> int:
     """Return the place of a parameter in the list of weights."""
     return next(index for index, weight in enumerate(model.parameters()) if weight is parameter)
-
-
-def _list_weights(model: nn.Module, spec: EngineSpec, world_size: int) -> list[Weight]:
-    return [
-        Weight(
-            name,
-            tuple(parameter.shape),
-            row_ranges(tuple(parameter.shape), world_size),
-            parameter.requires_grad,
-            torch.float32 if name in spec.exact else spec.compute_dtype,
-        )
-        for name, parameter in model.named_parameters()
-    ]
-
-
-def _optimizer(spec: EngineSpec, shards: Sequence[WeightShard]) -> BlockedAdamW:
-    return BlockedAdamW(
-        betas=(spec.adam_beta1, spec.adam_beta2),
-        epsilon=spec.adam_epsilon,
-        weight_decay=spec.weight_decay,
-        frugal=spec.optimizer_states != "fp32",
-        longest=max(update_block(spec.optimizer_states, shard.row_numel) for shard in shards if shard.trainable),
-        compiled=spec.compile == "layers",
-    )

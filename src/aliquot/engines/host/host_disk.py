@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aliquot.engines.engine_plan import OnDisk, first_of
 from aliquot.engines.host.shared_weights import Counterparts, Weight
-from aliquot.engines.state_placement import OnDisk, first_of
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import Record, paged, record, state_bytes, windows
 from aliquot.optim.sizes import States
@@ -41,11 +41,9 @@ class Window:
 class HostDisk:
     """A scratch file and the places in it.
 
-    Attributes:
-        states: by weight, the windows of optimizer state on disk.
-        windows: by weight, the windows of optimizer state and of frozen weights on disk.
-        sums: offset in bytes and number of elements of each window of gradient sums on disk, for this rank and for its
-            counterparts on other hosts.
+    `windows` are of optimizer state and of frozen weights on disk, by weight; `states` are those of optimizer state.
+    `sums` has offset in bytes and number of elements of each window of gradient sums on disk, for this rank and for its
+    counterparts on other hosts.
     """
 
     def __init__(
@@ -58,39 +56,30 @@ class HostDisk:
         state_format: StateFormat,
         streamed: Collection[int] = (),
     ) -> None:
-        """Lay out and allocate the file.
+        """Lay out and allocate the file. Raises StorageError if the directory cannot hold it.
 
-        Args:
-            embedding: the weight whose rows are looked up; its sums stay in memory.
-            streamed: the weights of streamed layers, which lie on disk themselves.
-
-        Raises:
-            StorageError: the directory cannot hold the file.
+        `embedding`: its rows are looked up, so that its sums stay in memory; `streamed`: the weights of streamed
+        layers, which lie on disk themselves.
         """
         shapes = [weight.shape if weight.trainable else None for weight in weights]
         with_sums = set(first_of(shapes, on_disk.gradients, never=embedding))
-        self.states: dict[int, list[Window]] = {}
+        updated = first_of(shapes, on_disk.states)
+        self.windows: dict[int, list[Window]] = {}
         self.sums: dict[SumKey, tuple[int, int]] = {}
         end = 0
-        for index in first_of(shapes, on_disk.states):
+        for index in [*updated, *sorted(set(streamed) - set(updated))]:
             weight, placed = weights[index], []
             for start, stop in windows(weight.shard_numel(counterparts.rank), state_format.states, weight.row_numel):
                 numel = stop - start
                 sizes = {"gradient": numel * state_format.sum_itemsize} if index in with_sums else {}
                 if index in streamed:
                     sizes["compute"] = numel * state_format.weight_itemsize
-                sizes |= state_bytes(numel, state_format.states, weight.row_numel, state_format.splits)
-                placed.append(Window(start, stop, record(end, sizes)))
-                end += placed[-1].record.size_bytes
-            self.states[index] = placed
-        self.windows = dict(self.states)
-        for index in sorted(set(streamed) - self.states.keys()):
-            weight, placed = weights[index], []
-            for start, stop in windows(weight.shard_numel(counterparts.rank), state_format.states, weight.row_numel):
-                sizes = {"compute": (stop - start) * state_format.weight_itemsize}
+                if weight.trainable:
+                    sizes |= state_bytes(numel, state_format.states, weight.row_numel, state_format.splits)
                 placed.append(Window(start, stop, record(end, sizes)))
                 end += placed[-1].record.size_bytes
             self.windows[index] = placed
+        self.states = {index: self.windows[index] for index in updated}
         for index in sorted(with_sums):
             for host, owner in enumerate(counterparts.ranks):
                 cut = windows(weights[index].shard_numel(owner), state_format.states, weights[index].row_numel)

@@ -17,8 +17,10 @@ host_builder.py constructs the parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -29,22 +31,19 @@ from torch import Tensor, nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_builder import build_parts, parameter_index
-from aliquot.engines.host.host_gradients import StagedExperts
+from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.streamed_layers import Layers
+from aliquot.engines.measurements import ActivationMeter, global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.attention.base import Documents
-from aliquot.nn.attention.document_attention import attention_on
+from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
-from aliquot.nn.loss.base import GradientRows
-from aliquot.nn.loss.head_loss import choose, head_loss_on
+from aliquot.nn.head_loss import GradientRows, choose, head_loss_on
 from aliquot.optim.adamw import FlatShard
 from aliquot.tensor_io.parts import KINDS, Part
 
@@ -69,6 +68,7 @@ class HostEngine:
         self._states, self._optimizer = parts.states, parts.optimizer
         self._forward_order, self._update_order = parts.forward_order, parts.update_order
         self._publication, self._overlapped, self._streamed = parts.publication, parts.overlapped, parts.streamed
+        self._pending = [pending for pending in (self._publication, self._overlapped) if pending is not None]
         self._trainable_numel = sum(weight.trainable_numel(self._rank) for weight in self._weights)
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
         self._used_first = self._forward_order.first if spec.packs else self._update_order
@@ -80,8 +80,7 @@ class HostEngine:
         # If each document is a call, a weight has several gradients, which autograd sums.
         self._experts = experts_weights(model) if spec.packs else []
         for weight in self._experts:
-            index = parameter_index(model, weight)
-            send_to(weight, StagedExperts(self._gradients, index, self._weights[index].shape))
+            send_to(weight, StagedExperts(self._gradients, parameter_index(model, weight)))
 
         self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
         self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed("cpu", spec.compute_dtype))
@@ -97,25 +96,24 @@ class HostEngine:
 
     def _gradient_hooks(self) -> Iterator[RemovableHandle]:
         """Stage each gradient as soon as autograd has completed it, a tied weight's once."""
-        for index, (_, parameter) in enumerate(self._model.named_parameters()):
-            if not parameter.requires_grad:
-                continue
 
-            def stage(parameter: Tensor, index: int = index) -> None:
-                assert parameter.grad is not None
-                self._gradients.stage(index, parameter.grad)
-                parameter.grad = None
+        def stage(index: int, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._gradients.stage(index, parameter.grad)
+            parameter.grad = None
 
-            yield parameter.register_post_accumulate_grad_hook(stage)  # type: ignore[no-untyped-call]
+        for index, parameter in enumerate(self._model.parameters()):
+            if parameter.requires_grad:
+                yield parameter.register_post_accumulate_grad_hook(partial(stage, index))  # type: ignore[no-untyped-call]
 
     def _layer_hooks(self, layers: Layers) -> Iterator[RemovableHandle]:
         """Have each layer wait for its own weights."""
+
+        def wait(indices: Sequence[int], *_: Any) -> None:
+            self._wait_usable(indices)
+
         for layer, indices in layers:
-
-            def wait(*_: Any, indices: Sequence[int] = indices) -> None:
-                self._wait_usable(indices)
-
-            yield layer.register_forward_pre_hook(wait)
+            yield layer.register_forward_pre_hook(partial(wait, indices))
 
     @property
     def transport(self) -> str:
@@ -194,31 +192,23 @@ class HostEngine:
     def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the summed loss, detached, and the loss that backward() starts from."""
         documents = Documents(batch.edges, self._attention)
+        positions, labels = batch.position_ids, batch.labels
         if not self._spec.fused_loss:
-            loss = model_calls.whole_logits_loss(
-                self._model, batch.input_ids, batch.position_ids, batch.labels, documents
-            )
-            return loss.detach(), model_calls.with_auxiliary(self._model, loss * scale, scale, batch.labels, documents)
+            loss = model_calls.whole_logits_loss(self._model, batch.input_ids, positions, labels, documents)
+            return loss.detach(), model_calls.with_auxiliary(self._model, loss * scale, scale, labels, documents)
         tokens = batch.input_ids if rows is None else rows
         head = self._model.get_output_embeddings()  # type: ignore[operator]
-        training, chosen = torch.is_grad_enabled(), choose(batch.labels)
+        training, chosen = torch.is_grad_enabled(), choose(labels)
         # Before layers save activations, so that the logits lie in one block of memory.
-        room = self._head_loss.room(chosen, batch.labels, head.weight) if training else None
-        hidden = model_calls.hidden_states(self._model, tokens, batch.position_ids, documents)
+        room = self._head_loss.room(chosen, labels, head.weight) if training else None
+        hidden = model_calls.hidden_states(self._model, tokens, positions, documents)
         self._wait_all_usable()
         sink = None
         if training and head.weight.requires_grad:
-            sink = self._head_sink(parameter_index(self._model, head.weight))
-        summed, scaled = self._head_loss(hidden, head.weight, batch.labels, scale, sink, chosen, room)
-        return summed, model_calls.with_auxiliary(self._model, scaled, scale, batch.labels, documents)
-
-    def _head_sink(self, index: int) -> GradientRows:
-        row_numel = self._weights[index].row_numel
-
-        def buffer(first: int, last: int) -> Tensor:
-            return self._gradients.buffer(index, first * row_numel, last * row_numel).view(-1, row_numel)
-
-        return GradientRows(self._gradients.row_edges(index), buffer, self._gradients.publish)
+            index, gradients = parameter_index(self._model, head.weight), self._gradients
+            sink = GradientRows(gradients.row_edges(index), partial(gradients.row_buffer, index), gradients.publish)
+        summed, scaled = self._head_loss(hidden, head.weight, labels, scale, sink, chosen, room)
+        return summed, model_calls.with_auxiliary(self._model, scaled, scale, labels, documents)
 
     def _add_embedding(self, embedding: nn.Module, ids: Tensor, gradient: Tensor | None) -> None:
         weight = cast(nn.Parameter, embedding.weight)
@@ -266,10 +256,8 @@ class HostEngine:
             self._mark_updated(current)
 
     def _mark_updated(self, index: int) -> None:
-        if self._publication is not None:
-            self._publication.mark_updated(index)
-        if self._overlapped is not None:
-            self._overlapped.mark_updated(index)
+        for pending in self._pending:
+            pending.mark_updated(index)
 
     def _publish_all(self) -> None:
         """Bring the owners' weights to every host; afterwards all ranks may read them."""
@@ -287,9 +275,8 @@ class HostEngine:
 
     def _wait_usable(self, indices: Sequence[int]) -> None:
         """Wait until the updated values of these weights may be used."""
-        for pending in (self._publication, self._overlapped):
-            if pending is not None:
-                pending.wait_usable(indices)
+        for pending in self._pending:
+            pending.wait_usable(indices)
 
     def _join_update(self) -> None:
         """Wait, in any thread, until the last update of this rank's ranges is complete."""
@@ -298,9 +285,10 @@ class HostEngine:
 
     def counters(self) -> Counters:
         wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
-        moments_bytes = self._states.moments_bytes
+        moments_bytes, ring = self._states.moments_bytes, self._gradients.ring
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
         update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._trainable_numel
+        absent_bytes = 0 if self._streamed is None else self._streamed.absent_bytes
         return Counters(
             weights_bytes=self._states.low_bytes,
             gradients_bytes=self._sums.size_bytes,
@@ -308,14 +296,11 @@ class HostEngine:
             gathered_bytes=0,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
-            shared_bytes=self._shared.size_bytes // self._hosts.peers.size
-            + self._gradients.ring.size_bytes
-            - (0 if self._streamed is None else self._streamed.absent_bytes),
+            shared_bytes=self._shared.size_bytes // self._hosts.peers.size + ring.size_bytes - absent_bytes,
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
-            reduce_s=self._gradients.ring.reading_s + (wire.waited_s if wire is not None else 0.0),
-            wait_s=self._hosts.peers.waited_s
-            + sum(pending.waited_s for pending in (self._publication, self._overlapped) if pending is not None),
+            reduce_s=ring.reading_s + (wire.waited_s if wire is not None else 0.0),
+            wait_s=self._hosts.peers.waited_s + sum(pending.waited_s for pending in self._pending),
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )
@@ -343,3 +328,23 @@ class HostEngine:
         if self._disk is not None:
             self._disk.scratch.close()
         self._hosts.peers.close()
+
+
+@dataclass(frozen=True)
+class StagedExperts:
+    """Receives the gradient of a weight [experts, ...] expert by expert: nn/experts/expert_modules.py."""
+
+    gradients: HostGradients
+    index: int
+
+    def begin(self) -> Iterable[tuple[int, int]] | None:
+        return pairwise(self.gradients.row_edges(self.index)) if self.gradients.take_turn(self.index) else None
+
+    def buffer(self, first: int, last: int) -> Tensor:
+        return self.gradients.row_buffer(self.index, first, last)
+
+    def publish(self, present: bool) -> None:
+        self.gradients.publish(present)
+
+    def whole(self, gradient: Tensor) -> None:
+        self.gradients.stage(self.index, gradient)

@@ -28,9 +28,8 @@ from aliquot.distributed.collectives.wire import TensorSums, Wire
 from aliquot.engines.host.gradient_exchange import ExchangePiece, GradientExchange
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
-from aliquot.engines.host.shared_weights import Counterparts, Weight
+from aliquot.engines.host.shared_weights import Counterparts, GradientOrder, Weight
 from aliquot.engines.host.sparse_rows_codec import Rows, sum_rows
-from aliquot.engines.host.weight_order import GradientOrder
 
 _CHECK_NUMEL = 1000
 
@@ -50,9 +49,7 @@ class HostGradients:
     ) -> None:
         """Share the staging memory. Collective over the host.
 
-        Args:
-            tokens: the most tokens of a micro-batch, and so of rows in the gradient of a look-up.
-            width: elements of a row of the embedding whose gradient arrives as rows; 1 if there is none.
+        `tokens`: the most of a micro-batch, and so the most rows in the gradient of a look-up; `width`: of these rows.
         """
         self._hosts = hosts
         self._peers = hosts.peers
@@ -80,8 +77,7 @@ class HostGradients:
         self._adds_rows: set[int] = set()  # tied embeddings, whose rows travel after their dense sums
         if hosts.wire is not None:
             self._exchange = self._plan_exchange(hosts.wire, order)
-        self.staged_bytes = 0
-        self.moved_bytes = 0
+        self.staged_bytes = self.moved_bytes = 0
 
     def _plan_exchange(self, wire: Wire, order: GradientOrder) -> GradientExchange:
         """List the pieces that hosts exchange: a weight after its last gradient, tied embeddings' rows at the end."""
@@ -130,10 +126,9 @@ class HostGradients:
 
         Weights that follow in the order are staged when the next gradient arrives.
         """
-        if self._turn == len(self._order) or self._order[self._turn] != index:
-            return False
-        self._turn += 1
-        return True
+        is_next = self._turn < len(self._order) and self._order[self._turn] == index
+        self._turn += is_next
+        return is_next
 
     def end_micro_batch(self) -> None:
         """Publish an absent gradient for every remaining weight."""
@@ -157,6 +152,11 @@ class HostGradients:
         """Return the rows at which the gradient of a weight is cut into pieces."""
         weight = self._weights[index]
         return piece_edges(weight.numel // weight.row_numel, weight.row_numel, self._dtype.itemsize)
+
+    def row_buffer(self, index: int, first: int, last: int) -> Tensor:
+        """Return memory for rows [first, last) of the gradient of a weight; `publish` must follow."""
+        weight = self._weights[index]
+        return self.buffer(index, first * weight.row_numel, last * weight.row_numel).view(-1, *weight.shape[1:])
 
     def buffer(self, index: int, start: int, stop: int) -> Tensor:
         """Return memory for elements [start, stop) of the gradient of a weight, flat; `publish` must follow."""
@@ -311,13 +311,10 @@ class HostGradients:
 
     def _rows_view(self, piece: Piece, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return count [], ids int64 [tokens] and rows [tokens, E] of a piece of `add_rows`."""
-        ids_at = align(8) // 8
-        rows_at = (align(8) + align(8 * self._tokens)) // self._dtype.itemsize
-        return (
-            self.ring.view(piece, rank, torch.int64, 0, ()),
-            self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,)),
-            self.ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width)),
-        )
+        ids_at, rows_at = align(8) // 8, (align(8) + align(8 * self._tokens)) // self._dtype.itemsize
+        count = self.ring.view(piece, rank, torch.int64, 0, ())
+        ids = self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,))
+        return count, ids, self.ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width))
 
     def check(self) -> None:
         """Sum known numbers through the ring and over the wire. Collective. Raises SelfTestError if a sum is wrong."""
@@ -344,27 +341,3 @@ def _expect(summed_over: str, total: Tensor, expected: int) -> None:
         raise SelfTestError(
             f"a sum over {summed_over} gave {total[0].item()} instead of {expected}: broken torch or memory?"
         )
-
-
-class StagedExperts:
-    """Stages the gradient of a weight [experts, ...] expert by expert (see nn/experts/base.py)."""
-
-    def __init__(self, gradients: HostGradients, index: int, shape: tuple[int, ...]) -> None:
-        self._gradients = gradients
-        self._index = index
-        self._shape = shape
-        self._blocks = tuple(pairwise(gradients.row_edges(index)))
-        self._row_numel = shape[1] * shape[2]
-
-    def begin(self) -> Sequence[tuple[int, int]] | None:
-        return self._blocks if self._gradients.take_turn(self._index) else None
-
-    def buffer(self, first: int, last: int) -> Tensor:
-        start, stop = first * self._row_numel, last * self._row_numel
-        return self._gradients.buffer(self._index, start, stop).view(-1, *self._shape[1:])
-
-    def publish(self, present: bool) -> None:
-        self._gradients.publish(present)
-
-    def whole(self, gradient: Tensor) -> None:
-        self._gradients.stage(self._index, gradient)

@@ -13,8 +13,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.workload import batch_size, micro_batch_tokens
 from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.rank_memory import RankMemory
-from aliquot.engines.state_placement import OnDisk, streamed_layers
+from aliquot.engines.engine_plan import OnDisk, RankMemory, streamed_layers
 from aliquot.models.model_shape import LayerKind, ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
@@ -68,9 +67,6 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         own_gradients=gradients,
         moments=moments,
         update=SCRATCH_BYTES + (2 * max(shares.values()) if others and splits else 0),  # a weight before its update
-        forward=0,
-        backward=0,
-        evaluation=0,
         shared_weights=(shape.numel - _streamed_numel(shape, on_disk)) * compute * copies,
         buffers=layout.ranks_per_node
         * (

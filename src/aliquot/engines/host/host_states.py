@@ -17,15 +17,14 @@ from torch import Tensor
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.shared_weights import WeightShard
-from aliquot.offload.scratch_file import ScratchFile
-from aliquot.offload.scratch_stream import Move, ScratchStream
+from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream
 from aliquot.offload.windows import paged
 from aliquot.optim.adamw import FlatShard
 from aliquot.optim.master_weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.sizes import States
-from aliquot.tensor_io.mapped_memory import mapped_tensor
 from aliquot.tensor_io.parts import Kind
+from aliquot.tensor_io.range_io import mapped_tensor
 
 
 class HostStates:

@@ -21,12 +21,12 @@ from aliquot.core.errors import EngineError
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
 from aliquot.engines.base import EngineSpec
+from aliquot.engines.engine_plan import first_of, streamed_layers
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_memory import RESIDENT_LAYERS
 from aliquot.engines.host.shared_weights import WeightShard
-from aliquot.engines.state_placement import first_of, streamed_layers
 from aliquot.models.structure import decoder_layers
-from aliquot.offload.scratch_stream import Move, ScratchStream
+from aliquot.offload.scratch_file import Move, ScratchStream
 from aliquot.offload.windows import paged
 
 _READ, _USED = 0, 1  # counters of a rank: finished readings, and started uses of layers

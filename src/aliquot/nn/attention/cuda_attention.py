@@ -19,10 +19,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.nn.attention.varlen import varlen_attn
 
 from aliquot.machine.torch_compile import compile_function
-from aliquot.nn.attention.plain_attention import causal
+from aliquot.nn.attention.document_attention import causal
 
 if TYPE_CHECKING:
-    from aliquot.nn.attention.base import Documents, Scoring
+    from aliquot.nn.attention.document_attention import Documents, Scoring
 
 _FLASH_HEAD_DIM = 256  # the widest head of flash attention
 _FLEX_HEAD_DIM = 16  # the narrowest head of flex_attention

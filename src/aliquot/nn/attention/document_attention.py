@@ -1,23 +1,21 @@
 """Attention per document: packed sequences attend within their documents only, without an S x S mask.
 
 transformers calls it by its AttentionInterface. The row with its backend is a keyword argument of the model's forward,
-so that activation checkpointing replays it.
+so that activation checkpointing replays it. `ReferenceAttention` is the definition of what every backend computes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.nn.attention.base import Scoring
-from aliquot.nn.attention.plain_attention import causal
 from aliquot.nn.attention.tiled_attention import TiledAttention
-
-if TYPE_CHECKING:
-    from aliquot.nn.attention.base import AttentionBackend, Documents
 
 IMPLEMENTATION = "aliquot_documents"
 # Keyword arguments of models that have no effect on attention: queries and keys contain positions already.
@@ -27,6 +25,104 @@ _WITHOUT_EFFECT = frozenset(
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
     }
 )  # fmt: skip
+
+Kernel = Callable[..., Tensor]  # called as F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer turns products of queries and keys into attention scores."""
+
+    scaling: float
+    window: int | None = None  # tokens that a token attends to, with itself
+    softcap: float | None = None  # scores become softcap x tanh(scores / softcap): Gemma 2
+    sinks: Tensor | None = None  # [H]: scores of no value, which take a share of each head's softmax (gpt-oss)
+
+
+class AttentionBackend(Protocol):
+    """Causal attention within each document.
+
+    A backend stores what it computes from a row in the row itself, so that results do not depend on earlier rows.
+    """
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        """query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v] -> [1, T, H, D_v].
+
+        A token attends to itself and to earlier tokens of its document.
+        """
+        ...
+
+    def on_meta(self) -> AttentionBackend:
+        """Return a backend for meta tensors, from which the planner learns memory and products of `attend`."""
+        ...
+
+
+class Documents:
+    """The edges of documents in a row, 0 = e0 < e1 < ... = T, and the backend that attends within them.
+
+    Without a backend the model cannot attend to several documents in a row: each document is a call of the model.
+    """
+
+    def __init__(self, edges: tuple[int, ...], backend: AttentionBackend | None) -> None:
+        self.edges = edges
+        self.backend = backend
+        # The backend's cut of the row, by (window, dtype): the first layer computes it for all layers.
+        self.cuts: dict[tuple[int | None, torch.dtype], Any] = {}
+        # Router logits of each call of a mixture of experts with an auxiliary loss: [tokens, experts] of each layer.
+        self.router_logits: list[tuple[Tensor, ...]] = []
+
+
+class ReferenceAttention:
+    """Attention by its definition: scores of all pairs, a mask, softmax. Slow; other backends must give the same."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        position = torch.arange(query.shape[2], device=query.device)
+        document = torch.bucketize(position, position.new_tensor(documents.edges[1:]), right=True)
+        distance = position[:, None] - position  # tokens from each key to each query
+        visible = (document[:, None] == document) & (distance >= 0)
+        if scoring.window is not None:
+            visible &= distance < scoring.window
+        return masked_attention(query, key, value, visible, scoring).transpose(1, 2).contiguous()
+
+    def on_meta(self) -> ReferenceAttention:
+        return self
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+    """Attend by a mask: query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> [1, H, T, D_v].
+
+    `visible`: bool [T, T_kv].
+    """
+    group = query.shape[1] // key.shape[1]  # number of queries that share a key
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.mT * scoring.scaling
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if scoring.sinks is not None:
+        sink = scoring.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value
+
+
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, kernel: Kernel = F.scaled_dot_product_attention
+) -> Tensor:
+    """query [1, H, T, D], key and value [1, H_kv, T_kv, .] -> [1, H, T, D_v]: the last T of T_kv are queried."""
+    queries, keys, window = query.shape[2], key.shape[2], scoring.window
+    grouped = query.shape[1] != key.shape[1]
+    plain = scoring.softcap is None and scoring.sinks is None
+    if plain and queries == keys and (window is None or keys <= window):
+        return kernel(query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=grouped)
+    # Query i is at position keys - queries + i and attends to itself and the window - 1 positions before.
+    position = torch.arange(keys - queries, keys, device=query.device)[:, None]
+    key_position = torch.arange(keys, device=query.device)[None, :]
+    allowed = key_position <= position
+    if window is not None:
+        allowed &= key_position > position - window
+    if not plain:
+        return masked_attention(query, key, value, allowed, scoring)
+    return kernel(query, key, value, attn_mask=allowed, scale=scoring.scaling, enable_gqa=grouped)
 
 
 def attention_on(device: str, packs: bool = True, selective: bool = False) -> AttentionBackend | None:
@@ -66,12 +162,8 @@ def document_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> ([1, T, H, D_v], None).
 
-    Args:
-        options: `sliding_window`, `softcap`, `s_aux` (sinks) and `documents`. Without `documents` (generation) the row
-            is one document, and its last T of T_kv positions are queries.
-
-    Raises:
-        UnsupportedModelError: the model asks for an option that aliquot's attention lacks.
+    Options are `sliding_window`, `softcap`, `s_aux` (sinks) and `documents`; any other raises UnsupportedModelError.
+    Without `documents` (generation) the row is one document, and its last T of T_kv positions are queries.
     """
     window, softcap, sinks = (options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     documents: Documents | None = options.pop("documents", None)

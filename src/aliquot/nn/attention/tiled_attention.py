@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aliquot.nn.attention.tile_sizes import LONGEST_BINNED, binned, saved_numel
 from aliquot.nn.attention.tiles import (
     Bins,
     Block,
@@ -32,9 +31,10 @@ from aliquot.nn.attention.tiles import (
     to_slots,
     transposed,
 )
+from aliquot.nn.product_shapes import LONGEST_BINNED, binned, saved_numel
 
 if TYPE_CHECKING:
-    from aliquot.nn.attention.base import Documents, Scoring
+    from aliquot.nn.attention.document_attention import Documents, Scoring
 
 
 class SavedProbabilities:
@@ -90,9 +90,7 @@ class TiledAttention:
     """The backend on CPU. `selective`: checkpointing keeps the output, and no probabilities are saved."""
 
     selective: bool = False
-    _warm_shapes: dict[_Kind, set[tuple[int, ...]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # see warm_up_shapes
+    _warm_shapes: dict[_Kind, set[tuple[int, ...]]] = field(default_factory=dict, repr=False, compare=False)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         kind = (scoring.window, query.dtype)
@@ -107,11 +105,10 @@ class TiledAttention:
         return out[None]
 
     def warm_up_shapes(self, edges: tuple[int, ...], most: int) -> None:
-        """Multiply once in every shape that a row with such `edges` may need.
+        """Multiply once in every shape that a row with such `edges`, and documents up to `most` tokens, may need.
 
         oneDNN compiles a kernel for each shape, tens of MiB in all, which would otherwise appear over hundreds of
-        steps. Shapes are those of all bins, and of blocks of documents up to the next power of two and at `most`
-        tokens.
+        steps. Documents longer than all bins count as long as the next power of two.
         """
         rows = {(width,) * count for width, count in binned(edges[-1])}
         longest = max((b - a for a, b in pairwise(edges)), default=0)
@@ -183,9 +180,8 @@ class _Tiled(torch.autograd.Function):
             out_gradient = bin_queries(g, bins, heads)
             p_gradient = torch.bmm(out_gradient, values.mT)
             if sink_gradients is not None:
-                sink_gradients -= (
-                    (sink_share * (p * p_gradient).sum(-1)).view(bins.count, *heads, bins.width).sum((0, 3), dtype=wide)
-                )
+                shares = (sink_share * (p * p_gradient).sum(-1)).view(bins.count, *heads, bins.width)
+                sink_gradients -= shares.sum((0, 3), dtype=wide)
             score_gradients = scores.gradient(p, p_gradient, queries, keys)
             bins_back(torch.bmm(score_gradients, keys), dq, bins, heads)
             bins_back(torch.bmm(score_gradients.mT, queries), dk, bins, (heads[0], 1))
@@ -204,9 +200,8 @@ class _Tiled(torch.autograd.Function):
                     p, sink_share = scores.block_probabilities(queries, keys, block)
                 p_gradient = torch.bmm(out_gradient[:, rows], transposed(values, keys_seen))
                 if sink_gradients is not None:
-                    sink_gradients -= (
-                        (sink_share * (p * p_gradient).sum(-1)).view(heads[0], -1, heads[1]).sum(1, dtype=wide)
-                    )
+                    shares = (sink_share * (p * p_gradient).sum(-1)).view(heads[0], -1, heads[1])
+                    sink_gradients -= shares.sum(1, dtype=wide)
                 score_gradients = scores.gradient(p, p_gradient, queries[:, rows], keys[:, keys_seen])
                 result[:, rows] = torch.bmm(score_gradients, keys[:, keys_seen])
                 sum_k[:, keys_seen] += torch.bmm(score_gradients.mT, queries[:, rows])
@@ -221,7 +216,7 @@ class _Tiled(torch.autograd.Function):
 def _attended(
     query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scores: _Scores, saved: SavedProbabilities
 ) -> Tensor:
-    """Return [T, H, D_v]; `kept` receives the probabilities of each tile."""
+    """Return [T, H, D_v]; `saved` receives the probabilities of each tile."""
     heads, scaling = scores.heads, scores.scaling
     q, k, v = (to_slots(x, tiles) for x in (query, key, value))
     out = q.new_empty(*q.shape[:2], v.shape[2])

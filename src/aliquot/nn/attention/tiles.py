@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from aliquot.nn.attention.tile_sizes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP, saved_numel
+from aliquot.nn.product_shapes import BATCHES, LONGEST_BINNED, NARROWEST, QUERY_BLOCK, STEP, saved_numel
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,25 @@
-"""Find the modules of a model that are experts, and attach to their weights where an engine wants gradients."""
+"""The modules of a model that are experts, and what is attached to them.
+
+An engine attaches where it wants gradients. A backward pass attaches how many tokens chose each expert.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
+
+Passes = Callable[[range], Iterable[int]]
+Counts = list[list[int]]  # [layer][expert]
+
+# Names of attributes of modules and weights
+_GRADIENTS = "aliquot_expert_gradients"
+_PASSES = "aliquot_expert_passes"
+_COUNTS = "aliquot_tokens_per_expert"
+_BALANCE = "aliquot_router_loss"
 
 
 def weights_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
@@ -26,12 +38,6 @@ def experts_weights(model: nn.Module) -> list[nn.Parameter]:
     pairs = [weights for module in model.modules() if (weights := weights_of(module)) is not None]
     names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return [weight for pair in pairs if all(names[id(w)] == 1 and w.requires_grad for w in pair) for weight in pair]
-
-
-Passes = Callable[[range], Iterable[int]]
-
-_ATTRIBUTE = "aliquot_expert_gradients"
-_PASSES = "aliquot_expert_passes"
 
 
 class ExpertGradients(Protocol):
@@ -55,13 +61,13 @@ class ExpertGradients(Protocol):
 def send_to(weight: nn.Parameter, gradients: ExpertGradients | None) -> None:
     """Send the gradient of `weight` to `gradients` instead of autograd; None: to autograd again."""
     if gradients is not None:
-        setattr(weight, _ATTRIBUTE, gradients)
-    elif hasattr(weight, _ATTRIBUTE):
-        delattr(weight, _ATTRIBUTE)
+        setattr(weight, _GRADIENTS, gradients)
+    elif hasattr(weight, _GRADIENTS):
+        delattr(weight, _GRADIENTS)
 
 
 def gradients_of(weight: Tensor) -> ExpertGradients | None:
-    return getattr(weight, _ATTRIBUTE, None)
+    return getattr(weight, _GRADIENTS, None)
 
 
 def pass_over(module: nn.Module, passes: Passes) -> None:
@@ -72,3 +78,60 @@ def pass_over(module: nn.Module, passes: Passes) -> None:
 def passes_of(module: nn.Module) -> Passes:
     passes: Passes = getattr(module, _PASSES, iter)
     return passes
+
+
+def count(module: nn.Module, tokens: Sequence[int]) -> None:
+    """Add to the numbers of tokens that chose each expert of `module` in training."""
+    before = getattr(module, _COUNTS, None) or [0] * len(tokens)
+    setattr(module, _COUNTS, [a + b for a, b in zip(before, tokens, strict=True)])
+
+
+def take_counts(model: nn.Module) -> Counts:
+    """Return and reset the counts of each module of experts, in the model's order."""
+    modules = [module for module in model.modules() if hasattr(module, _COUNTS)]
+    counts = [getattr(module, _COUNTS) for module in modules]
+    for module in modules:
+        delattr(module, _COUNTS)
+    return counts
+
+
+def note_balance(model: nn.Module, loss: Tensor, tokens: Tensor) -> None:
+    """Record the auxiliary `loss` of a micro-batch, which applies to each of its predicted `tokens`."""
+    before = getattr(model, _BALANCE, None)
+    weighted = torch.stack([loss.detach().float() * tokens, tokens.float()])
+    setattr(model, _BALANCE, weighted if before is None else before + weighted)
+
+
+def take_balance(model: nn.Module) -> list[float]:
+    """Return and reset [sum of losses over tokens, tokens]; empty without a record."""
+    noted = getattr(model, _BALANCE, None)
+    if noted is None:
+        return []
+    delattr(model, _BALANCE)
+    values: list[float] = noted.tolist()
+    return values
+
+
+def mean_balance(rank_balances: Sequence[list[float]]) -> dict[str, object]:
+    """Return the mean auxiliary loss of a token over the global batch, for metrics.jsonl."""
+    balances = [noted for noted in rank_balances if noted]
+    return {"router_loss": sum(loss for loss, _ in balances) / max(1, sum(n for _, n in balances))} if balances else {}
+
+
+def spread(rank_counts: Sequence[Counts]) -> dict[str, object]:
+    """Return the load of the busiest expert over the mean, by layer, and unused experts, for metrics.jsonl.
+
+    A load of 1 is even; a load of the number of experts means that one expert has all tokens.
+    """
+    layers = max(map(len, rank_counts), default=0)
+    if not layers:
+        return {}
+    known_counts = [counts for counts in rank_counts if len(counts) == layers]  # a rank without a batch has no counts
+    totals = [
+        [sum(counts_of_expert) for counts_of_expert in zip(*layer, strict=True)]
+        for layer in zip(*known_counts, strict=True)
+    ]
+    return {
+        "busiest_expert": [round(max(of) * len(of) / max(1, sum(of)), 3) for of in totals],
+        "unused_experts": sum(tokens == 0 for of in totals for tokens in of),
+    }

@@ -9,14 +9,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aliquot.nn.experts.expert_modules import ExpertGradients, Passes, gradients_of, passes_of, weights_of
-from aliquot.nn.experts.routing import Routing, count, route
+from aliquot.nn.experts.expert_modules import ExpertGradients, Passes, count, gradients_of, passes_of, weights_of
+from aliquot.nn.product_shapes import filled_up
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Slots 0 to S - 1, ordered by expert.
+
+    The slots of an expert are filled up to one of a few numbers of rows, because oneDNN keeps a kernel for every shape
+    of product. Filling slots hold token 0 with a score of 0.
+    """
+
+    tokens: Tensor  # int64 [S]: the token of each slot
+    slots: Tensor  # int64 [T, K]: the slot of each choice of a token; S: not one of these experts
+    spans: tuple[tuple[int, int], ...]  # [expert]: its range of slots; empty without tokens
+    counts: tuple[int, ...]  # [expert]: tokens that chose it
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    def scores(self, choice_scores: Tensor) -> Tensor:
+        """Return the score of each slot, [T, K] -> [S]; 0 for filling slots."""
+        slot_scores = choice_scores.new_zeros(self.size + 1)
+        slot_scores[self.slots.reshape(-1)] = choice_scores.reshape(-1)
+        return slot_scores[: self.size]
+
+
+def route(chosen: Tensor, experts: int) -> Routing:
+    """Sort tokens by expert. `chosen`: int64 [T, K], experts of each token; a number beyond the last is no expert.
+
+    On the meta device, without values, all experts are chosen equally often.
+    """
+    if chosen.is_meta:
+        return _even(chosen, experts)
+    tokens, per_token = chosen.shape
+    flat = chosen.reshape(-1)
+    counts = torch.bincount(flat.clamp(max=experts), minlength=experts + 1)[:experts].tolist()
+    ends = list(accumulate(filled_up(count) for count in counts))
+    starts = [0, *ends[:-1]]
+    choice_count = sum(counts)
+    order = torch.argsort(flat, stable=True)[:choice_count]
+    shifts = [start - before for start, before in zip(starts, [0, *accumulate(counts[:-1])], strict=True)]
+    shift = torch.tensor(shifts, device=flat.device).repeat_interleave(
+        torch.tensor(counts, device=flat.device), output_size=choice_count
+    )
+    places = torch.arange(choice_count, device=flat.device) + shift
+    slots = flat.new_full((flat.numel(),), ends[-1])
+    slots[order] = places
+    token_of_slot = flat.new_zeros(ends[-1])
+    token_of_slot[places] = order // per_token
+    return Routing(token_of_slot, slots.view(tokens, per_token), tuple(zip(starts, ends, strict=True)), tuple(counts))
+
+
+def _even(chosen: Tensor, experts: int) -> Routing:
+    count = -(-chosen.numel() // experts)
+    rows = filled_up(count)
+    spans = tuple((expert * rows, (expert + 1) * rows) for expert in range(experts))
+    return Routing(chosen.new_empty(experts * rows), torch.empty_like(chosen), spans, (count,) * experts)
 
 
 class Activation(Protocol):
@@ -225,14 +283,8 @@ class _SortedExperts(torch.autograd.Function):
         down_gradient = _run_experts(mixture, down, mixture.down_gradients, needs[3], through_down)
         up_gradient = _run_experts(mixture, up, mixture.up_gradients, needs[2], through_up)
         choice_gradients = score_gradients[routing.slots.reshape(-1)].view_as(scores).to(scores.dtype)
-        return (
-            _summed(routing.slots, row_gradients),
-            choice_gradients,
-            up_gradient,
-            down_gradient,
-            *bias_gradients,
-            None,
-        )
+        hidden_gradient = _summed(routing.slots, row_gradients)
+        return hidden_gradient, choice_gradients, up_gradient, down_gradient, *bias_gradients, None
 
 
 def _run_experts(
@@ -242,10 +294,7 @@ def _run_experts(
     needs_gradient: bool,
     work: Callable[[int, Tensor | None], None],
 ) -> Tensor | None:
-    """Call `work(expert, buffer for the gradient of its weight)` for each chosen expert.
-
-    Return the gradient of the whole weight for autograd; None if `sink` has it or no gradient is needed.
-    """
+    """Call `work(expert, buffer for the gradient of its weight)`; return the whole gradient if autograd needs it."""
     counts = mixture.routing.counts
     if sink is None and not needs_gradient:
         for expert, _ in mixture.used():

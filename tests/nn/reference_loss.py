@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.nn.loss.base import IGNORE, Chosen, GradientRows
+from aliquot.nn.head_loss import IGNORE, Chosen, GradientRows
 
 
 def reference_loss(
@@ -17,7 +17,7 @@ def reference_loss(
     rows: GradientRows | None = None,
     chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A HeadLoss, in the dtype of its inputs."""
+    """Compute what FusedLoss computes, in the dtype of its inputs."""
     own = weight if rows is None else weight.detach().requires_grad_()
     summed = F.cross_entropy(F.linear(hidden, own), labels, ignore_index=IGNORE, reduction="sum")
     if rows is not None:

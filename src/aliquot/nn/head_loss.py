@@ -1,4 +1,4 @@
-"""The head loss of engines: logits never exist as a whole in fp32, and large ones are computed in chunks.
+"""Output head and cross-entropy in one step, summed over tokens with a label: no logits as a whole in fp32.
 
 The forward pass computes the gradients of the head, so that logits exist once, in place, in the compute dtype, and only
 for tokens with a label and a few others. If these logits are too large, they are computed twice, in chunks.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,40 @@ from torch import Tensor
 
 from aliquot.machine.matmul import copy_pays
 from aliquot.machine.torch_compile import compile_function
-from aliquot.nn.loss.base import IGNORE, Chosen, GradientRows, summed_cross_entropy
-from aliquot.nn.loss.logits_room import HOST_BYTES, ROW_COUNTS, logits_room
+from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logits_room
 
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
+
+IGNORE = -100  # the label of a token without a prediction
+_LOGITS_COLUMNS = 4096
+_ALIGNED_ROWS = 16  # rows that begin at a multiple of 16 bytes for any number of columns
+_COLUMNS = 512  # of a product that stays in the cache until it is transposed
+
+
+@dataclass
+class GradientRows:
+    """Receives the gradient of the head in blocks of rows, so that the gradient never exists as a whole."""
+
+    edges: tuple[int, ...]  # 0 = e0 < e1 < ... = V
+    buffer: Callable[[int, int], Tensor]  # memory for the gradient of rows [a, b)
+    publish: Callable[[], None]  # called when the buffer is filled
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        return pairwise(self.edges)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The tokens of a row that a loss works on, computed from labels in CPU memory to avoid waiting for a GPU."""
+
+    rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
+    learned: int  # number of tokens with a label
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits [1, T, V] of any float dtype, labels int64 [T] already shifted -> fp32 scalar, a sum, not a mean."""
+    return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -61,11 +91,6 @@ def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float) -> tuple
     return result
 
 
-_LOGITS_COLUMNS = 4096
-_ALIGNED_ROWS = 16  # rows that begin at a multiple of 16 bytes for any number of columns
-_COLUMNS = 512  # of a product that stays in the cache until it is transposed
-
-
 def head_loss_on(
     device: str,
     blocks: Blocks = iter,
@@ -73,9 +98,10 @@ def head_loss_on(
     copies_transposed: bool = False,
     compiled: bool = False,
 ) -> FusedLoss:
-    """On CPU the rows that are worked on in fp32, their probabilities and themselves stay in a core's own cache; on a
-    GPU they are enough to keep it busy, and can be `compiled`. `logits_bytes`: for a planned machine; None: what this
-    one has room for. `copies_transposed`: see machine/matmul.py."""
+    """Return the loss for a device, with passes over fp32 rows that fit a core's cache, or that keep a GPU busy.
+
+    `logits_bytes`: for a planned machine; None: for this one. `copies_transposed`: see machine/matmul.py.
+    """
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         logits_bytes = logits_room(memory)
@@ -86,7 +112,7 @@ def head_loss_on(
 @dataclass(frozen=True)
 class FusedLoss:
     scratch_bytes: int  # bytes of fp32 rows in one pass over the logits
-    logits_bytes: int = HOST_BYTES  # the most bytes of logits at once
+    logits_bytes: int = HOST_LOGITS_BYTES  # the most bytes of logits at once
     blocks: Blocks = iter  # passes over the logits; the planner runs two and extrapolates
     copies_transposed: bool = False  # multiply transposed copies if that is faster with AMX
     compiled: bool = False  # whether passes are compiled
@@ -101,7 +127,13 @@ class FusedLoss:
         chosen: Chosen | None = None,
         room: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute a HeadLoss. `room`: a buffer from `self.room` for the logits, which are overwritten."""
+        """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
+
+        Returns (summed cross-entropy as a detached fp32 scalar, `scale` times the sum). Call backward() on the second
+        value, without further scaling. Without autograd both are the same. With `rows` the gradient of `weight` goes
+        there during this call, and autograd gets none. `chosen`: the choice of tokens by `labels`, if it is known.
+        `room`: a buffer from `self.room` for the logits, which are overwritten.
+        """
         hidden = hidden.to(weight.dtype)  # as transformers does: Mamba returns fp32 for weights of any dtype
         chosen = chosen or choose(labels)
         if chosen.rows is not None:
@@ -198,7 +230,7 @@ def _labelled_first(labelled: Tensor) -> Tensor:
     oneDNN keeps a kernel for every shape of product, so that the number of rows must have few values.
     """
     with_label, without_label = labelled.nonzero().flatten(), (~labelled).nonzero().flatten()
-    step = -(-len(labelled) // ROW_COUNTS)
+    step = -(-len(labelled) // LOGITS_ROW_COUNTS)
     return torch.cat([with_label, without_label[: -len(with_label) % step]])
 
 

@@ -1,4 +1,7 @@
-"""Where a run keeps its state: on disk, or whole on every rank. The plan decides, the engine follows."""
+"""The plan of an engine: how much memory it needs, and where its state lies. Imports no torch.
+
+The plan decides, the engine follows.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,28 @@ from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 Counts = tuple[tuple[Shape, int], ...]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that an engine needs on its largest rank, except for the two fields of a host.
+
+    Each engine's `*_memory.py` computes them, without torch, so that a laptop can plan for engines it cannot run.
+    """
+
+    weights: int  # private
+    gradients: int
+    gradients_from_start: bool  # otherwise from the first backward pass on
+    moments: int
+    update: int  # in addition, during an update
+    forward: int = 0  # gathered weights, in addition to activations
+    backward: int = 0
+    evaluation: int = 0
+    shared_weights: int = 0  # of a host
+    buffers: int = 0  # of a host
+    own_gradients: int = 0  # the part of `gradients` that this rank owns
+    holes: int = 0  # unused heap between large blocks that are allocated anew in every step
+    streamed: int = 0  # in addition, during an update, in mappings that return to the kernel afterwards
 
 
 @dataclass(frozen=True)
@@ -32,12 +57,7 @@ def streamed_layers(layers: int, count: int) -> list[int]:
 
 
 def first_of(shapes: Sequence[Shape | None], counts: Counts, never: int | None = None) -> list[int]:
-    """Return the indices of the weights that `counts` selects.
-
-    Args:
-        shapes: of the model's weights, in order; None for a frozen weight.
-        never: a weight that is not selected.
-    """
+    """Return the indices of the weights that `counts` selects, but for `never`. A frozen weight has the shape None."""
     left = dict(counts)
     selected = []
     for index, shape in enumerate(shapes):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,15 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aliquot.machine import matmul
-from aliquot.nn.loss import head_loss as head_loss_module
-from aliquot.nn.loss.base import Chosen, GradientRows, HeadLoss
-from aliquot.nn.loss.head_loss import FusedLoss, choose, head_loss_on
-from aliquot.nn.loss.logits_room import logits_room
-from tests.nn.loss.reference_loss import reference_loss
+from aliquot.nn import head_loss as head_loss_module
+from aliquot.nn.head_loss import Chosen, FusedLoss, GradientRows, choose, head_loss_on
+from aliquot.nn.product_shapes import logits_room
+from tests.nn.reference_loss import reference_loss
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
 SCRATCH = 4 * VOCABULARY * 5  # five rows in fp32
-BACKENDS: dict[str, HeadLoss] = {
+BACKENDS: dict[str, Callable[..., Any]] = {
     "reference": reference_loss,
     "cpu": FusedLoss(SCRATCH),
     "cpu-in-chunks": FusedLoss(SCRATCH, logits_bytes=8 * VOCABULARY * 9),
