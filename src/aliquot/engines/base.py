@@ -90,24 +90,13 @@ class Counters:
 
     def memory(self) -> dict[str, int]:
         """Return bytes by category, for the memory ledger."""
-        return {
-            "weights": self.weights_bytes,
-            "gradients": self.gradients_bytes,
-            "moments": self.moments_bytes,
-            "gathered": self.gathered_bytes,
-            "activations": self.activations_bytes,
-            "shared": self.shared_bytes,
-        }
+        categories = ("weights", "gradients", "moments", "gathered", "activations", "shared")
+        return {category: getattr(self, f"{category}_bytes") for category in categories}
 
     def traffic(self) -> dict[str, int]:
         """Return bytes since the start, for the metrics."""
-        return {
-            "wire_bytes": self.wire_bytes,
-            "staged_bytes": self.staged_bytes,
-            "moved_bytes": self.moved_bytes,
-            "disk_read_bytes": self.disk_read_bytes,
-            "disk_written_bytes": self.disk_written_bytes,
-        }
+        names = ("wire_bytes", "staged_bytes", "moved_bytes", "disk_read_bytes", "disk_written_bytes")
+        return {name: getattr(self, name) for name in names}
 
     def inside_s(self) -> tuple[float | None, float]:
         """Return the seconds of reducing and of waiting inside `backward`, `evaluate` and `step`."""
@@ -124,8 +113,7 @@ class Engine(PartStore, ViewableStore, Protocol):
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         """Shard `meta`, a model on the meta device, and allocate this rank's parts, whose values are then undefined.
 
-        Raises:
-            UserError: this engine cannot follow `spec` with these ranks.
+        Raises UserError if this engine cannot follow `spec` with these ranks.
         """
         ...
 
@@ -143,14 +131,9 @@ class Engine(PartStore, ViewableStore, Protocol):
         ...
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
-        """Add `scale` times the gradient of the summed loss.
+        """Add `scale` times the gradient of the summed loss; return the unscaled loss, a detached fp32 scalar.
 
-        Args:
-            batch: None only joins the collectives.
-            last: no micro-batch follows before `step`.
-
-        Returns:
-            The unscaled summed loss, a detached fp32 scalar.
+        `batch`: None only joins the collectives; `last`: no micro-batch follows before `step`.
         """
         ...
 
@@ -159,10 +142,7 @@ class Engine(PartStore, ViewableStore, Protocol):
         ...
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        """Clip by the global norm, run AdamW, publish the weights, zero the gradients.
-
-        A norm that is not finite leaves the weights unchanged.
-        """
+        """Clip by the global norm, run AdamW, publish the weights, zero the gradients. See `StepResult`."""
         ...
 
     def counters(self) -> Counters: ...

@@ -51,11 +51,7 @@ def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> N
 
 
 def compile_layers(model: nn.Module, threads: int) -> None:
-    """Compile every decoder layer; nothing may have wrapped the layers yet.
-
-    Raises:
-        MissingToolError: there is no C++ compiler.
-    """
+    """Compile every decoder layer; nothing may have wrapped the layers yet. Raises MissingToolError."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *_COMPILERS) if name):
         raise MissingToolError(
             "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"
@@ -80,11 +76,7 @@ def _compile_options() -> dict[str, Any] | None:
 
 
 def warm_up_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tuple[int, ...]) -> None:
-    """Make the kernels for all document lengths of the run, after the first backward pass; later calls do nothing.
-
-    Args:
-        edges: where the documents of the row begin and end.
-    """
+    """Make the kernels for all document lengths of the run, after the first backward pass; later calls do nothing."""
     if isinstance(attention, TiledAttention) and caches_kernels(spec.precision):
         attention.warm_up_shapes(edges, spec.document_tokens)
 
@@ -95,10 +87,7 @@ def transposing_pass() -> CustomGraphPass:
 
     oneDNN's AMX kernels take 2.6 times as long if the left side is a transposed view. Every gradient of a linear
     layer's weight is such a product: the transposed gradient of the output, times the input. The copy costs half of
-    the gain.
-
-    Raises:
-        ImportError: this torch has no such passes.
+    the gain. Raises ImportError if this torch has no such passes.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 

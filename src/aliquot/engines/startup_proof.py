@@ -49,9 +49,8 @@ class _Example:
 def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology) -> None:
     """Compare engine `kind` with transformers. Collective.
 
-    Raises:
-        SelfTestError: on every rank, with the name of a module whose gradient is wrong.
-        UnsupportedModelError: the model's code does not run in `spec.precision`.
+    Raises SelfTestError on every rank with the name of a module whose gradient is wrong, and UnsupportedModelError if
+    the model's code does not run in `spec.precision`.
     """
     with quiet():
         if spec.precision == "bf16":
@@ -117,12 +116,7 @@ def _row(ids: Tensor, positions: Tensor, edges: tuple[int, ...]) -> MicroBatch:
 
 
 def _run_engine(
-    config: PretrainedConfig,
-    traits: Traits,
-    kind: type[Engine],
-    spec: EngineSpec,
-    topology: Topology,
-    shown: _Example,
+    config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology, shown: _Example
 ) -> tuple[list[float], dict[str, tuple[int, Tensor]]]:
     """Return the summed losses of all rows, and by name this rank's parts: where each begins, and its gradient."""
     on_meta = meta.build(narrow(config, dropout=False), traits)

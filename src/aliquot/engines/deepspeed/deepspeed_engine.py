@@ -84,11 +84,8 @@ class DeepspeedEngine:
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
             weight.ds_tensor.zero_()  # allocates the pages, so that the ledger counts them as weights
-        training = _Training(
-            meta,
-            spec.fused_loss,
-            head_loss_on(topology.device, copies_transposed=copies_transposed(topology.device, spec.compute_dtype)),
-        )
+        copies = copies_transposed(topology.device, spec.compute_dtype)
+        training = _Training(meta, spec.fused_loss, head_loss_on(topology.device, copies_transposed=copies))
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings)
@@ -204,9 +201,8 @@ class DeepspeedEngine:
         self._engine.eval()
         with torch.no_grad():
             # All ranks must run equally many forward passes, because every pass gathers layers from all of them.
-            result: Tensor = self._model.model.generate(  # type: ignore[operator]
-                ids.to(self._device), synced_gpus=self._world_size > 1, **options
-            )
+            several = self._world_size > 1
+            result: Tensor = self._model.model.generate(ids.to(self._device), synced_gpus=several, **options)  # type: ignore[operator]
         return result
 
     def close(self) -> None:
@@ -228,13 +224,7 @@ class _Training(nn.Module):
         return cast(nn.Module, self.model.get_output_embeddings())  # type: ignore[operator]
 
     def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        labels: Tensor,
-        documents: Documents,
-        scale: float,
-        chosen: Chosen | None,
+        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen | None
     ) -> tuple[Tensor, Tensor]:
         if not self.fused:
             loss = model_calls.whole_logits_loss(self.model, ids, positions, labels, documents)

@@ -6,15 +6,13 @@ rank owns ceil(numel / ranks) elements of each weight, its partitions:
 after load               the partitions that zero.Init made, 2 bytes per owned element (partition_parameters.py).
 after bf16 partitions    stage3.py, _create_fp16_partitions_with_defragmentation: all partitions copied into one flat
                          buffer, and freed one by one. Large ones return to the system. Those below 16 MiB come from the
-                         heap and stay with the allocator: on Llama-3-8B with 4 ranks those of the attention products,
-                         640 MiB: + 0.63 GiB.
-after fp32 master        _create_fp32_partitions: a clone in fp32, 4 bytes: + 7.48 GiB.
+                         heap and stay with the allocator.
+after fp32 master        _create_fp32_partitions: a clone in fp32, 4 bytes.
 after optimizer state    initialize_optimizer_states: no moments, which Adam makes in its first step. With
-                         offload_optimizer an fp32 gradient of every sub-group, 4 bytes: + 7.48 GiB; otherwise a buffer
-                         of the largest sub-group, which is freed again.
-after ZeRO init          _setup_for_real_optimizer: grad_partitions_flat_buffer in bf16, 2 bytes, + 3.74 GiB. Then
+                         offload_optimizer an fp32 gradient of every sub-group, 4 bytes.
+after ZeRO init          _setup_for_real_optimizer: grad_partitions_flat_buffer in bf16, 2 bytes. Then
                          create_reduce_and_remove_grad_hooks gathers every weight once, and one layer's three MLP
-                         weights stay whole (336 MiB), + 0.33 GiB; + 4.07 GiB together.
+                         weights stay whole.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from aliquot.core.errors import DeepspeedConfigError
 def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> tuple[dict[str, Any], list[str]]:
     """Return the complete settings for DeepSpeed, and log lines about honoured and overridden keys of the JSON.
 
-    Raises:
-        UserError: train_batch_size of the JSON is not micro-batch x accumulation x `world_size`.
+    Raises UserError if train_batch_size of the JSON is not micro-batch x accumulation x `world_size`.
     """
     written = config.shard.deepspeed_config or {}
     _check_batch(written, config, world_size)

@@ -36,8 +36,7 @@ _log = logging.getLogger(__name__)
 def prepare_ops() -> None:
     """Make sure that DeepSpeed can start on CPUs, where it compiles its shared-memory op even if nothing uses it.
 
-    Raises:
-        MissingToolError: a tool for the build is not installed.
+    Raises MissingToolError if a tool for the build is not installed.
     """
     if missing := missing_tools():
         raise MissingToolError(
@@ -87,11 +86,7 @@ def adamw(
     rest = [w for name, w in weights if not decays(name, _shape(w))]
     groups = [{"params": decaying, "weight_decay": spec.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    options: dict[str, Any] = {
-        "lr": 0.0,
-        "betas": (spec.adam_beta1, spec.adam_beta2),
-        "eps": spec.adam_epsilon,
-    }
+    options: dict[str, Any] = {"lr": 0.0, "betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     if offload == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):
         return torch.optim.AdamW(groups, **options)

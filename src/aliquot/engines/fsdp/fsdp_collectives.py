@@ -13,11 +13,15 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from aliquot.core.errors import SelfTestError
+from aliquot.core.errors import EngineError, SelfTestError
+from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
+from aliquot.distributed.topology import Topology
+from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_memory import HALF_BYTES
 
 _CHECK_NUMEL = 1000  # elements of a rank
@@ -105,13 +109,38 @@ class SharedReduceScatter(_NewOutput):
                 add_sum(local[start:stop], [view[at : at + stop - start] for view in views], first=True)
 
 
+def use_shared_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> StagingBuffer | None:
+    """Let CPU ranks of one host exchange weights and gradients through shared memory. None: gloo or nccl is used.
+
+    Raises EngineError if `spec` asks for shared memory, and the ranks cannot share any.
+    """
+    if spec.collectives == "gloo" or topology.world_size == 1:
+        return None
+    condition = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
+    if topology.device != "cpu":
+        if spec.collectives == "shared_memory":
+            raise EngineError(f"{condition}, and launch.device is {topology.device}: use auto")
+        return None
+    peers = Peers.join(topology.rank, gather)
+    hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
+    if hosts > 1:
+        peers.close()
+        if spec.collectives == "shared_memory":
+            raise EngineError(f"{condition}, and there are {hosts} hosts: use auto or gloo, or engine host")
+        return None
+    staging = StagingBuffer(peers)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # torch annotates these with private classes, but calls them with keywords only.
+            module.set_custom_all_gather(SharedAllGather(staging))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(SharedReduceScatter(staging))  # type: ignore[arg-type]
+    return staging
+
+
 def check_collectives(device: torch.device, staging: StagingBuffer | None) -> None:
     """Sum and gather known numbers through `staging`, or by torch's own collectives if None. Collective.
 
-    torch <= 2.8 on gloo summed where it should average (pytorch#162338).
-
-    Raises:
-        SelfTestError: a result is wrong.
+    Raises SelfTestError: torch <= 2.8 on gloo summed where it should average (pytorch#162338).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(world_size, dtype=torch.float32, device=device).repeat_interleave(_CHECK_NUMEL)

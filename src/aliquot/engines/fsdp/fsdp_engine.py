@@ -6,36 +6,32 @@ Frozen weights have no master and are sharded in the dtype in which they are gat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, cast
+from types import MethodType
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
 from torch.distributed.tensor import DTensor
 
 from aliquot.core.errors import EngineError
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives
-from aliquot.engines.fsdp.fsdp_wrapping import add_fused_loss, group_numel, groups_of, use_shared_memory
+from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives, use_shared_memory
 from aliquot.engines.measurements import ActivationMeter, global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.structure import materialise
+from aliquot.models.structure import decoder_layers, materialise
 from aliquot.nn.attention.document_attention import Documents, attention_on
-from aliquot.nn.head_loss import head_loss_on
+from aliquot.nn.head_loss import Chosen, FusedLoss, head_loss_on
 from aliquot.optim.adamw import ShardedAdamW, decays, squared_norms
 from aliquot.tensor_io.parts import KINDS, Part, row_ranges
 
@@ -87,7 +83,7 @@ class FsdpEngine:
         self._unsharded = spec.unsharded
         self._gathered = False  # unsharded weights are whole now
         self._staging = staging  # None: gloo or nccl carries the collectives
-        groups = [group_numel(module) for module in self._groups]
+        groups = [_group_numel(module) for module in self._groups]
         # The root stays gathered while the largest layer is. A single rank gathers a copy, too.
         most = sum(groups) if self._unsharded.weights else groups[0] + max(groups[1:], default=0)
         self._gathered_bytes = spec.compute_dtype.itemsize * most
@@ -106,27 +102,19 @@ class FsdpEngine:
             if not parameter.requires_grad and name not in spec.exact:
                 parameter.data = parameter.data.to(spec.compute_dtype)
         # FSDP2 shards no scalar and gathers a layer in one dtype: every rank holds these few weights whole.
-        whole = {
-            parameter: name for name, parameter in meta.named_parameters() if parameter.ndim == 0 or name in spec.exact
-        }
+        whole = {p: name for name, p in meta.named_parameters() if p.ndim == 0 or name in spec.exact}
         if scalars := [name for parameter, name in whole.items() if parameter.requires_grad]:
             raise EngineError(f"engine fsdp: FSDP2 shards no weight without a dimension, and {scalars[0]} has none")
         reshard = False if spec.unsharded.weights else None  # None: all groups except for the root
-        for group in groups_of(meta):
+        for group in _groups_of(meta):
             fully_shard(
                 group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
                 reshard_after_forward=reshard,
             )  # fmt: skip
         staging = use_shared_memory(meta, spec, topology)
         if spec.fused_loss:
-            add_fused_loss(
-                meta,
-                head_loss_on(
-                    topology.device,
-                    copies_transposed=copies_transposed(topology.device, spec.compute_dtype),
-                    compiled=spec.compile == "layers",
-                ),
-            )
+            copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
+            _add_fused_loss(meta, head_loss_on(topology.device, copies_transposed=copies, compiled=compiled))
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are summed; the loss's scale divides by the global number of tokens.
@@ -294,3 +282,52 @@ def _local_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
             local = parameter.detach().view(-1)[start:stop]
         shards.append(_Shard(name, parameter, local, start))
     return shards
+
+
+def _groups_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules to gather as groups, inner before outer: decoder layers, an untied head, then the model.
+
+    A layer that shares weights with another module is gathered with the model.
+    """
+    uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    groups = []
+    for layer in decoder_layers(model):
+        uses_in_layer = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
+        if all(uses[weight] == count for weight, count in uses_in_layer.items()):
+            groups.append(layer)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if head is not None and head.weight is not embedding.weight:
+        groups.append(head)
+    return [*groups, model]
+
+
+def _group_numel(module: nn.Module) -> int:
+    """Return the number of parameters in the module's FSDP group, without those of inner groups."""
+    inner = {
+        id(parameter)
+        for child in module.modules()
+        if child is not module and isinstance(child, FSDPModule)
+        for parameter in child.parameters()
+    }
+    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in inner)
+
+
+def _add_fused_loss(model: nn.Module, head_loss: FusedLoss) -> None:
+    """Give the model and its head a method `fused_loss`, for which FSDP2 gathers weights as for `forward`."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def head_fused_loss(
+        head: nn.Module, hidden: Tensor, labels: Tensor, scale: float, chosen: Chosen | None
+    ) -> tuple[Tensor, Tensor]:
+        return head_loss(hidden, cast("nn.Parameter", head.weight), labels, scale, chosen=chosen)
+
+    def model_fused_loss(
+        model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, *scale_and_chosen: Any
+    ) -> tuple[Tensor, Tensor]:
+        hidden = model_calls.hidden_states(model, ids, positions, documents)
+        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, *scale_and_chosen)
+        return result
+
+    for module, method in ((head, head_fused_loss), (model, model_fused_loss)):
+        module.fused_loss = MethodType(method, module)
+        register_forward(module, "fused_loss")

@@ -41,9 +41,7 @@ def fsdp_memory(
 ) -> RankMemory:
     """Return the memory of a rank.
 
-    Args:
-        backward_bytes: the most activations during a backward pass.
-        layer_bytes: the activations of one layer.
+    `backward_bytes`: the most activations during a backward pass; `layer_bytes`: the activations of one layer.
     """
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
     root, *layers = shape.padded_groups(ranks)

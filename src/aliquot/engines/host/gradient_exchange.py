@@ -70,12 +70,10 @@ class GradientExchange:
         looked_up: Mapping[int, Sequence[Tensor]],
         most_rows: int,
     ) -> None:
-        """Prepare the exchange.
+        """Prepare the exchange of `pieces`, none on disk, in the order in which every rank completes their sums.
 
-        Args:
-            pieces: in the order in which every rank completes its sums; sums on disk are not among the pieces.
-            looked_up: by weight and host a bool for each row of that host's owner; sums of other rows are zero.
-            most_rows: the most rows that a host sends in a piece that adds rows.
+        `looked_up`: by weight and host a bool for each row of that host's owner; sums of other rows are zero.
+        `most_rows`: the most rows that a host sends in a piece that adds rows.
         """
         self._wire = wire
         self._weights = weights
@@ -173,8 +171,7 @@ class GradientExchange:
     def finish(self) -> None:
         """Wait until all of this rank's own sums are sums over all hosts.
 
-        Raises:
-            SelfTestError: a message differs from the sent one.
+        Raises SelfTestError if a message differs from the sent one.
         """
         while self._added < len(self._local_pieces):
             self._add(self._arrivals.popleft())

@@ -36,13 +36,10 @@ class GradientSums:
         sent_dtype: torch.dtype | None = None,
         transient: Collection[int] = (),
     ) -> None:
-        """Allocate the sums.
+        """Allocate the sums, in `dtype` for this rank's own ranges, in `sent_dtype` for other hosts (None: `dtype`).
 
-        Args:
-            dtype: of the sums for this rank's own ranges.
-            sent_dtype: of the sums for other hosts; None: `dtype`.
-            transient: weights whose sums for other hosts are sent at once and not stored. Such sums use memory of
-                `allocate_transient` until they have left. Does not apply to weights with sums on disk.
+        `transient`: weights whose sums for other hosts are sent at once and not stored. Such sums use memory of
+        `allocate_transient` until they have left. Does not apply to weights with sums on disk.
         """
         self._host = counterparts.host
         self.allocate_transient: Callable[[int], Tensor] = torch.empty

@@ -29,13 +29,7 @@ from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
-from aliquot.engines.host.shared_weights import (
-    Counterparts,
-    ForwardOrder,
-    GradientOrder,
-    SharedWeights,
-    Weight,
-)
+from aliquot.engines.host.shared_weights import Counterparts, ForwardOrder, GradientOrder, SharedWeights, Weight
 from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
 from aliquot.engines.host.weight_publication import OverlappedUpdate, WeightPublication
 from aliquot.optim.adamw import BlockedAdamW

@@ -101,12 +101,9 @@ def published_bytes(config: RunConfig, first_step: bool = False) -> float:
 
 
 def _between_hosts(config: RunConfig, owned: int, others: int, copied: int) -> int:
-    """Return the most bytes of a rank that are received ahead or on their way out.
+    """Return the most bytes of a rank that are received ahead from `others` hosts, or on their way out.
 
-    Args:
-        owned: elements that the rank owns.
-        others: the number of other hosts.
-        copied: elements of gradients for another host that leave from a copy, not from the stored sums.
+    `owned`: elements that the rank owns; `copied`: elements of gradients for another host that leave from a copy.
     """
     if not others:
         return 0

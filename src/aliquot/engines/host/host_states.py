@@ -41,10 +41,7 @@ class HostStates:
     ) -> None:
         """Allocate the state in memory.
 
-        Args:
-            shards: by weight.
-            streamed: the weights of streamed layers, which lie on disk themselves.
-            compiled: a compiled kernel makes the update.
+        `streamed`: the weights of streamed layers, which lie on disk themselves; `compiled`: a compiled kernel updates.
         """
         self._split = PairedWeights if compiled and states == "fp32" else SplitWeights
         self._shards = shards
@@ -91,25 +88,20 @@ class HostStates:
     def to_update(self, order: Sequence[int]) -> Iterator[tuple[int, FlatShard]]:
         """Yield every shard with its weight; the caller updates one before it asks for the next, in any thread.
 
-        Raises:
-            StorageError: the disk fails.
+        Raises StorageError if the disk fails.
         """
         self.put_away()
         visits = [(index, window) for index in order for window in self._updated_on_disk.get(index, ())]
-        stream = (
-            None if self._scratch is None else ScratchStream(self._scratch, [_move(window) for _, window in visits])
-        )
+        moves = [_move(window) for _, window in visits]
+        stream = () if self._scratch is None else ScratchStream(self._scratch, moves)
         for index in order:
             if index in self._resident:
                 yield index, self._resident[index]
-        for (index, window), buffer in zip(visits, stream or (), strict=True):
+        for (index, window), buffer in zip(visits, stream, strict=True):
             fields = {name: buffer[at : at + size] for name, (at, size) in window.record.fields.items()}
-            gradient = self._sums.local(index)
-            if gradient is None:
-                gradient = fields["gradient"].view(self._sums.dtype)
-            else:
-                gradient = gradient[window.start : window.stop]
-            yield index, self._flat_shard(self._shards[index], window.start, window.stop, gradient, fields)
+            sums, start, stop = self._sums.local(index), window.start, window.stop
+            gradient = fields["gradient"].view(self._sums.dtype) if sums is None else sums[start:stop]
+            yield index, self._flat_shard(self._shards[index], start, stop, gradient, fields)
 
     def view(self, index: int, kind: Kind) -> Tensor | None:
         """Return this rank's range if it is resident as fp32; None if it is not, or if replicas must be written too."""

@@ -51,8 +51,7 @@ def _message(numbers: list[int], values: Tensor) -> Tensor:
 def message_in(buffer: Tensor, rows: int, width: int, itemsize: int, sender: str) -> Tensor:
     """Return the message at the beginning of `buffer`, uint8.
 
-    Raises:
-        SelfTestError: there is no message about at most `rows` rows; the error begins with `sender`.
+    Raises SelfTestError, which names `sender`, if there is no message about at most `rows` rows.
     """
     count = int(buffer[:4].view(torch.int32))
     if not _ALL <= count <= rows:
@@ -74,8 +73,7 @@ def decode_table(message: Tensor, rows: int, width: int, dtype: torch.dtype, sen
 def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype, sender: str) -> Rows:
     """Return the rows that `encode_rows` has encoded, for an owner of `rows` rows.
 
-    Raises:
-        SelfTestError: a row number is impossible; the error begins with `sender`.
+    Raises SelfTestError, which names `sender`, if a row number is impossible.
     """
     count = int(message[:4].view(torch.int32))
     numbers = message[4 : 4 * (1 + max(0, count))].view(torch.int32).long()

@@ -38,17 +38,13 @@ Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # the module of a layer, and
 def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> Layers:
     """Return the layers to stream by `spec.on_disk`, without weights that several layers share.
 
-    Raises:
-        EngineError: there should be streamed layers, and the engine cannot stream here.
+    Raises EngineError if there should be streamed layers, and the engine cannot stream here.
     """
     if spec.on_disk is None or not spec.on_disk.layers:
         return []
-    for applies, why in (
-        (several_hosts, "several hosts"),
-        (not spec.packs, "a model that takes one document per call"),
-    ):
-        if applies:
-            raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
+    if several_hosts or not spec.packs:
+        why = "several hosts" if several_hosts else "a model that takes one document per call"
+        raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
     names, parameters = zip(*model.named_parameters(), strict=True)
     shapes = [tuple(parameter.shape) if parameter.requires_grad else None for parameter in parameters]
     on_disk = first_of(shapes, spec.on_disk.states)
@@ -85,10 +81,8 @@ class StreamedLayers:
     ) -> None:
         """Share the counters. Collective over the host.
 
-        Args:
-            serve: called while this rank waits for other ranks, which may wait for this rank's ring.
-            shards: the ranges that this rank owns, by weight.
-            wait_updated: waits, in any thread, until this rank's ranges of weights are updated and written.
+        `serve` is called while this rank waits for other ranks, which may wait for this rank's ring. `wait_updated`
+        waits, in any thread, until this rank's ranges of weights are updated and written.
         """
         self._serve = serve
         self._wait_updated = wait_updated
@@ -101,8 +95,7 @@ class StreamedLayers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-layers")
         self._reading: Future[None] | None = None
         self._resident: OrderedDict[int, _Resident] = OrderedDict()  # the most recently used layer is the last
-        self._readings = 0
-        self._uses = 0
+        self._readings = self._uses = 0
         self._last_two: tuple[int, int] = (-1, -1)  # the layers used last
         self._successor: dict[tuple[int, int], int] = {}  # the layer that was used after two others
         self.waited_s = 0.0
@@ -185,10 +178,8 @@ class StreamedLayers:
         if self._wait_updated is not None:
             self._wait_updated(self._layers[layer])
         places = [(index, window) for index in self._layers[layer] for window in self._disk.windows[index]]
-        moves = []
-        for _, window in places:
-            at, size = window.record.fields["compute"]
-            moves.append(Move(window.record.offset + at, paged(size), None))
+        records = [(window.record.offset, *window.record.fields["compute"]) for _, window in places]
+        moves = [Move(offset + at, paged(size), None) for offset, at, size in records]
         for (index, window), buffer in zip(places, ScratchStream(self._disk.scratch, moves), strict=True):
             for copy in self._shards[index].copies:
                 target = copy[window.start : window.stop]

@@ -40,9 +40,7 @@ class OverlappedUpdate:
     def __init__(self, peers: Peers, order: Sequence[int], serve: Callable[[], None]) -> None:
         """Share the counters. Collective over the host.
 
-        Args:
-            order: of the updated weights.
-            serve: called while this rank waits for other ranks, which may wait for this rank's ring.
+        `serve` is called while this rank waits for other ranks, which may wait for this rank's ring.
         """
         self._serve = serve
         self._count = len(order)
@@ -76,11 +74,7 @@ class OverlappedUpdate:
         self._progress.publish(self._count_before + self._places[index] + 1)
 
     def wait_usable(self, indices: Sequence[int]) -> None:
-        """Wait until all ranks of the host have updated these weights. Every rank of the host calls this.
-
-        Raises:
-            Exception: the update has failed with it.
-        """
+        """Wait until all ranks of the host have updated these weights; all of them call this. Raises the update's error."""
         count = self._count_up_to(indices)
         if count <= self._usable:
             return
@@ -145,11 +139,7 @@ class WeightPublication:
         shared: SharedWeights,
         serve: Callable[[], None],
     ) -> None:
-        """Share the counters. Collective over the host.
-
-        Args:
-            serve: called while this rank waits for other ranks of its host.
-        """
+        """Share the counters. Collective over the host. `serve` is called while this rank waits for other ranks."""
         self._wire = wire
         self._weights = weights
         self._counterparts = counterparts
@@ -173,11 +163,9 @@ class WeightPublication:
         self.waited_s = 0.0  # for ranks of this host
 
     def begin(self, order: Sequence[int], raw: bool) -> None:
-        """Begin a publication, when no rank of any host computes any more.
+        """Begin a publication of weights in the `order` of updates and uses. No rank of any host computes any more.
 
-        Args:
-            order: of the weights, in which they are updated and used.
-            raw: send the weights themselves, not their changed bits.
+        `raw`: send the weights themselves, not their changed bits.
         """
         assert self._arrived == len(self._order), "every weight must be used before it is replaced"
         self._raw = raw
@@ -209,18 +197,15 @@ class WeightPublication:
                 assert self._old is not None
                 size = self._patches.encode(self._old[start:stop], values, self._scratch)
                 messages = [self._scratch[:size].clone()]
-            self._departures += [
-                self._wire.send(message, host) for message in messages for host in self._wire.peer_hosts
-            ]
+            hosts = self._wire.peer_hosts
+            self._departures += [self._wire.send(message, host) for message in messages for host in hosts]
         self._old = None
         self._poll()
 
     def wait_usable(self, indices: Sequence[int]) -> None:
         """Wait until these weights are complete on all ranks of the host. Every rank of the host calls this.
 
-        Raises:
-            SelfTestError: received weights differ from the sent ones.
-            PeerLost: another host has ended.
+        Raises SelfTestError if received weights differ from the sent ones, PeerLost if another host has ended.
         """
         count = 1 + max((self._places.get(index, -1) for index in indices), default=-1)
         if count <= self._usable:
