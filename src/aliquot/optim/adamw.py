@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ def decays(name: str, shape: Sequence[int]) -> bool:
     module, _, parameter = name.rpartition(".")
     parent = module.rpartition(".")[2]  # modules further up may have "norm" in their name without being norms
     return len(shape) >= 2 and _NORM_OR_BIAS.search(f"{parent}.{parameter}".lower()) is None
+
+
+def decay_groups(weights: Sequence[Tensor], decays: Sequence[bool], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer: weights with and without weight decay."""
+    groups = [
+        {"params": [w for w, d in zip(weights, decays, strict=True) if d == decaying], "weight_decay": rate}
+        for decaying, rate in ((True, weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
@@ -216,11 +226,8 @@ class ShardedAdamW:
     ) -> None:
         """`weights`: leaves; `decays`: for each weight, whether weight decay applies."""
         self.weights = list(weights)
-        groups = [
-            {"params": [w for w, d in zip(weights, decays, strict=True) if d], "weight_decay": weight_decay},
-            {"params": [w for w, d in zip(weights, decays, strict=True) if not d], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=epsilon, fused=True)
+        groups = decay_groups(weights, decays, weight_decay)
+        self._adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
         for weight in self.weights:
             self._adamw.state[weight] = {
                 "step": torch.zeros((), device=weight.device),

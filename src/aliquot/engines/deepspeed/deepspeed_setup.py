@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from aliquot.core.errors import MissingToolError
 from aliquot.engines.base import EngineSpec
-from aliquot.optim.adamw import decays
+from aliquot.optim.adamw import decay_groups, decays
 
 _TOOLS = {"g++": "a C++ compiler (Debian: apt install g++)", "ninja": "pip install ninja"}
 # The messages with which DeepSpeed reports its memory -> the phase of the memory ledger that ends there.
@@ -82,10 +82,8 @@ def adamw(
     weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Return AdamW over two groups, with and without weight decay: DeepSpeed's for offloaded states, else torch's."""
-    decaying = [w for name, w in weights if decays(name, _shape(w))]
-    rest = [w for name, w in weights if not decays(name, _shape(w))]
-    groups = [{"params": decaying, "weight_decay": spec.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    decaying = [decays(name, tuple(cast(Any, w).ds_shape)) for name, w in weights]
+    groups = decay_groups([w for _, w in weights], decaying, spec.weight_decay)
     options: dict[str, Any] = {"lr": 0.0, "betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     if offload == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):
@@ -114,10 +112,6 @@ def set_steps(optimizer: Any, steps: int) -> None:
 
 def _step(optimizer: torch.optim.Optimizer, steps: int) -> Any:
     return torch.tensor(float(steps)) if type(optimizer) is torch.optim.AdamW else steps
-
-
-def _shape(weight: Any) -> tuple[int, ...]:
-    return tuple(weight.ds_shape)
 
 
 @contextmanager

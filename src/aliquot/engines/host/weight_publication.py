@@ -3,7 +3,7 @@
 Owners update weights in the order in which a forward pass uses the weights. A layer waits only for its own weights.
 
 On one host with optimizer state on disk (`OverlappedUpdate`) the update runs in a thread: while a layer computes, the
-the thread reads states of the next layers from disk and writes states of the previous layers.
+thread reads states of the next layers from disk and writes states of the previous layers.
 
 On several hosts (`WeightPublication`) each rank sends its updated weights to the other hosts. A message holds the
 changed bits of a piece of a weight (distributed/collectives/weight_patch.py). Every rank receives the ranges of its
@@ -31,26 +31,49 @@ from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
 from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight
 
 
-class OverlappedUpdate:
-    """An update in a thread of its own, always in the same order of weights.
+class PendingUpdate:
+    """An update whose weights become usable one after another, in an order that all ranks of the host know.
 
-    The progress counter of a rank counts the weights that the rank has updated, over all updates.
+    The progress counter of a rank counts the weights that the rank has completed, over all updates.
     """
 
-    def __init__(self, peers: Peers, order: Sequence[int], serve: Callable[[], None]) -> None:
+    def __init__(self, peers: Peers, serve: Callable[[], None]) -> None:
         """Share the counters. Collective over the host.
 
         `serve` is called while this rank waits for other ranks, which may wait for this rank's ring.
         """
         self._serve = serve
-        self._count = len(order)
-        self._places = {index: place for place, index in enumerate(order)}
+        self._places: dict[int, int] = {}
         self._progress = ProgressCounters(peers)
+        self._count_before = 0  # weights of earlier updates
+        self._usable = 0  # weights of this update that all ranks of the host have completed, for all we know
+        self.waited_s = 0.0  # for ranks of this host
+
+    def _count_up_to(self, indices: Sequence[int]) -> int:
+        return 1 + max((self._places.get(index, -1) for index in indices), default=-1)
+
+    def _wait_for_ranks(self, count: int, poll: Callable[[], None]) -> None:
+        """Wait until all ranks of the host have completed the first `count` weights of this update."""
+        begun = time.perf_counter()
+
+        def meanwhile() -> None:
+            poll()
+            self._serve()
+
+        self._progress.wait(self._count_before + count, meanwhile=meanwhile)
+        self._usable = count
+        self.waited_s += time.perf_counter() - begun
+
+
+class OverlappedUpdate(PendingUpdate):
+    """An update in a thread of its own, always in the same order of weights."""
+
+    def __init__(self, peers: Peers, order: Sequence[int], serve: Callable[[], None]) -> None:
+        super().__init__(peers, serve)
+        self._count = self._usable = len(order)
+        self._places = {index: place for place, index in enumerate(order)}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-update")
         self._running: Future[None] | None = None
-        self._count_before = 0  # weights of earlier updates
-        self._usable = self._count  # weights of this update that all ranks of the host have updated, for all we know
-        self.waited_s = 0.0
 
     def begin(self, update: Callable[[], None]) -> None:
         """Start `update`, which updates all weights in order and calls `mark_updated` after each.
@@ -74,19 +97,10 @@ class OverlappedUpdate:
         self._progress.publish(self._count_before + self._places[index] + 1)
 
     def wait_usable(self, indices: Sequence[int]) -> None:
-        """Wait until all ranks of the host have updated these weights; all of them call this. Raises the update's error."""
+        """Wait until all ranks of the host have updated these weights. Raises errors of the update."""
         count = self._count_up_to(indices)
-        if count <= self._usable:
-            return
-        begun = time.perf_counter()
-
-        def meanwhile() -> None:
-            self._raise_failure()
-            self._serve()
-
-        self._progress.wait(self._count_before + count, meanwhile=meanwhile)
-        self._usable = count
-        self.waited_s += time.perf_counter() - begun
+        if count > self._usable:
+            self._wait_for_ranks(count, self._raise_failure)
 
     def wait_updated_here(self, indices: Sequence[int]) -> None:
         """Wait, in any thread, until this rank has updated its ranges of these weights. Raises as `wait_usable`."""
@@ -102,9 +116,6 @@ class OverlappedUpdate:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-
-    def _count_up_to(self, indices: Sequence[int]) -> int:
-        return 1 + max((self._places.get(index, -1) for index in indices), default=-1)
 
     def _raise_failure(self) -> None:
         if self._running is not None and self._running.done():
@@ -124,11 +135,8 @@ class _WeightsArrival:
     transfer: Future[None]  # of the last message about the piece
 
 
-class WeightPublication:
-    """The exchange of updated weights between hosts.
-
-    The progress counter of a rank counts the weights that the rank has received and applied, over all publications.
-    """
+class WeightPublication(PendingUpdate):
+    """The exchange of updated weights between hosts. A weight is complete when it is received and applied."""
 
     def __init__(
         self,
@@ -139,28 +147,22 @@ class WeightPublication:
         shared: SharedWeights,
         serve: Callable[[], None],
     ) -> None:
-        """Share the counters. Collective over the host. `serve` is called while this rank waits for other ranks."""
+        super().__init__(peers, serve)
         self._wire = wire
         self._weights = weights
         self._counterparts = counterparts
         self._order: Sequence[int] = ()
-        self._places: dict[int, int] = {}
         self._shared = shared
-        self._serve = serve
         self._patches = WeightPatches()
         self._old: Tensor | None = None  # this rank's range before its update
         self._scratch = torch.empty(max_patch_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
         self._raw = True
-        self._progress = ProgressCounters(peers)
-        self._count_before = 0  # weights of earlier publications
         self._arrived = 0  # weights of this publication that are complete on this rank
-        self._usable = 0  # weights of this publication that are complete on all ranks of the host, for all we know
         self._to_receive: Iterator[tuple[int, int, int, int]] = iter(())
         self._arrivals: deque[_WeightsArrival] = deque()
         self._arriving_bytes = 0
         self._departures: deque[Future[None]] = deque()
         self._pool = BufferPool(torch.uint8, EXCHANGE_BYTES)
-        self.waited_s = 0.0  # for ranks of this host
 
     def begin(self, order: Sequence[int], raw: bool) -> None:
         """Begin a publication of weights in the `order` of updates and uses. No rank of any host computes any more.
@@ -207,22 +209,14 @@ class WeightPublication:
 
         Raises SelfTestError if received weights differ from the sent ones, PeerLost if another host has ended.
         """
-        count = 1 + max((self._places.get(index, -1) for index in indices), default=-1)
+        count = self._count_up_to(indices)
         if count <= self._usable:
             return
         while self._arrived < count:
             self._wire.wait(self._arrivals[0].transfer)
             self._apply()
         self._progress.publish(self._count_before + self._arrived)
-        begun = time.perf_counter()
-
-        def meanwhile() -> None:
-            self._serve()
-            self._poll()
-
-        self._progress.wait(self._count_before + count, meanwhile=meanwhile)
-        self.waited_s += time.perf_counter() - begun
-        self._usable = count
+        self._wait_for_ranks(count, self._poll)
 
     def _copies(self, index: int, host: int) -> list[Tensor]:
         """Return the range of a weight that the rank of `host` owns, flat, in every shared copy."""
