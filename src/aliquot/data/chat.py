@@ -1,14 +1,18 @@
-"""Encode a record with answers: its tokens, and a mask that selects the tokens of answers for learning."""
+"""Encode a record with answers: its tokens, and a mask that selects the tokens of answers for learning.
+
+The place of an answer in the text that a chat template wrote is found by the template's own marks, or by rendering
+beginnings and other wordings of the chat.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import TokenizerError
-from aliquot.data.answers import has_words, is_silent, leaves_out, marks_of_turns, rendered_spans
-from aliquot.data.chat_messages import is_learned
-from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, fit_messages
+from aliquot.data.chat_messages import has_words, in_other_words, is_learned, is_silent, leaves_out
+from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, fit_messages
 from aliquot.data.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
@@ -26,6 +30,14 @@ ANSWERS_NOT_WRITTEN = "a record whose answers the chat template does not write, 
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
 NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
+
+UNKNOWN_PLACE = (
+    "a record with answers of unknown place, because the chat template renders earlier turns differently once later"
+    " turns follow, left out: set data.chat_template to a template that marks answers with {% generation %}"
+)
+
+_QUESTION: dict[str, Any] = {"role": "user", "content": "x"}
+_ANSWER: dict[str, Any] = {"role": "assistant", "content": "x"}
 
 # The prompt of Stanford Alpaca, which instruction data were designed for; used if there is no chat template.
 _ALPACA = (
@@ -107,7 +119,7 @@ def encode_chat(
     if template.is_marked:
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         whole, marks = template.render_marked(form)
-        spans = marks_of_turns(marks, len(assistants))
+        spans = _marks_of_turns(marks, len(assistants))
         if spans is not None:
             spans = [span for index, span in zip(assistants, spans, strict=True) if index in turns]
         elif all(index in turns or not has_words(messages[index]) for index in assistants):
@@ -119,11 +131,10 @@ def encode_chat(
             )
     else:
         whole = template.render(form)
-        spans = rendered_spans(template, form, whole, turns)
-    turn_spans = zip(turns, spans, strict=True)
+        spans = [_rendered_span(template, form, whole, index) for index in turns]
     spans = [
         span
-        for index, span in turn_spans
+        for index, span in zip(turns, spans, strict=True)
         if not is_silent(messages[index], whole[slice(*span)], encoder.without_special)
     ]
     return whole, *encoder.encode_chat(whole, spans, template, form), changed
@@ -160,3 +171,130 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
 
 def _answers(message: dict[str, Any]) -> bool:
     return is_learned(message) and has_words(message)
+
+
+def _marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
+    """Return one mark for each of the assistant's `turns`; None if there are more or fewer marks than turns."""
+    if len(marks) == turns:
+        return marks
+    joined: list[Span] = []  # a template may mark the end of the text separately from the last answer
+    for start, stop in marks:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined if len(joined) == turns else None
+
+
+def _rendered_span(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span:
+    """Return the place in the whole text of the answer that is message `index`.
+
+    An answer begins after the prompt for it and ends where the next message begins. Raises LeftOut if a place is
+    ambiguous.
+    """
+    start = _start(template, messages, whole, index)
+    if start is not None:
+        end = next((end for end in _ends(template, messages, whole, index + 1) if end > start), None)
+        if end is not None:
+            return start, end
+    if _render_reworded(template, messages, index) == whole:  # the template writes no word of the message
+        return 0, 0
+    raise LeftOut(UNKNOWN_PLACE)
+
+
+def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -> int | None:
+    """Return where the answer begins: after the prompt for it, else where its words begin.
+
+    A prompt may open a thought that the answer lacks (DeepSeek-R1, Qwen3 models that always think): then the answer
+    begins after the part of the prompt that the text contains.
+    """
+    asked = template.attempt(messages[:index], prompt=True) if index else None
+    if asked is not None and whole.startswith(asked):
+        return len(asked)
+    words = _words(template, messages, whole, index)
+    if words is None:
+        return None
+    before = (_words(template, messages, whole, earlier) for earlier in range(index - 1, -1, -1))
+    low = next((span[1] for span in before if span is not None), 0)
+    header, prompt = whole[low : words[0]], _prompt(template)
+    shared = next((count for count in range(len(prompt), len(prompt) // 2, -1) if prompt[:count] in header), 0)
+    return low + header.rindex(prompt[:shared]) + shared if shared else words[0]
+
+
+def _words(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span | None:
+    """Return the span of the text that changes if the message is reworded; None if the text stays the same."""
+    reworded = _render_reworded(template, messages, index)
+    if reworded is None or reworded == whole:
+        return None
+    start = _common_length(whole, reworded)
+    return start, len(whole) - min(
+        _common_length(whole[::-1], reworded[::-1]), len(whole) - start, len(reworded) - start
+    )
+
+
+def _render_reworded(template: ChatTemplate, messages: Messages, index: int) -> str | None:
+    return template.attempt([*messages[:index], in_other_words(messages[index]), *messages[index + 1 :]])
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low
+
+
+def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) -> Iterator[int]:
+    """Yield places where the first `count` messages, the last of which is an answer, may end in the whole text."""
+    if count == len(messages):
+        yield len(whole)
+        return
+    yield from (len(text) for text in _beginnings(template, messages[:count]) if whole.startswith(text))
+    # Some templates leave out the thoughts of a call once its answer follows (gpt-oss); the header of the next message
+    # still shows where the call ends.
+    rendered, continued = template.attempt(messages[:count]), template.attempt(messages[: count + 1])
+    reworded = _render_reworded(template, messages[: count + 1], count)
+    words = _words(template, messages, whole, count)
+    if (
+        rendered is not None
+        and continued is not None
+        and reworded is not None
+        and words is not None
+        and continued.startswith(rendered)
+    ):
+        header = continued[len(rendered) : _common_length(continued, reworded)]
+        if whole[: words[0]].endswith(header):
+            yield words[0] - len(header)
+
+
+def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
+    """Yield possible renderings of `messages`, the last of which is an answer, as the beginning of a longer chat.
+
+    Some templates end a chat with a special token unless they ask for an answer (Phi-3). Some templates render the last
+    answer differently from answers before a later question (Qwen3).
+    """
+    rendered, asked = template.attempt(messages), template.attempt(messages, prompt=True)
+    yield from filter(None, [rendered])
+    prompt = _prompt(template)
+    if asked is not None and prompt and asked.endswith(prompt):
+        yield asked.removesuffix(prompt)
+    questioned = template.attempt([*messages, _QUESTION])
+    # A question after a question or, if roles must alternate, after an answer to that question.
+    for inserted in ([_QUESTION], [_QUESTION, _ANSWER]):
+        before, after = (template.attempt([*messages, *inserted, *further]) for further in ([], [_QUESTION]))
+        if questioned is None or before is None or after is None or not after.startswith(before):
+            continue
+        question = after.removeprefix(before)
+        if question and questioned.endswith(question):
+            yield questioned.removesuffix(question)
+
+
+def _prompt(template: ChatTemplate) -> str:
+    """Return the text that asks for an answer; empty if the template has none or if it cannot be separated."""
+    bare, asked = template.attempt([_QUESTION]), template.attempt([_QUESTION], prompt=True)
+    if bare is None or asked is None:
+        return ""
+    if not asked.startswith(bare):
+        bare = bare.removesuffix(template.tokenizer.eos_token or "")
+    return asked[len(bare) :] if asked.startswith(bare) else ""

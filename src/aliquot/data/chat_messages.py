@@ -1,8 +1,9 @@
-"""Check the messages of a chat: roles, contents, learning flags, and calls of functions."""
+"""The messages of a chat: check roles, contents, learning flags and calls, and compare their words with a text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from aliquot.core.decode import decode_json
@@ -20,6 +21,7 @@ _CALLING_ROLES = ("function_call", "tool_call")  # ShareGPT's, ms-swift's: the c
 _FLAGS = (
     "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
 )  # fmt: skip
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of thoughts that transformers knows
 UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
 
@@ -129,15 +131,22 @@ def _calls_in(text: str) -> list[Any]:
     return [call if not _is_named(call) else {"type": "function", "function": call} for call in listed]
 
 
-def calls_of(message: Mapping[str, Any]) -> Iterator[Any]:
-    called = message.get("tool_calls") or []
-    yield from called if isinstance(called, list) else [None]
-    if message.get("function_call"):
-        yield message["function_call"]
+def has_readable_calls(message: Mapping[str, Any]) -> bool:
+    """Return whether each call of the message names a function."""
+    called, older = message.get("tool_calls") or [], message.get("function_call")
+    calls = [*called, *([older] if older else [])] if isinstance(called, list) else [None]
+    return all(_is_named(_function(call)) for call in calls)
 
 
-def is_call(call: object) -> bool:
-    return _is_named(call.get("function", call)) if isinstance(call, dict) else False
+def functions_of(message: Mapping[str, Any]) -> list[Any]:
+    """Return the functions in the `tool_calls` of a message, with their arguments."""
+    listed = message.get("tool_calls")
+    return [_function(call) for call in listed] if isinstance(listed, list) else []
+
+
+def _function(call: object) -> Any:
+    """Return the function in a call or in a tool, by OpenAI's schema or a plain one."""
+    return call.get("function", call) if isinstance(call, dict) else None
 
 
 def _is_named(function: object) -> bool:
@@ -146,3 +155,99 @@ def _is_named(function: object) -> bool:
 
 def _is_text(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) -> bool:
+    """Return whether words of `messages`, functions that they call, or names of `tools` are missing in `rendered`.
+
+    Messages must follow each other in `rendered`, so that the words of an earlier message do not count for a later
+    message. A system message may stand anywhere.
+    """
+    at = 0
+    for message in messages:
+        anywhere = message["role"] in ("system", "developer")
+        ends = [
+            _end(texts, rendered, 0 if anywhere else at)
+            for texts in (text_parts(message), [_reasoning(message)], _calls(message))
+        ]
+        if -1 in ends:
+            return True
+        at = at if anywhere else max(ends)
+    return any(name not in rendered for name in _names(map(_function, tools)))
+
+
+def is_silent(message: dict[str, Any], rendered: str, without_special: Callable[[str], str]) -> bool:
+    """Return whether `rendered`, the text of `message`, holds no word of the message. Special tokens are not words."""
+    texts = [*text_parts(message), _reasoning(message), *_calls(message), *_arguments(message)]
+    words, written = (without_special(word) for text in texts for word in text.split()), without_special(rendered)
+    return not any(spelling in written for word in words for spelling in _spellings(word))
+
+
+def _calls(message: Mapping[str, Any]) -> list[str]:
+    """Return the names of functions that `message` calls, by `tool_calls` or by OpenAI's older `function_call`."""
+    return [name for name in _names([*functions_of(message), message.get("function_call")]) if name]
+
+
+def _names(functions: Iterable[Any]) -> list[str]:
+    return [str(function.get("name", "")) if isinstance(function, dict) else "" for function in functions]
+
+
+def has_words(message: Mapping[str, Any]) -> bool:
+    return bool("".join(text_parts(message)).strip() or _reasoning(message).strip() or _calls(message))
+
+
+def in_other_words(message: dict[str, Any]) -> dict[str, Any]:
+    """Return `message` with changed first words in each text that it has; empty texts stay empty."""
+
+    def reworded(text: Any) -> Any:
+        return ("y" if text.lstrip().startswith("x") else "x") if isinstance(text, str) and text.strip() else text
+
+    def reworded_call(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        changed = (
+            {"function": reworded_call(call["function"])} if "function" in call else {"name": reworded(call["name"])}
+        )
+        return {**call, **changed}
+
+    changed = {key: reworded(message[key]) for key in ("content", *_REASONING) if key in message}
+    if isinstance(message.get("content"), list):
+        changed["content"] = [
+            {**part, "text": reworded(part["text"])} if isinstance(part, dict) and "text" in part else part
+            for part in message["content"]
+        ]
+    if isinstance(message.get("tool_calls"), list):
+        changed["tool_calls"] = [reworded_call(call) for call in message["tool_calls"]]
+    return {**message, **changed}
+
+
+def _end(texts: list[str], rendered: str, start: int) -> int:
+    """Return where the last of `texts` ends in `rendered`, if all of them follow each other there; else -1."""
+    for text in texts:
+        places = ((rendered.find(spelling, start), spelling) for spelling in _spellings(text.strip()))
+        end = next((at + len(spelling) for at, spelling in places if at >= 0), -1)
+        if end < 0:
+            return -1
+        start = end
+    return start
+
+
+def _spellings(text: str) -> Iterator[str]:
+    """Yield the ways in which a template may write `text`: some templates write answers of tools as JSON."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    return next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+
+
+def _arguments(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts in the arguments of all functions that `message` calls."""
+    waiting = [function.get("arguments") for function in functions_of(message)]
+    while waiting:
+        value = waiting.pop()
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        if not isinstance(value, (dict, list)):
+            yield str(value)

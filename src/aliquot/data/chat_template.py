@@ -12,7 +12,7 @@ from typing import Any
 
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import TokenizerError, UserError
-from aliquot.data.chat_messages import text_parts
+from aliquot.data.chat_messages import functions_of, text_parts
 from aliquot.models.untrusted_code import limit_rendering
 
 Messages = list[dict[str, Any]]
@@ -205,7 +205,7 @@ def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> di
 
 def _is_python(messages: Messages, text: str) -> bool:
     """Return whether the template wrote a list of parts, or the arguments of a call, in the notation of Python."""
-    calls = [call.get("function", call) for message in messages for call in message.get("tool_calls") or []]
-    values = [message.get("content") for message in messages] + [call.get("arguments") for call in calls]
+    functions = [function for message in messages for function in functions_of(message)]
+    values = [message.get("content") for message in messages] + [function.get("arguments") for function in functions]
     shown = [(str(value), value) for value in values if isinstance(value, (list, dict))]
     return any(form in text and form != json.dumps(value, ensure_ascii=False) for form, value in shown)

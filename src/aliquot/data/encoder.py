@@ -1,20 +1,19 @@
-"""Encode texts as token ids, in this process or in a worker process (`python -m aliquot.data.encoder FD`).
+"""Encode texts as token ids, in this process or in a worker process.
 
 A worker is a fresh interpreter: a fork would inherit the parent's threads, and multiprocessing's spawn would import the
-user's script again. Parent and worker exchange arrays over a socket pair; a worker ends when its parent dies.
+user's script again. A worker ends when its parent dies.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.core.errors import TrainingError, UserError, user_error_types
+from aliquot.core.errors import TrainingError, UserError
 from aliquot.core.interpreter import python_command
 from aliquot.data.chat import encode_record
 from aliquot.data.text_encoder import EncoderSpec
@@ -164,45 +163,34 @@ class EncoderProcess:
 
     def __init__(self, spec: EncoderSpec) -> None:
         self.connection, theirs = Pipe()
-        package = str(Path(__file__).parents[2])
-        paths = [package, os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-        }
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            python_command("-m", "aliquot.data.encoder", str(theirs.fileno())),
+            python_command("-c", f"from aliquot.data.encoder import serve; serve({theirs.fileno()})"),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env={**os.environ, **settings},
         )
         theirs.close()
-        self.connection.send_bytes(json.dumps(asdict(spec)).encode())  # small enough not to block
+        self.connection.send(spec)  # small enough not to block
 
     def send(self, batch: Texts) -> None:
         """Send a batch. Raises TrainingError if the worker has died."""
-        texts = [text.encode() for text in batch.texts]
-        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         try:
-            self.connection.send_bytes(np.stack([lengths, batch.first, batch.last]).astype(np.int64).tobytes())
-            self.connection.send_bytes(b"".join(texts))
+            self.connection.send(batch)
         except ConnectionError as error:
             raise self._lost() from error
 
     def receive(self) -> Encoded:
         """Receive the result. Raises the UserError of the worker, and TrainingError if the worker has died."""
         try:
-            failure = self.connection.recv_bytes()
-            if failure:
-                kind, _, text = failure.decode().partition(" ")
-                raise next(known for known in user_error_types() if known.__name__ == kind)(text)
-            counts, ids, mask, fields = (self.connection.recv_bytes() for _ in range(4))
+            result: Encoded | tuple[type[UserError], str] = self.connection.recv()
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
-        arrays = np.frombuffer(counts, np.int64), np.frombuffer(ids, np.uint32), np.frombuffer(mask, np.uint8)
-        return Encoded(*arrays, **json.loads(fields))
+        if isinstance(result, Encoded):
+            return result
+        kind, message = result
+        raise kind(message)
 
     def _lost(self) -> TrainingError:
         code = self.process.wait()
@@ -214,31 +202,18 @@ class EncoderProcess:
         self.process.wait()
 
 
-def serve(connection: Connection) -> None:
-    """Run a worker: receive the spec once, then batches until the parent closes its end."""
+def serve(descriptor: int) -> None:
+    """Run a worker: receive the spec once, then batches until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
-    spec = json.loads(connection.recv_bytes())
-    encoder = Encoder(EncoderSpec(**{**spec, "prefix": tuple(spec["prefix"]), "suffix": tuple(spec["suffix"])}))
-    while True:
-        try:
-            lengths, first, last = np.frombuffer(connection.recv_bytes(), np.int64).reshape(3, -1)
-            blob = connection.recv_bytes()
-        except (EOFError, OSError):  # the parent died, perhaps within a message
-            return
-        edges = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        texts = [blob[start:stop].decode() for start, stop in pairwise(edges)]
-        try:
-            encoded = encoder.encode(Texts(texts, first.astype(bool), last.astype(bool)))
-        except UserError as error:
-            connection.send_bytes(f"{type(error).__name__} {error}".encode())
-            continue
-        connection.send_bytes(b"")
-        for array in (encoded.counts, encoded.ids, encoded.mask):
-            connection.send_bytes(array.tobytes())
-        fields = {"text_bytes": encoded.text_bytes, "notes": encoded.notes}
-        connection.send_bytes(json.dumps(fields).encode())
-
-
-if __name__ == "__main__":
+    connection = Connection(descriptor)
+    encoder = Encoder(connection.recv())
     with suppress(BrokenPipeError, ConnectionResetError):  # the parent died
-        serve(Connection(int(sys.argv[1])))
+        while True:
+            try:
+                batch = connection.recv()
+            except (EOFError, OSError):  # the parent died, perhaps within a message
+                return
+            try:
+                connection.send(encoder.encode(batch))
+            except UserError as error:
+                connection.send((type(error), str(error)))

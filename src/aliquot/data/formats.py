@@ -20,8 +20,7 @@ from aliquot.core.decode import TooDeepError, check_depth
 from aliquot.core.errors import DataError
 from aliquot.data.chat_messages import (
     UNREADABLE_CALL,
-    calls_of,
-    is_call,
+    has_readable_calls,
     read_list,
     read_message,
     read_messages,
@@ -229,7 +228,7 @@ def _conversation(messages: list[dict[str, Any]], context: int, tools: list[Any]
     if not messages:
         return ""
     extras: dict[str, Any] = {"tools": tools} if tools else {}
-    if not all(is_call(call) for message in messages for call in calls_of(message)):
+    if not all(map(has_readable_calls, messages)):
         extras["left_out"] = UNREADABLE_CALL
     return _as_json({"messages": messages, "context": context, **extras})
 
