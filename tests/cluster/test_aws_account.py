@@ -11,8 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from aliquot.catalogue.aws_instances import _type, live_instances
-from aliquot.catalogue.instances import instance, instances
+from aliquot.catalogue.instances import _type, instance, instances, live_instances
 from aliquot.cluster.aws_account import ask_account
 from aliquot.cluster.render import parsed
 from tests.cluster.cases import cpu_job, dynamic_storage

@@ -17,6 +17,7 @@ from aliquot.planner.advice import _fewer_ranks, _plans, with_advice
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
+from aliquot.planner.search import Search
 from tests.planner.shapes import LLAMA, planned_config
 
 SLOW = Machine.from_numbers(64, 16, 0.1)
@@ -55,7 +56,7 @@ def test_advised_batch_can_be_pasted(
     config = read_config(file)
     planner, layout, workload = Planner(PlannedModel(config), SLOW), SLOW.layout(config, 2), Workload.assumed(config)
     now = planner.plan(config, layout, workload, approximate=True)
-    told = with_advice(now, planner, config, layout, workload).bottleneck
+    told = with_advice(now, Search(planner, config, layout, workload)).bottleneck
     found = re.search(r"a global batch of \d+ sequences \((.+)\) would be ([\d.]+)x", told)
     assert found, told
     lines = found[1].split()
@@ -78,5 +79,6 @@ def test_advice_of_fewer_ranks_makes_engine_host_fit() -> None:
     less = replace(SLOW, memory_bytes=sum(needed) // 2)
     planner = Planner(PlannedModel(config), less)
     assert fit.problems(planner.plan(config, layout, workload), less)
-    helps = {words: made for words, made in _plans(_fewer_ranks(planner, config, layout), planner, layout, workload)}
+    search = Search(planner, config, layout, workload)
+    helps = {words: made for words, made in _plans(_fewer_ranks(search), search)}
     assert helps["launch.ranks=1"].engine == "host" and helps["launch.ranks=1"].fits

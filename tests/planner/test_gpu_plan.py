@@ -13,8 +13,7 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit, planned_model
-from aliquot.planner.memory_plan import MARGIN
-from aliquot.planner.phase_memory import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
+from aliquot.planner.memory_plan import CONTEXT_BYTES, CUDA_HOST_BYTES, MARGIN, NCCL_BYTES
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planner import plan

@@ -24,13 +24,12 @@ from aliquot.engines.host.host_memory import disk_use
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
-from aliquot.planner import search
 from aliquot.planner.fit import full_disks
 from aliquot.planner.memory_plan import MARGIN, least_on_disk
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
-from aliquot.planner.search import Candidate, remedies
+from aliquot.planner.search import Candidate, Search
 from tests.examples import examples
 from tests.planner.shapes import LLAMA, planned_config
 
@@ -139,7 +138,11 @@ def test_plan_states_disk_use_and_cost() -> None:
 def test_disk_is_the_last_resort() -> None:
     config, machine = planned_config(WIDE), Machine.from_numbers(0.8, 2, None)
     planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
-    assert remedies(planner, config, machine.layout(config), workload).startswith("What fits: shard.offload=disk ")
+    assert (
+        Search(planner, config, machine.layout(config), workload)
+        .remedies()
+        .startswith("What fits: shard.offload=disk ")
+    )
 
 
 def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +153,9 @@ def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1 << 40, f_frsize=free.f_frsize)
     )
-    assert remedies(planner, config, layout, workload).startswith("What fits: shard.offload=disk ")
+    assert Search(planner, config, layout, workload).remedies().startswith("What fits: shard.offload=disk ")
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=free.f_frsize))
-    told = remedies(planner, config, layout, workload)
+    told = Search(planner, config, layout, workload).remedies()
     assert re.fullmatch(
         r"Nothing that was tried fits: more memory, [\d.]+ GB of a disk for shard\.offload=disk"
         r" \(shard\.offload_directory\), or a smaller model",
@@ -168,8 +171,10 @@ def test_search_without_disk_runs_once_if_disk_is_set(monkeypatch: pytest.Monkey
         searches.append(arguments)
         return iter(())
 
-    monkeypatch.setattr(search, "candidates", candidates)
-    assert remedies(planner, config, machine.layout(config), workload).startswith("Nothing that was tried fits")
+    monkeypatch.setattr(Search, "candidates", candidates)
+    assert (
+        Search(planner, config, machine.layout(config), workload).remedies().startswith("Nothing that was tried fits")
+    )
     assert len(searches) == 1
 
 

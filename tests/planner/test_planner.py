@@ -22,15 +22,15 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit
-from aliquot.planner.advice import _compiled_layers, _plans, with_advice
-from aliquot.planner.phase_memory import COMPILER_BYTES
+from aliquot.planner.advice import _plans, _set, with_advice
+from aliquot.planner.memory_plan import COMPILER_BYTES
 from aliquot.planner.pictures import memory_svg
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
 from aliquot.planner.report import COLUMNS, summary
-from aliquot.planner.search import fastest, remedies
+from aliquot.planner.search import Search
 from aliquot.planner.step_time import StepTime
 from aliquot.planner.traffic import traffic
 from tests.planner.shapes import LLAMA, QWEN3, planned_config
@@ -218,7 +218,7 @@ def test_network_bound_run_gets_advice() -> None:
     slow, config = Machine.from_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
     planner, workload = Planner(PlannedModel(config), slow), Workload.assumed(config)
     layout = slow.layout(config, 2, 2)
-    made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
+    made = with_advice(planner.plan(config, layout, workload), Search(planner, config, layout, workload))
     found = re.fullmatch(
         r"network-bound [\d.]+x: a global batch of (\d+) sequences would be ([\d.]+)x", made.bottleneck
     )
@@ -236,7 +236,7 @@ def test_slower_precision_gets_advice() -> None:
             machine, config = Machine.from_instance(name), planned_config(LLAMA, train={"precision": given})
             planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
             layout = machine.layout(config, 1, 2)
-            made = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload)
+            made = with_advice(planner.plan(config, layout, workload), Search(planner, config, layout, workload))
             found[name, given] = f"train.precision={other} would be" in made.bottleneck
     assert [case for case, told in found.items() if told] == [
         ("c6a.2xlarge", "bf16"), ("c7a.2xlarge", "fp32"), ("c7i.2xlarge", "fp32"),
@@ -249,7 +249,7 @@ def test_memory_bound_runs_are_advised_to_compile() -> None:
         config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
         planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
         layout = machine.layout(config, 1, 2)
-        helps = list(_plans(_compiled_layers(config, layout), planner, layout, workload))
+        helps = list(_plans(_set(config, "train.compile", "layers"), Search(planner, config, layout, workload)))
         told += [
             words for words, made in helps if made.tokens_per_s > planner.plan(config, layout, workload).tokens_per_s
         ]
@@ -356,7 +356,7 @@ def test_slow_networks_favour_engine_host() -> None:
     slow = Machine.from_numbers(64, 16, 1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
     planner = Planner(PlannedModel(config), slow)
-    found = fastest(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config))
+    found = Search(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config)).fastest()
     assert all(each.plan.engine == "host" for each in found)
     fsdp = plan(planned_config(LLAMA, shard={"engine": "fsdp"}), slow, 2, 2)
     assert fsdp.bottleneck.startswith("network-bound")
@@ -380,9 +380,9 @@ def test_remedies_fit() -> None:
     layout = RankLayout(1, 2, 2, "cpu")
     made = planner.plan(config, layout, Workload.assumed(config))
     assert not made.fits
-    advice = remedies(planner, config, layout, Workload.assumed(config))
+    advice = Search(planner, config, layout, Workload.assumed(config)).remedies()
     assert "train.per_device_train_batch_size=" in advice and "% time" in advice
-    for each in fastest(planner, config, layout, Workload.assumed(config)):
+    for each in Search(planner, config, layout, Workload.assumed(config)).fastest():
         assert each.plan.fits
 
 

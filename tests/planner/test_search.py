@@ -17,11 +17,11 @@ from aliquot.config.read_config import read_config
 from aliquot.core.errors import EngineError
 from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout
-from aliquot.planner import fit, search
+from aliquot.planner import fit
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.search import candidates, fastest, remedies
+from aliquot.planner.search import Search
 from tests.conftest import REPOSITORY
 from tests.planner.shapes import LLAMA, planned_config
 
@@ -53,7 +53,7 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
     config = read_config(file)
     total = batch_size(config.train, 2).total
     planner = Planner(PlannedModel(config), SERVER)
-    found = list(candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)))
+    found = list(Search(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)).candidates())
     assert {"(as it is)"} < {each.arguments for each in found} and len(found) > 10
     for each in found:
         pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
@@ -78,7 +78,7 @@ def test_proposed_arguments_keep_the_planned_ranks(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(sections))
     config, machine = read_config(file), Machine.from_numbers(64, 16, 10)
     planner, layout = Planner(PlannedModel(config), machine), machine.layout(config, 2)
-    found = list(candidates(planner, config, layout, Workload.assumed(config), [2]))
+    found = list(Search(planner, config, layout, Workload.assumed(config)).candidates([2]))
     assert "(as it is)" in {each.arguments for each in found} and len({each.plan.ranks_per_node for each in found}) > 3
     for each in found:
         pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
@@ -88,10 +88,10 @@ def test_proposed_arguments_keep_the_planned_ranks(tmp_path: Path) -> None:
 def test_fastest_sorts_by_time_on_as_many_nodes() -> None:
     config = planned_config(SMALL)
     planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
-    found = fastest(planner, config, layout, Workload.assumed(config))
+    found = Search(planner, config, layout, Workload.assumed(config)).fastest()
     times = [each.plan.step_s for each in found]
     assert len(found) > 2 and times == sorted(times) and {each.plan.nodes for each in found} == {2}
-    every = list(candidates(planner, config, layout, Workload.assumed(config)))
+    every = list(Search(planner, config, layout, Workload.assumed(config)).candidates())
     assert {each.plan.nodes for each in every} == {1, 2, 4}
     on_two = min(each.plan.step_s for each in every if each.plan.nodes == 2 and each.plan.fits)
     assert times[0] == pytest.approx(on_two, rel=0.03)
@@ -119,8 +119,12 @@ def test_what_is_proposed_has_room_in_shm() -> None:
     planner, layout = Planner(PlannedModel(config), machine), RankLayout(1, 2, 2, "cuda")
     workload = Workload.assumed(config)
     assert "/dev/shm has" in fit.problems(planner.plan(config, layout, workload), machine)[0]
-    assert remedies(planner, config, layout, workload).startswith("Nothing that was tried fits: a larger /dev/shm")
-    assert fastest(planner, config, layout, workload) == []
+    assert (
+        Search(planner, config, layout, workload)
+        .remedies()
+        .startswith("Nothing that was tried fits: a larger /dev/shm")
+    )
+    assert Search(planner, config, layout, workload).fastest() == []
 
 
 @pytest.mark.long
@@ -130,8 +134,10 @@ def test_fastest_settings_fit_on_the_fewest_nodes() -> None:
     for nodes in ("1:2", 2):
         config = planned_config(shape, train={"global_batch_size": 4}, launch={"nodes": nodes})
         planner = Planner(PlannedModel(config), Machine.from_numbers(1.15, 4, 10))
-        found[nodes] = {each.arguments for each in fastest(planner, config, layout, Workload.assumed(config), 1000)}
-    alone = candidates(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config), [1])
+        found[nodes] = {
+            each.arguments for each in Search(planner, config, layout, Workload.assumed(config)).fastest(1000)
+        }
+    alone = Search(planner, config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)).candidates([1])
     too_large = {each.arguments for each in alone if not each.plan.fits}
     assert found["1:2"] and not found["1:2"] & too_large
     assert found[2] & too_large  # else nothing was shown
@@ -141,10 +147,12 @@ def test_fastest_settings_fit_on_the_fewest_nodes() -> None:
 def test_too_few_remaining_nodes_are_refused() -> None:
     config = planned_config(LLAMA, launch={"nodes": "1:4", "ranks": 2})
     planner, workload = Planner(PlannedModel(config), SERVER), Workload.assumed(config)
-    found = {str(each.changes.get("launch.nodes")) for each in candidates(
-        planner, config, RankLayout(1, 2, 2, "cpu"), workload)}  # fmt: skip
+    found = {
+        str(each.changes.get("launch.nodes"))
+        for each in Search(planner, config, RankLayout(1, 2, 2, "cpu"), workload).candidates()
+    }
     assert "2:4" in found and "2" not in found
-    of_all = candidates(planner, config, RankLayout(4, 2, 2, "cpu"), workload)
+    of_all = Search(planner, config, RankLayout(4, 2, 2, "cpu"), workload).candidates()
     assert {str(each.changes.get("launch.nodes")) for each in of_all} >= {"8", "2", "1"}
 
 
@@ -152,7 +160,9 @@ def test_too_few_remaining_nodes_are_refused() -> None:
 def test_disk_remedy_sets_engine_host() -> None:
     small = Machine.from_numbers(0.7, 4, 10)
     config = planned_config(LLAMA | {"num_hidden_layers": 24, "hidden_size": 512}, shard={"engine": "fsdp"})
-    told = remedies(Planner(PlannedModel(config), small), config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config))
+    told = Search(
+        Planner(PlannedModel(config), small), config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)
+    ).remedies()
     assert told.startswith("What fits: shard.offload=disk shard.engine=host "), told
 
 
@@ -196,17 +206,18 @@ def test_nodes_are_proposed_by_the_name_that_counts(
     """An option wins over the section `launch`, and that over the cluster."""
     told: list[dict[str, str]] = []
 
-    def remedies(*_: object, names: dict[str, str]) -> str:
-        told.append(names)
+    def remedies(search: Search) -> str:
+        told.append(dict(search.names))
         return ""
 
-    monkeypatch.setattr(search, "remedies", remedies)
+    monkeypatch.setattr(Search, "remedies", remedies)
     told_of(GPU_RUN, "--instance", "g6.xlarge", "cluster.nodes=2", *more)
     assert told[0].get("launch.nodes", "launch.nodes") == name
     assert told[0].get("launch.ranks") == ("--ranks-per-node" if len(more) > 2 else "cluster.ranks_per_node")
     config = planned_config(SMALL)
     planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
-    lines = [each.arguments for each in candidates(planner, config, layout, Workload.assumed(config), [4], told[0])]
+    search = Search(planner, config, layout, Workload.assumed(config), told[0])
+    lines = [each.arguments for each in search.candidates([4])]
     assert lines and all(f"{name}{' ' if name == '--nodes' else '='}4" in each for each in lines)
 
 

@@ -52,8 +52,7 @@ def command(
 ) -> None:
     """List EC2 types: vCPU, the memory that is left for a pod, EFA, AMX, network, price."""
     with one_line_errors(debug):
-        from aliquot.catalogue.aws_instances import live_instances
-        from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
+        from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances, live_instances
         from aliquot.core.errors import InstanceError
 
         types = [

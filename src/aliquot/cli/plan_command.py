@@ -165,12 +165,13 @@ def _calibrate() -> None:
 def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_alternatives: bool) -> _Result:
     """Plan `config` for `target`, with advice if it does not fit; `names`: options that set keys, for the advice."""
     from aliquot.data.workload import Workload
-    from aliquot.planner import fit, search
+    from aliquot.planner import fit
     from aliquot.planner.advice import with_advice
     from aliquot.planner.machine_profile import ensure_measured
     from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
     from aliquot.planner.planned_model import PlannedModel
     from aliquot.planner.planner import Planner
+    from aliquot.planner.search import Search
 
     if target.instance is not None and config.cluster is not None:
         config = _with_cluster_layout(config)
@@ -185,18 +186,19 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
         update("what this machine reaches")
         ensure_measured(machine, layout)
         update("what the run needs")
-        plan = with_advice(planner.plan(config, layout, workload), planner, config, layout, workload, names)
+        search = Search(planner, config, layout, workload, names)
+        plan = with_advice(planner.plan(config, layout, workload), search)
         problems = fit.problems(plan, machine)
         fewest = planner.plan_on_fewest_nodes(config, layout, workload) if target.nodes is None else None
-        failing_layout = layout
+        failing = search
         if fewest is not None and not problems:
             problems = [f"with launch.nodes {fewest.nodes} left, {text}" for text in fit.problems(fewest, machine)]
-            failing_layout = replace(layout, nodes=fewest.nodes)
+            failing = replace(search, layout=replace(layout, nodes=fewest.nodes))
         update("what else there is")
-        advice = search.remedies(planner, config, failing_layout, workload, names=names) if problems else None
+        advice = failing.remedies() if problems else None
         if machine.is_local:
             problems += fit.full_disks(config, plan)
-        better = search.fastest(planner, config, layout, workload, names=names) if finds_alternatives else []
+        better = search.fastest() if finds_alternatives else []
     return _Result(plan, fewest, machine, workload.source, problems, advice, better)
 
 

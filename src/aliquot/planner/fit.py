@@ -10,11 +10,9 @@ from pathlib import Path
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError
 from aliquot.core.intervals import times_due
-from aliquot.planner.phase_memory import START_PRIVATE_BYTES, START_SHARED_BYTES, helper_process_bytes
+from aliquot.planner.memory_plan import START_PRIVATE_BYTES, START_SHARED_BYTES, UNCERTAINTY, helper_process_bytes
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, nearest_directory
-
-UNCERTAINTY = 0.08  # plans of peak memory were off by up to this fraction: benchmarks/foresight.py
 
 
 def hopeless(plan: Plan) -> bool:

@@ -1,4 +1,9 @@
-"""The placement of states, on disk if memory is short or whole on a GPU if memory suffices, and memory by phase."""
+"""Memory of a rank in each phase of a run, from the sizes that its engine states, and the placement of its states.
+
+States go to disk if memory is short, and stay whole on a GPU if memory suffices. Categories of private memory: process,
+weights, gradients, moments, gathered, activations, loss, buffers, streamed, snapshot, data and allocator; of shared
+memory, once per host: process, weights, buffers.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,29 @@ from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
-from aliquot.planner.fit import UNCERTAINTY
-from aliquot.planner.micro_batch_cost import MicroBatchCost
-from aliquot.planner.phase_memory import cpu_process, gpu_process, phases
+from aliquot.planner.micro_batch_cost import MicroBatchCost, evaluates
 from aliquot.planner.plan import PhaseMemory
+from aliquot.tensor_io.parts import MEMORY_BYTES
 
+UNCERTAINTY = 0.08  # plans of peak memory were off by up to this fraction: benchmarks/foresight.py
 MARGIN = UNCERTAINTY  # of the limit that placement leaves free
 _ON_DISK_NOTHING = OnDisk()
+MIB = 1 << 20
+
+# A rank without a model: Python, torch, transformers and the modules of training, at the start of the process and
+# during training. Private memory, and pages of libraries that all ranks of a host share. Measured as private_bytes and
+# shared_bytes of the ledger for a model of 1 M parameters, minus the memory of the model (torch 2.13.0+cpu,
+# transformers 5.23, Python 3.11, x86-64 Linux 6; tcmalloc and glibc differ by 2 %).
+START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
+PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 308 * MIB, 116 * MIB
+# The launcher of a node: a process with Python and torch.
+LAUNCHER_BYTES = 182 * MIB
+# A process that sends metrics to a dashboard, with its client (wandb 0.31 offline, mlflow 3.17 over a database).
+DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
+COMPILER_BYTES = 64 * MIB  # torch.compile after compiling the layers of a Llama (two cores with AMX)
+# Estimates, none measured on a GPU yet: the CUDA context of a process, NCCL if there are several ranks, and host
+# memory of CUDA's libraries.
+CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
 
 
 @dataclass(frozen=True)
@@ -161,3 +182,140 @@ def _fewest(with_count: Callable[[int], OnDisk], enough: int, excess: Callable[[
 def _with_weights(chosen: OnDisk, kind: Literal["states", "gradients"], weight: Shape, count: int) -> OnDisk:
     counts: Counts = (*getattr(chosen, kind), (weight, count)) if count else getattr(chosen, kind)
     return replace(chosen, states=counts) if kind == "states" else replace(chosen, gradients=counts)
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Bytes of a rank without its model and micro-batches, in the memory that the rank computes in."""
+
+    start: int  # when the process begins
+    start_shared: int
+    training: int
+    training_shared: int
+    data: int  # index of the data
+    loading: int  # buffers between files and tensors
+    snapshot: int  # copies of parameters that a save has not written yet, and pieces on their way to the disk
+
+
+def cpu_process(held: RankMemory, index_bytes: int, snapshot: int, kernel_bytes: int, compiles: bool) -> ProcessMemory:
+    """Return the memory of a rank on CPU. `kernel_bytes`: of kernels that the constants above do not contain."""
+    training = PROCESS_PRIVATE_BYTES + kernel_bytes + (COMPILER_BYTES if compiles else 0)
+    return ProcessMemory(
+        start=START_PRIVATE_BYTES,
+        start_shared=START_SHARED_BYTES,
+        training=training,
+        training_shared=PROCESS_SHARED_BYTES,
+        data=index_bytes,
+        loading=MEMORY_BYTES,
+        snapshot=0 if held.streamed else snapshot,
+    )
+
+
+def gpu_process(ranks: int) -> ProcessMemory:
+    """Return the GPU memory of a rank. Data and files pass through the memory of the host."""
+    context = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+    return ProcessMemory(context, 0, context, 0, data=0, loading=0, snapshot=0)
+
+
+def helper_process_bytes(config: RunConfig, ranks: int) -> int:
+    """Return the bytes of the launcher and of the dashboard clients of a node."""
+    dashboards = sum(DASHBOARD_BYTES.get(service, 0) for service in config.observe.report_to)
+    return dashboards + (LAUNCHER_BYTES if ranks > 1 else 0)
+
+
+def phases(
+    config: RunConfig,
+    held: RankMemory,
+    cost: MicroBatchCost,
+    process: ProcessMemory,
+    building: list[tuple[str, dict[str, int]]],
+) -> tuple[PhaseMemory, ...]:
+    """Return the memory of each phase of the ledger.
+
+    From the first forward pass on no phase needs less than the phase before, because allocators keep freed memory.
+
+    Args:
+        building: name and private bytes, without those of the process, of each phase in which an engine builds itself.
+    """
+    start = PhaseMemory("process start", {"process": process.start}, {"process": process.start_shared})
+    states = {
+        "process": process.training,
+        "data": process.data,
+        "weights": held.weights,
+        "gradients": held.gradients if held.gradients_from_start else 0,
+        "moments": held.moments,
+    }
+    shared_process = {"process": process.training_shared}
+    shared = {**shared_process, "weights": held.shared_weights}
+    built = [PhaseMemory(name, {"process": process.training, **sizes}, shared_process) for name, sizes in building]
+    built.append(PhaseMemory("model built", states, shared_process))
+    loaded = PhaseMemory("weights loaded", {**states, "buffers": process.loading}, shared)
+    ready = PhaseMemory("optimizer state", {**states, "buffers": process.loading}, shared)
+
+    loss = max(0, cost.forward_bytes - cost.saved_bytes)
+    forward = {"gathered": held.forward, "activations": cost.saved_bytes, "loss": loss}
+    backward = {"gathered": held.backward, "activations": cost.backward_bytes}
+    most = max(sum(forward.values()), sum(backward.values()))
+    with_gradients = {**states, "gradients": held.gradients}
+    with_buffers = {**shared, "buffers": held.buffers}
+    update = {"buffers": held.update}
+    first_step = [
+        PhaseMemory("first forward", {**states, **forward}, shared),
+        PhaseMemory("first backward", {**with_gradients, **_with_freed(backward, most)}, with_buffers),
+        PhaseMemory(
+            "first step", {**with_gradients, **_with_freed(update, most), "streamed": held.streamed}, with_buffers
+        ),
+    ]
+    # The largest block does not fit into its former place once smaller blocks lie there.
+    slack = cost.largest_bytes + held.holes
+    if held.streamed:
+        # The allocator keeps a part of the slack unused (`Plan.allocator_cache_bytes`). The rest are holes that freed
+        # layers leave between saved activations.
+        slack = max(2 * slack, most - cost.saved_bytes)
+    gathered = max(held.forward, held.backward)
+    steady = {"gathered": gathered, "activations": most - gathered}
+    if evaluates(config):
+        evaluation = {"gathered": held.evaluation, "activations": cost.evaluation_bytes}
+        steady = max(steady, evaluation, key=lambda sizes: sum(sizes.values()))
+    steady |= {"allocator": slack, "snapshot": process.snapshot, "streamed": held.streamed}
+    steady_peak = PhaseMemory("steady peak", {**with_gradients, **steady}, with_buffers)
+    return (start, *built, loaded, ready, *first_step, steady_peak)
+
+
+def host_phases(held: RankMemory, offloads: bool, index_bytes: int, snapshot: int) -> tuple[PhaseMemory, ...]:
+    """Return the host memory of a rank that computes on a GPU, phase by phase.
+
+    Args:
+        held: sizes of the engine as if nothing were offloaded.
+        offloads: weights, gradients and moments live in the memory of the host.
+    """
+    shared = {"process": PROCESS_SHARED_BYTES}
+    process = {"process": PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES}
+    states = {**process, "data": index_bytes}
+    gradients: dict[str, int] = {}
+    update: dict[str, int] = {}
+    if offloads:
+        states |= {"weights": held.weights, "moments": held.moments}
+        gradients = {"gradients": held.own_gradients or held.gradients}
+        update = {"buffers": MEMORY_BYTES + held.update}
+    if held.gradients_from_start:
+        states |= gradients
+    # Pieces of files pass through pinned memory, which torch keeps.
+    loaded = {**states, "buffers": MEMORY_BYTES}
+    trained = {**loaded, **gradients, **update}
+    sizes_of_phases = {
+        "process start": process,
+        "model built": states,
+        "weights loaded": loaded,
+        "optimizer state": loaded,
+        "first forward": loaded,
+        "first backward": trained,
+        "first step": trained,
+        "steady peak": {**trained, "snapshot": snapshot},
+    }
+    return tuple(PhaseMemory(name, sizes, shared) for name, sizes in sizes_of_phases.items())
+
+
+def _with_freed(sizes: dict[str, int], most: int) -> dict[str, int]:
+    """Add the memory that the allocator keeps of an earlier phase of `most` bytes."""
+    return {**sizes, "allocator": max(0, most - sum(sizes.values()))}

@@ -25,9 +25,8 @@ from aliquot.planner.checkpoint_cost import (
     snapshot_bytes,
 )
 from aliquot.planner.machine_profile import ensure_measured, measured_rates
-from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner
+from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner, helper_process_bytes, host_phases
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, evaluates, kernel_bytes, kernel_shapes
-from aliquot.planner.phase_memory import helper_process_bytes, host_phases
 from aliquot.planner.plan import DISK_PART, Plan
 from aliquot.planner.planned_machine import GIB, Machine
 from aliquot.planner.planned_model import PlannedModel

@@ -19,7 +19,7 @@ from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, measure_disks
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.search import remedies
+from aliquot.planner.search import Search
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,11 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         )
         planner = Planner(PlannedModel(config, request.vocabulary), machine)
         plan = planner.plan(config, layout, workload)
-        plan = with_advice(plan, planner, config, layout, workload) if advise else plan
+        search = Search(planner, config, layout, workload)
+        plan = with_advice(plan, search) if advise else plan
         problems = "; ".join(fit.problems(plan, machine))
         refuse = fit.hopeless(plan) and not force
-        advice = remedies(planner, config, layout, workload, done) if problems and refuse else None
+        advice = search.remedies(done) if problems and refuse else None
         smallest = planner.plan_on_fewest_nodes(config, layout, workload)
         too_full = full_disks(config, plan, done)
         if not too_full and smallest is not None:
