@@ -77,7 +77,7 @@ def assert_saved(root: Path, step: int, expected: dict[tuple[str, str], Tensor])
         assert torch.equal(restored.values[key], values), key
 
 
-def test_the_values_saved_are_those_of_the_start(tmp_path: Path) -> None:
+def test_save_writes_values_of_its_start(tmp_path: Path) -> None:
     store = Store()
     expected = {key: values.clone() for key, values in store.values.items()}
     saver = saver_of(tmp_path, store)
@@ -93,7 +93,7 @@ def test_the_values_saved_are_those_of_the_start(tmp_path: Path) -> None:
     assert_saved(tmp_path, 1, expected)
 
 
-def test_an_update_waits_for_what_is_neither_written_nor_copied(tmp_path: Path) -> None:
+def test_update_waits_for_unwritten_parts(tmp_path: Path) -> None:
     store = Store()
     expected = {key: values.clone() for key, values in store.values.items()}
     saver = saver_of(tmp_path, store, buffer_bytes=4 * 5 * 3)  # room for the three smallest parts
@@ -123,7 +123,7 @@ def test_many_saves_amid_updates(tmp_path: Path) -> None:
         assert_saved(tmp_path, step, values)
 
 
-def test_a_save_takes_as_long_as_was_worked_on_it(tmp_path: Path) -> None:
+def test_save_duration_excludes_idle_time(tmp_path: Path) -> None:
     """It is noticed when ranks meet next, after an evaluation perhaps."""
     told: list[tuple[int, float, float]] = []
     section, store = CheckpointSection(), Store()
@@ -145,7 +145,7 @@ def test_synchronous(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["stop", "warn"])
-def test_a_save_that_fails(tmp_path: Path, policy: str) -> None:
+def test_failing_save(tmp_path: Path, policy: str) -> None:
     store, warnings = Store(), []
     saver = saver_of(tmp_path, store, warnings, on_error=policy)
     saver.start(1, {"step": 1})
@@ -167,7 +167,7 @@ def test_a_save_that_fails(tmp_path: Path, policy: str) -> None:
     assert_saved(tmp_path, 3, store.values)
 
 
-def test_live_parts_end_a_drain_that_nobody_wants() -> None:
+def test_live_parts_end_an_abandoned_drain() -> None:
     store = Store()
     live = LiveParts(store, 0, CpuCopier())
     live.stop()
@@ -203,7 +203,7 @@ watchdog.stop()
 
 
 @pytest.mark.parametrize(("each_s", "ends"), [(0.17, 0), (30, 1)])
-def test_a_slow_save_is_no_hang_and_a_hanging_one_is(tmp_path: Path, each_s: float, ends: int) -> None:
+def test_watchdog_tells_slow_saves_from_hanging_saves(tmp_path: Path, each_s: float, ends: int) -> None:
     """Nine parts, each far quicker than the watchdog, all of them far slower; then one that takes longer alone."""
     done = warm.run("-c", SLOW, tmp_path, str(each_s), cwd=warm.REPOSITORY)
     assert done.returncode == ends, done.stderr

@@ -160,7 +160,7 @@ def test_all_ranks_hear_of_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "damaged"), [(errno.EACCES, False), (errno.ESTALE, False), (errno.EIO, True)])
-def test_a_file_that_a_node_does_not_come_to_is_no_damage(
+def test_read_errors_of_a_node_are_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, damaged: bool
 ) -> None:
     """Or a run would go back to an older checkpoint, and replace a good one."""
@@ -186,7 +186,7 @@ def test_a_file_that_a_node_does_not_come_to_is_no_damage(
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
-def test_a_missing_file_makes_it_incomplete(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_file_makes_checkpoint_incomplete(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old, new = save_small(tmp_path, 5), save_small(tmp_path, 6)
     (new / name).unlink()
     assert newest(tmp_path) == old
@@ -196,7 +196,7 @@ def test_a_missing_file_makes_it_incomplete(name: str, tmp_path: Path, caplog: p
         restore_small(new)
 
 
-def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_restore_newest_falls_back_to_a_good_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = FakeStore(SMALL, zeros=True)
     assert restore_newest(tmp_path / "absent", store, CheckpointSpec(SMALL), SingleRank()) is None
     for step in (5, 6, 7):
@@ -216,7 +216,7 @@ def test_restore_newest_goes_back_to_a_good_one(tmp_path: Path, caplog: pytest.L
     assert "step-00000007/model.safetensors: damaged" in caplog.text
 
 
-def test_what_takes_the_place_of_a_damaged_one_is_tried_once(tmp_path: Path) -> None:
+def test_replacement_of_a_damaged_checkpoint_is_tried_once(tmp_path: Path) -> None:
     """Where it lies on a disk that damages what it is given, the one before is taken."""
     store, asked = FakeStore(SMALL, zeros=True), []
     for step in (5, 6, 7):
@@ -264,7 +264,7 @@ def test_retention(tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "step-00000003"
 
 
-def test_the_one_just_saved_stays_though_newer_ones_exist(tmp_path: Path) -> None:
+def test_retention_keeps_the_checkpoint_just_saved(tmp_path: Path) -> None:
     for step in (8, 9, 4):
         save_small(tmp_path, step, keep=1)
     assert [step_of(path) for path in complete_directories(tmp_path)] == [4, 9]
@@ -278,7 +278,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000100"]
 
 
-def test_what_counts_as_saved_is_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_failure_after_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk fails once a checkpoint has its name: before that is known to be kept, and when others are tidied."""
     save_small(tmp_path, 1)
 
@@ -300,14 +300,14 @@ def test_what_counts_as_saved_is_there_and_nothing_else(tmp_path: Path, monkeypa
     assert [step_of(path) for path in complete_directories(tmp_path)] == [4]
 
 
-def test_names_that_a_checkpoint_needs_are_refused(tmp_path: Path) -> None:
+def test_reserved_file_names_are_refused(tmp_path: Path) -> None:
     for name in ("state.json", "manifest.json", "../config.json", "model.safetensors"):
         with pytest.raises(ValueError, match="beside the weights"):
             save(tmp_path, 1, FakeStore(SMALL), CheckpointSpec(SMALL, {name: b""}), STATE, SingleRank(), 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parts_that_do_not_cover_the_model_are_found(tmp_path: Path) -> None:
+def test_parts_with_gaps_are_refused(tmp_path: Path) -> None:
     first_of_two = FakeStore(SMALL, rank=0, world_size=2)
     with pytest.raises(ValueError, match="the parts of all ranks"):
         save(tmp_path, 1, first_of_two, CheckpointSpec(SMALL, CONFIG), STATE, SingleRank(), 1)
@@ -328,7 +328,7 @@ class HookedStore(FakeStore):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_saving_leaves_nothing_that_looks_complete(victim: int, tmp_path: Path) -> None:
+def test_rank_killed_in_a_save_leaves_no_complete_checkpoint(victim: int, tmp_path: Path) -> None:
     save_small(tmp_path, 5)
 
     def work(ranks: PipedRanks) -> None:
@@ -406,7 +406,7 @@ def test_a_disk_too_small(small_disk: Path) -> None:
     assert restore_small(old) == STATE
 
 
-def test_a_disk_that_fills_up_while_saving(small_disk: Path) -> None:
+def test_save_on_a_full_disk(small_disk: Path) -> None:
     old = save_small(small_disk, 5)
     large: Tensors = [("a", (40, 1000))]
 
@@ -427,7 +427,7 @@ def test_a_disk_that_fills_up_while_saving(small_disk: Path) -> None:
     assert restore_small(old) == STATE
 
 
-def test_a_root_that_is_a_file(tmp_path: Path) -> None:
+def test_checkpoint_root_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("")
     message = error_of(run_world(2, lambda ranks: save_small(tmp_path / "root", ranks=ranks)))
     assert str(tmp_path / "root") in message

@@ -76,7 +76,7 @@ def test_files_are_the_same_and_restored_at_any_world_size(tmp_path: Path, state
         assert run_world(world, lambda ranks: restores(directory, states, tensors, ranks)) == [True] * world
 
 
-def test_how_large_they_are_and_that_others_can_read_them(tmp_path: Path) -> None:
+def test_checkpoint_files_have_known_sizes_and_are_readable(tmp_path: Path) -> None:
     numel = sum(math.prod(shape) for _, shape in LARGE)
     sizes = {}
     for states in ("fp32", "bf16", "int8"):
@@ -90,7 +90,7 @@ def test_how_large_they_are_and_that_others_can_read_them(tmp_path: Path) -> Non
     assert torch.equal(decode_int8(codes, scales, 256, squared=True), expected)
 
 
-def test_a_store_that_keeps_more_takes_what_was_stored_frugally(tmp_path: Path) -> None:
+def test_exact_states_load_from_frugal_checkpoint(tmp_path: Path) -> None:
     """And one that keeps less takes the exact values of old."""
     directory = saved(tmp_path, "int8", SMALL, SingleRank())
     assert restores(directory, "int8", SMALL, SingleRank())
@@ -98,7 +98,7 @@ def test_a_store_that_keeps_more_takes_what_was_stored_frugally(tmp_path: Path) 
     assert restores(exact, "int8", SMALL, SingleRank())
 
 
-def test_parts_that_cut_a_block_are_refused(tmp_path: Path) -> None:
+def test_parts_that_cut_an_int8_block_are_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path, "int8", SMALL, SingleRank())
     store = FrugalStore("int8", SMALL, zeros=True)
     cut = Part("lm_head.weight", (13, 6), "exp_avg", 0, 7)
@@ -108,7 +108,7 @@ def test_parts_that_cut_a_block_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("odd" + SCALES, [68]), ("odd" + SCALES, [0]), ("odd", [67, 514])])
-def test_scales_that_are_not_those_of_the_codes_are_damage(tmp_path: Path, name: str, shape: list[int]) -> None:
+def test_scales_of_other_codes_are_damage(tmp_path: Path, name: str, shape: list[int]) -> None:
     directory = saved(tmp_path, "int8", LARGE, SingleRank())
     file = directory / "exp_avg.safetensors"
     data = file.read_bytes()
@@ -131,7 +131,7 @@ def test_scales_that_are_not_those_of_the_codes_are_damage(tmp_path: Path, name:
 
 @given(rows=st.integers(1, 9), row=st.integers(2, 600), seed=st.integers(0, 99))
 @settings(max_examples=examples(30), deadline=None)
-def test_what_was_decoded_is_encoded_as_it_was(rows: int, row: int, seed: int) -> None:
+def test_decoded_states_encode_to_the_same_bytes(rows: int, row: int, seed: int) -> None:
     block = block_numel(row)
     values = torch.randn(rows * row, generator=torch.Generator().manual_seed(seed)) ** 9
     for squared in (False, True):

@@ -79,9 +79,7 @@ class OnGpu(Store):
         self.copied.append((threading.current_thread().name, stream.behind))  # type: ignore[attr-defined]
 
 
-def test_copies_wait_for_what_was_launched_before_the_save_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_wait_for_earlier_kernels_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     store = OnGpu(cuda)
     events = SaveEvents(lambda _: None)

@@ -133,7 +133,7 @@ def in_store(url: str, folder: str) -> dict[str, bytes]:
     return {name.partition("/")[2]: store.read(name, 0, size) for name, size in with_step.items()}
 
 
-def test_three_ranks_copy_one_checkpoint(tmp_path: Path) -> None:
+def test_three_ranks_upload_one_checkpoint(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/there"
     local = saved(tmp_path / "here", 7, tensors=LARGE)
     as_ranks(3, lambda ranks: copy(tmp_path / "here", url, 7, ranks=ranks))
@@ -151,7 +151,7 @@ def test_parts_come_once_and_the_manifest_last(tmp_path: Path, server: S3Server)
     assert in_store(URL, local.name) == files_of(local)
 
 
-def test_a_copy_that_is_there_is_not_sent_again_and_another_of_its_step_is_replaced(tmp_path: Path, url: str) -> None:
+def test_upload_skips_equal_copy_and_replaces_another(tmp_path: Path, url: str) -> None:
     local = saved(tmp_path / "here", 7)
     copy(tmp_path / "here", url, 7)
     store = open_store(url)
@@ -166,7 +166,7 @@ def test_a_copy_that_is_there_is_not_sent_again_and_another_of_its_step_is_repla
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-def test_a_copy_that_lacks_something_is_made_again(tmp_path: Path, url: str, name: str) -> None:
+def test_incomplete_copy_is_uploaded_again(tmp_path: Path, url: str, name: str) -> None:
     local = saved(tmp_path / "here", 7)
     copy(tmp_path / "here", url, 7)
     store = open_store(url)
@@ -178,7 +178,7 @@ def test_a_copy_that_lacks_something_is_made_again(tmp_path: Path, url: str, nam
         assert in_store(url, local.name) == files_of(local)
 
 
-def test_a_checkpoint_that_was_just_saved_replaces_a_copy_of_its_step(tmp_path: Path, url: str) -> None:
+def test_new_checkpoint_replaces_the_copy_of_its_step(tmp_path: Path, url: str) -> None:
     """A run that passed over what is damaged there comes to the same step with the same manifest."""
     local = saved(tmp_path / "here", 7)
     copy(tmp_path / "here", url, 7)
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_was_just_saved_replaces_a_copy_of_its_step(tmp_path: 
     assert in_store(url, local.name) == files_of(local)
 
 
-def test_as_many_are_kept_there_as_here_and_of_those_that_wait_the_newest_is_copied(tmp_path: Path, url: str) -> None:
+def test_mirror_retention_and_newest_upload_first(tmp_path: Path, url: str) -> None:
     for step in (1, 2, 3, 4):
         saved(tmp_path / "here", step, keep=9)
     copy(tmp_path / "here", url, 1, 2, 3, keep=9)
@@ -217,7 +217,7 @@ def test_a_hiccup_of_the_file_system_here_does_not_end_the_run(
     assert "leftovers of earlier saves could not be removed" in caplog.text
 
 
-def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path) -> None:
+def test_retention_spares_checkpoints_that_wait_for_upload(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/there"
     root = tmp_path / "here"
     for step in (1, 2):
@@ -235,9 +235,7 @@ def test_what_waits_is_not_removed_when_a_newer_one_is_published(tmp_path: Path)
     assert [path.name for path in complete_directories(root)] == ["step-00000003"]
 
 
-def test_errors_of_the_server_end_the_copy_and_leave_nothing_that_looks_complete(
-    tmp_path: Path, server: S3Server
-) -> None:
+def test_server_errors_leave_no_complete_copy(tmp_path: Path, server: S3Server) -> None:
     for step, tensors in (1, SMALL), (2, LARGE), (3, SMALL):
         saved(tmp_path, step, 9, tensors)
     copy(tmp_path, URL, 1, keep=9)
@@ -259,7 +257,7 @@ def test_errors_of_the_server_end_the_copy_and_leave_nothing_that_looks_complete
     assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
 
 
-def test_a_server_that_dies_in_the_middle_does_not_hold_steps_up(tmp_path: Path, server: S3Server) -> None:
+def test_dying_server_does_not_delay_steps(tmp_path: Path, server: S3Server) -> None:
     saved(tmp_path, 1, tensors=LARGE)
     dies = threading.Event()
 
@@ -286,7 +284,7 @@ def test_a_server_that_dies_in_the_middle_does_not_hold_steps_up(tmp_path: Path,
     verify(tmp_path / "step-00000001")
 
 
-def test_what_is_damaged_here_is_not_copied(tmp_path: Path, url: str) -> None:
+def test_damaged_checkpoint_is_not_uploaded(tmp_path: Path, url: str) -> None:
     local = saved(tmp_path / "here", 1)
     with (local / "model.safetensors").open("r+b") as file:
         file.seek(1000)
@@ -296,7 +294,7 @@ def test_what_is_damaged_here_is_not_copied(tmp_path: Path, url: str) -> None:
     assert complete_steps(open_store(url)) == []
 
 
-def test_what_is_newer_in_the_mirror_is_fetched_by_all_ranks(tmp_path: Path, url: str) -> None:
+def test_newer_remote_checkpoint_is_downloaded_by_all_ranks(tmp_path: Path, url: str) -> None:
     lost, here, warned = tmp_path / "lost", tmp_path / "here", []
     for step in (5, 6):
         saved(lost, step)
@@ -323,7 +321,7 @@ def test_what_is_newer_in_the_mirror_is_fetched_by_all_ranks(tmp_path: Path, url
     assert sorted(path.name for path in here.iterdir()) == ["step-00000004", "step-00000005"]
 
 
-def test_a_mirror_of_damaged_checkpoints_does_not_begin_a_run_anew(tmp_path: Path, url: str) -> None:
+def test_damaged_mirror_does_not_restart_a_run(tmp_path: Path, url: str) -> None:
     saved(tmp_path / "lost", 5)
     copy(tmp_path / "lost", url, 5)
     store, name = open_store(url), "step-00000005/exp_avg.safetensors"
@@ -334,7 +332,7 @@ def test_a_mirror_of_damaged_checkpoints_does_not_begin_a_run_anew(tmp_path: Pat
     assert any("skipping a damaged checkpoint" in line for line in warned)
 
 
-def test_a_mirror_that_cannot_be_reached_does_not_begin_a_run_anew(tmp_path: Path, server: S3Server) -> None:
+def test_unreachable_mirror_does_not_restart_a_run(tmp_path: Path, server: S3Server) -> None:
     server.stop()
     warned: list[str] = []
     with pytest.raises(StorageError, match=r"checkpoint.mirror: .*cannot be reached"):
@@ -358,7 +356,7 @@ def test_a_url_to_begin_from_and_weights_for_an_export(tmp_path: Path, url: str)
         fetch_newer(CheckpointSection(resume=f"{url}/step-00000009"), None, tmp_path / "third", SingleRank(), print)
 
 
-def test_what_proves_damaged_here_is_fetched_again(tmp_path: Path, url: str) -> None:
+def test_damaged_download_is_fetched_again(tmp_path: Path, url: str) -> None:
     here, warned = tmp_path / "here", []
     for step in (3, 5, 6):
         saved(tmp_path / "whole", step, keep=9)
@@ -387,7 +385,7 @@ def test_what_proves_damaged_here_is_fetched_again(tmp_path: Path, url: str) -> 
     assert fetch_replacement(CheckpointSection(), None, damaged.parent, SingleRank(), warned.append) is None
 
 
-def test_a_path_to_begin_from_where_nothing_in_the_mirror_is_whole(tmp_path: Path, url: str) -> None:
+def test_initial_path_with_no_complete_remote_checkpoint(tmp_path: Path, url: str) -> None:
     """As the error without one says."""
     saved(tmp_path / "lost", 5)
     copy(tmp_path / "lost", url, 5)

@@ -34,7 +34,7 @@ def test_as_transformers_counts(losses: list[float], threshold: float) -> None:
     assert found.exhausts(found.without_improvement) and not found.exhausts(found.without_improvement + 1)
 
 
-def test_one_that_could_not_be_saved_is_not_the_best() -> None:
+def test_failed_save_is_not_the_best_checkpoint() -> None:
     found = after([3.0, 2.0, 1.0])
     assert found.without_checkpoint(2) == found
     lost = found.without_checkpoint(3)
