@@ -66,7 +66,7 @@ def test_the_other_dialect_is_refused(trainer: str) -> None:
     assert dry_run(documents(cpu_job(trainer=other))["train-job.yaml"]).returncode != 0
 
 
-def test_what_passes_the_server_and_never_runs(trainer: str) -> None:
+def test_two_sizes_in_one_string_pass_the_server(trainer: str) -> None:
     """The reason for `cluster check`: the server takes two sizes in one string."""
     document = documents(cpu_job(trainer=trainer))["node-pool.yaml"]
     document["spec"]["template"]["spec"]["requirements"][3]["values"] = ["r7i.8xlarge, r7i.16xlarge"]

@@ -87,14 +87,14 @@ def test_lustre_port(ec2: Any, port: int, complete: bool) -> None:
     assert (found(storage=storage) == {}) is complete
 
 
-def test_a_group_that_does_not_exist(ec2: Any) -> None:
+def test_missing_security_group(ec2: Any) -> None:
     group = network(ec2)
     allow(ec2, group, "-1", group)
     message = found(storage=dynamic_storage())["security-group"]
     assert "sg-068000ccf82dfba88" in message and "InvalidGroup.NotFound" in message
 
 
-def test_ids_that_do_not_exist_keep_nothing_from_being_checked(ec2: Any) -> None:
+def test_missing_ids_do_not_stop_other_checks(ec2: Any) -> None:
     group = network(ec2, zone="us-east-1b")
     manifests = parsed(cpu_job())
     (spec,) = (each.document["spec"] for each in manifests if each.kind == "EC2NodeClass")
@@ -110,7 +110,7 @@ def test_ids_that_do_not_exist_keep_nothing_from_being_checked(ec2: Any) -> None
     assert any("us-east-1a" in message for message in messages)
 
 
-def test_what_is_not_allowed_is_said_and_the_rest_is_checked(ec2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denied_calls_are_reported_and_skipped(ec2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     network(ec2, zone="us-east-1b")
     call = botocore.client.BaseClient._make_api_call
 
@@ -161,7 +161,7 @@ def test_live_types_agree_with_the_catalogue(ec2: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_generation_is_that_of_the_catalogue(ec2: Any) -> None:
+def test_instance_generation_equals_the_catalogue(ec2: Any) -> None:
     for each in live_instances():
         if each.name in {known.name for known in instances()}:
             assert (each.generation, each.amx) == (instance(each.name).generation, instance(each.name).amx), each.name

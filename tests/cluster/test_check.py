@@ -119,13 +119,13 @@ def _manifests(document: str, name: str) -> tuple[ManifestObject, ...]:
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("make", [cpu_job, disk_job, gpu_job])
 @pytest.mark.parametrize("changes", [{}, {"storage": dynamic_storage(), "zone": None}])
-def test_nothing_is_found_in_a_render(make: Callable[..., Job], trainer: str, changes: dict[str, Any]) -> None:
+def test_rendered_manifests_have_no_finding(make: Callable[..., Job], trainer: str, changes: dict[str, Any]) -> None:
     job = make(trainer=trainer, **changes)
     assert check_job_of_config(job) == []
     assert check_manifests(manifests_of(documents(job))) == []  # nor without the plan
 
 
-def test_what_is_beside_the_ranks_takes_memory_of_the_pod() -> None:
+def test_sidecars_count_towards_pod_memory() -> None:
     job = cpu_job()
     fuller = replace(job, plan=replace(job.plan, beside_bytes=job.memory_bytes))
     assert rules(check_job_of_config(fuller)) == {"memory-limit"}
@@ -154,7 +154,7 @@ def test_hand_written() -> None:
     assert all(each.where.startswith("hand.yaml:") for each in found)
 
 
-def test_the_seeds_own_nodes(shared: Path) -> None:
+def test_nodes_of_the_seed_job(shared: Path) -> None:
     text = (shared / "seeds" / "cpu-amx-on-eks.md").read_text()
     match = re.search(r"kubectl apply -f -\s*\n(.*?)\nEOF", text, re.DOTALL)
     assert match is not None
@@ -374,7 +374,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_each_mistake_is_found(mistake: str) -> None:
+def test_check_finds_a_mistake(mistake: str) -> None:
     rule, make = MISTAKES[mistake]
     job = cpu_job()
     found = documents(job)
@@ -426,13 +426,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_what_only_the_config_shows(case: str) -> None:
+def test_check_finds_mistake_of_the_config(case: str) -> None:
     rule, cluster, sections = CONFIGS[case]
     job = describe(config(cluster_section(**cluster), **sections), plan())
     assert rule in rules(check_job_of_config(job))
 
 
-def test_what_the_plan_says_of_saves() -> None:
+def test_check_uses_planned_saves() -> None:
     slow = check_job_of_config(describe(config(), plan(save_s=80.0)))
     assert [(each.rule, each.level) for each in slow] == [("grace", "warning")]
     large = check_job_of_config(describe(config(), plan(checkpoint_bytes=500 * GIB)))
@@ -454,7 +454,7 @@ def test_saves_are_as_fast_as_the_file_system(type_: str, per_tib: int) -> None:
     assert instance_planner(own)("r7i.8xlarge", 4).storage_bytes_per_s == 2e9
 
 
-def test_what_is_elsewhere_is_no_finding() -> None:
+def test_absent_objects_are_no_finding() -> None:
     """Of a claim and a ConfigMap that are on the cluster, or applied wherever kubectl is, nothing is known."""
     found = documents(cpu_job())
     for name in ("persistent-volume.yaml", "persistent-volume-claim.yaml"):
@@ -465,14 +465,14 @@ def test_what_is_elsewhere_is_no_finding() -> None:
     assert check_manifests(manifests_of(found)) == []
 
 
-def test_the_grace_period_is_compared_with_the_config_that_the_pods_mount() -> None:
+def test_grace_period_is_checked_against_the_mounted_config() -> None:
     found = documents(describe(config(checkpoint={"every": 10, "grace_s": 300}), plan()))
     assert check_manifests(manifests_of(found)) == []
     pod(found).update(terminationGracePeriodSeconds=200)
     assert rules(check_manifests(manifests_of(found))) == {"grace"}
 
 
-def test_claims_that_no_job_mounts_are_their_owners_business() -> None:
+def test_unmounted_claims_are_not_checked() -> None:
     found = documents(cpu_job())
     found["other.yaml"] = {
         "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "database", "namespace": "default"},
@@ -481,7 +481,7 @@ def test_claims_that_no_job_mounts_are_their_owners_business() -> None:
     assert check_manifests(manifests_of(found)) == []
 
 
-def test_karpenters_own_label_of_a_pool_selects_it() -> None:
+def test_karpenter_pool_label_selects_the_pool() -> None:
     found = documents(cpu_job())
     pod(found)["nodeSelector"]["karpenter.sh/nodepool"] = found["node-pool.yaml"]["metadata"]["name"]
     assert check_manifests(manifests_of(found)) == []
@@ -489,7 +489,7 @@ def test_karpenters_own_label_of_a_pool_selects_it() -> None:
     assert "node-selector" in rules(check_manifests(manifests_of(found)))
 
 
-def test_a_hub_id_that_is_a_directory_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_of_a_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "meta-llama" / "Meta-Llama-3-8B").mkdir(parents=True)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -505,7 +505,7 @@ def test_spot_without_checkpoints_is_an_error() -> None:
     assert "no-checkpoints" in errors(check_job_of_config(job))
 
 
-def test_a_word_that_only_looks_like_a_secret() -> None:
+def test_words_like_secrets_are_no_finding() -> None:
     found = documents(cpu_job())
     trainer(found)["env"].append({"name": "TOKENIZERS_PARALLELISM", "value": "false"})
     assert check_manifests(manifests_of(found)) == []
@@ -513,7 +513,7 @@ def test_a_word_that_only_looks_like_a_secret() -> None:
     assert errors(check_manifests(manifests_of(found))) == {"secret-value"}
 
 
-def test_shm_that_the_plan_needs() -> None:
+def test_planned_shared_memory_is_checked() -> None:
     job = describe(config(), plan(shm_bytes_per_node=8 * GIB))
     assert check_job_of_config(job) == []
     found = documents(job)
@@ -545,7 +545,7 @@ def test_refused_before_rendering() -> None:
         describe(config(cluster_section(instance_types=["g6e.8xlarge"])), plan(device="cuda"))
 
 
-def test_a_plan_has_what_its_pod_has() -> None:
+def test_plan_has_the_resources_of_its_pod() -> None:
     """Else `plan --instance` and `instances --fits` say that it fits, and `render` that it does not."""
     job = cpu_job(daemonset_memory_mib=4096, daemonset_cpu_millicores=20_000)
     machine = limit_to_pod(Machine.from_instance("r7i.8xlarge"), job.config)
@@ -559,7 +559,7 @@ def test_the_file_system_hides_nothing(path: str) -> None:
 
 
 @pytest.mark.parametrize("nodes, most", [(1, 48), (10, 48), (11, 47), ("2:101", 46)])
-def test_names_leave_room_for_those_of_pods(nodes: int | str, most: int) -> None:
+def test_job_names_leave_room_for_pod_names(nodes: int | str, most: int) -> None:
     last = str(int(str(nodes).rpartition(":")[2]) - 1)
     assert len(f"{most * 'a'}-node-0-{last}-abcde") == 63
     config(cluster_section(nodes=nodes, name=most * "a"), train={"global_batch_size": 202})

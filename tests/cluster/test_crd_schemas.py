@@ -96,7 +96,7 @@ def test_keywords(schema: dict[str, Any], good: Any, bad: Any, rule: str) -> Non
 @pytest.mark.parametrize(
     "rule", ["isURL(self.a)", "quantity(self.a).isGreaterThan(quantity('1'))", "self.b.indexOf('x') == 0", "self =="]
 )
-def test_what_cannot_be_evaluated_is_said(rule: str) -> None:
+def test_unevaluable_rules_are_reported(rule: str) -> None:
     assert rules_of(of(rule), {"a": "x", "b": ["x"]}) == ["not-judged"]
 
 
@@ -107,11 +107,11 @@ def test_rules_about_a_change_ask_nothing_of_a_new_object() -> None:
     assert rules_of(optional, {}) == ["not-judged"]
 
 
-def test_patterns_of_go_that_python_does_not_know() -> None:
+def test_go_patterns_without_python_equivalent() -> None:
     assert rules_of({"type": "string", "pattern": r"(?i-s:a)(?s)\pL"}, "a") == ["not-judged"]
 
 
-def test_as_the_server_looks_at_it() -> None:
+def test_objects_are_read_as_the_server_reads_them() -> None:
     (dated,) = yaml.safe_load_all("{a: 2026-01-01, b: null, 1: {d: null}}")
     schema = {
         "type": "object",
@@ -128,7 +128,7 @@ def checked(text: str, *crds: KindSchema) -> list[RuleFinding]:
     return check_manifests(list(parse_manifests(text, "x.yaml")), crds=crds)
 
 
-def test_a_persons_own_crds(tmp_path: Path) -> None:
+def test_user_supplied_crds(tmp_path: Path) -> None:
     own = tmp_path / "crds" / "example"
     own.mkdir(parents=True)
     (own / "box.yaml").write_text("# boxes\n---\n" + yaml.safe_dump(CRD))
@@ -151,7 +151,7 @@ def test_a_persons_own_crds(tmp_path: Path) -> None:
     [("kind: CustomResourceDefinition\n", "without a schema"), ("kind: [CustomResourceDefinition", "cannot read"),
      ("a: 1\n", "no CustomResourceDefinition here")],
 )  # fmt: skip
-def test_files_that_are_no_crds(text: str, says: str, tmp_path: Path) -> None:
+def test_files_without_crds_are_refused(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError, match=says):
         read_crds(tmp_path)
@@ -188,7 +188,7 @@ def test_core_kinds_are_judged_by_kubernetes_validate() -> None:
     assert core_violations({"apiVersion": "v1", "kind": "Nothing"}, "1.34") is None
 
 
-def test_without_the_extra_it_says_what_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_names_skipped_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_schemas, "find_spec", lambda name: None)
     text = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: a}\nspec: {accessMode: x, volumeName: [1]}\n"
     found = {each.rule: each for each in checked(text)}
@@ -198,12 +198,12 @@ def test_without_the_extra_it_says_what_is_not_judged(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("schema", [{"properties": "x"}, {"type": "box"}, {"type": "object", "required": "a"}])
-def test_a_schema_that_is_none(schema: dict[str, Any]) -> None:
+def test_invalid_schema(schema: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"^boxes: the schema of Box is none, at properties\.spec"):
         rules_of(schema, {})
 
 
-def test_an_object_with_its_status() -> None:
+def test_object_with_a_status() -> None:
     """As `kubectl get -o yaml` prints it."""
     queue = (
         "apiVersion: kueue.x-k8s.io/v1beta2\nkind: LocalQueue\nmetadata: {name: a, uid: x}\nspec: {clusterQueue: b}\n"

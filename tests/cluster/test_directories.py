@@ -42,7 +42,7 @@ def made_by(job: Job) -> tuple[int, str]:
 
 
 @needs_root
-def test_the_trainer_owns_its_directories_and_nothing_else(tmp_path: Path) -> None:
+def test_trainer_owns_only_its_directories(tmp_path: Path) -> None:
     for _ in range(2):  # a Job may be repeated
         code, output = made_by(job_on(tmp_path))
         assert code == 0, output
@@ -80,7 +80,7 @@ def test_only_directories_of_the_volume(path: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_volume_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_missing_volume_is_one_line(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     command = ["python3", "-P", "-m", "aliquot.cluster.make_directories", "own", "1000", str(volume)]
     code, output = ended([*command, str(volume / "runs")])

@@ -29,7 +29,7 @@ def node_job(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("trainer", ["2.1", "2.3"])
-def test_what_is_rendered_passes_its_own_rules(trainer: str) -> None:
+def test_rendered_elastic_job_passes_the_rules(trainer: str) -> None:
     assert check_job_of_config(elastic(trainer=trainer)) == []
 
 
@@ -62,7 +62,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_policies_that_end_the_job_with_a_pod_are_found(case: str) -> None:
+def test_policies_that_end_the_job_are_findings(case: str) -> None:
     spoil, told = BY_HAND[case]
     found = documents(elastic())
     spoil(found["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"])
@@ -87,7 +87,7 @@ def test_jobs_of_others_keep_their_number_of_nodes() -> None:
     assert replicated["template"]["spec"]["podFailurePolicy"] == fixed["template"]["spec"]["podFailurePolicy"]
 
 
-def test_the_fewest_nodes_must_hold_it() -> None:
+def test_model_must_fit_the_minimum_nodes() -> None:
     settings = config(cluster_section(nodes="2:4"), train={"global_batch_size": 32})
     large = PhaseMemory("steady peak", {"moments": 120 * GIB}, {})
     with pytest.raises(UserError, match=r"with 2 nodes the plan needs 240.00 GiB a node"):

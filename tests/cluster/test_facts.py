@@ -11,19 +11,19 @@ from tests.tools.cluster_facts import FILE, facts
 
 
 @needs_crds
-def test_they_are_what_the_crds_say() -> None:
+def test_facts_equal_the_crds() -> None:
     assert FILE.read_text() == facts(CRDS), "python -m tests.tools.cluster_facts --crds DIR"
 
 
 @pytest.mark.long
-def test_each_is_a_schema() -> None:
+def test_facts_are_schemas() -> None:
     """Which is not looked at again where they are used: it takes seconds."""
     assert all(each.shipped for each in supported())
     for each in supported():
         check_schema(each)
 
 
-def test_each_kind_says_its_version() -> None:
+def test_kinds_have_versions() -> None:
     sources: dict[str, set[str]] = {}
     for each in supported():
         sources.setdefault(each.kind, set()).add(each.source)

@@ -51,7 +51,7 @@ def test_kustomization_lists_all() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_runtimes_of_deploy_are_those_of_the_examples(device: str) -> None:
+def test_deploy_runtimes_equal_the_examples(device: str) -> None:
     """`aliquot cluster render examples/llama3-8b-cpu.yaml --runtime -o deploy/aliquot-cpu cluster.name=aliquot-cpu`."""
     settings = read_config(REPOSITORY / "examples" / f"llama3-8b-{device}.yaml", [f"cluster.name=aliquot-{device}"])
     assert settings.cluster is not None

@@ -103,9 +103,7 @@ def test_values_stay_values(text: str, name: str, word: str) -> None:
 
 @settings(max_examples=examples(60))
 @given(text=texts.filter(lambda text: text.strip() != ""), name=names, word=words)
-def test_the_pods_read_the_config_that_was_meant(
-    text: str, name: str, word: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_pods_mount_the_given_config(text: str, name: str, word: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     job = job_of(text, name, word)
     shipped = documents(job)["config-map.yaml"]["data"][CONFIG_FILE]
     file = tmp_path_factory.mktemp("shipped") / "config.yaml"

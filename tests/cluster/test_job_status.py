@@ -45,7 +45,7 @@ def waiting(reason: str, message: str = "", kind: str = "containerStatuses") -> 
     return {kind: [{"name": "node", "state": state, "image": "x", "imageID": "", "ready": False, "restartCount": 0}]}
 
 
-def test_of_pods_that_have_replaced_each_other_the_newest_is_shown() -> None:
+def test_status_shows_the_newest_replacement_pod() -> None:
     """Names are random, and a pod that was lost stays in the list."""
     pods = [pod(1, "Running"), pod(0, "Running"), pod(0, "Failed")]
     for each, made, end in zip(pods, ("10:00", "11:30", "10:00"), ("b", "a", "z"), strict=True):

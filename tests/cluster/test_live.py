@@ -95,7 +95,7 @@ def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_a_refusal_is_one_line_with_verb_and_resource(refusing: None) -> None:
+def test_refusal_names_verb_and_resource(refusing: None) -> None:
     manifests = [each for each in parsed(cpu_job()) if each.kind != "EC2NodeClass"]
     found = ask_cluster(manifests, None)
     permissions = {each.message for each in found if each.rule == "permission"}
@@ -123,7 +123,7 @@ def answers(**lists: list[dict[str, Any]]) -> Answers:
     return kubectl
 
 
-def test_operators_that_are_not_installed() -> None:
+def test_missing_operators() -> None:
     kubectl = answers(
         customresourcedefinitions=[{"metadata": {"name": "x"}, "spec": {"group": "karpenter.sh"}}], deployments=[]
     )
@@ -140,7 +140,7 @@ class WithoutNamespace(Kubectl):
         return ""
 
 
-def test_a_namespace_that_is_yet_to_be_made() -> None:
+def test_namespace_not_yet_created() -> None:
     made = parsed(cpu_job(namespace="training", create_namespace=True))
     assert list(live_cluster._dry_run(WithoutNamespace(), made)) == []
     found = list(live_cluster._dry_run(WithoutNamespace(), parsed(cpu_job(namespace="training"))))
@@ -187,6 +187,6 @@ def test_versions_from_images() -> None:
         (Versions(), None, []),
     ],
 )
-def test_versions_that_go_together(installed: Versions, queue: str | None, rules: list[str]) -> None:
+def test_version_rules(installed: Versions, queue: str | None, rules: list[str]) -> None:
     manifests: list[ManifestObject] = parsed(cpu_job(queue=queue))
     assert [each.rule for each in check_versions(installed, manifests)] == rules

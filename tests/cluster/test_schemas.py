@@ -82,7 +82,7 @@ def test_pods_of_the_runtime(case: str, trainer: str) -> None:
 @needs_crds
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_job_set_that_comes_of_it(case: str, trainer: str) -> None:
+def test_job_set_of_a_train_job(case: str, trainer: str) -> None:
     """The runtime's template is a JobSet's spec, which the controller sends with the job's number of nodes."""
     spec = documents(job_of(case, trainer))["training-runtime.yaml"]["spec"]["template"]["spec"]
     spec["replicatedJobs"][0]["template"]["spec"] |= {"parallelism": 4, "completions": 4}

@@ -38,7 +38,7 @@ def test_room_is_asked_for(trainer: str) -> None:
     assert shipped["shard"] == {"offload": "disk", "engine": "host", "offload_directory": "/offload"}
 
 
-def test_without_local_disks_the_volume_has_it() -> None:
+def test_scratch_lies_on_the_volume_without_local_disks() -> None:
     job = disk_job(instance_types=["r7i.8xlarge"], volume_gib=200)
     spec = found(job, "EC2NodeClass")["spec"]
     assert "instanceStorePolicy" not in spec
@@ -51,6 +51,6 @@ def test_without_local_disks_the_volume_has_it() -> None:
         disk_job(scratch_gib=2000)
 
 
-def test_what_fits_asks_for_none() -> None:
+def test_fitting_job_asks_for_no_scratch() -> None:
     every = list(documents(cpu_job()).values())
     assert not told(every, "ephemeral-storage") and not told(every, "instanceStorePolicy")

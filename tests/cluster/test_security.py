@@ -50,7 +50,7 @@ def test_training_pods_are_restricted(case: str, trainer: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kubeflow-trainer-token", "aws-iam-token", "eks-pod-identity-token"])
-def test_tokens_that_controllers_mount_stay_restricted(name: str) -> None:
+def test_controller_tokens_stay_restricted(name: str) -> None:
     """As Trainer's status plugin and the webhooks of EKS add them, with or without the service account's own token."""
     token = {"serviceAccountToken": {"audience": "x", "path": "token"}}
     for pod in training_pods(cpu_job(service_account="trainer")):
@@ -86,14 +86,14 @@ LAPSES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("lapse", LAPSES)
-def test_each_lapse_is_found(lapse: str) -> None:
+def test_security_lapses_are_findings(lapse: str) -> None:
     pod = copy.deepcopy(training_pods(cpu_job())[0])
     LAPSES[lapse](pod)
     violations = list(restricted_violations(pod))
     assert any(each.startswith(lapse) for each in violations), violations
 
 
-def test_a_namespace_that_enforces_it_refuses_the_job_that_needs_root() -> None:
+def test_restricted_namespace_refuses_root_job() -> None:
     (namespace,) = parse_manifests(NAMESPACE, "namespace.yaml")
     (found,) = check_manifests([namespace, *parsed(cpu_job())])
     assert (found.rule, found.level) == ("pod-security", "error")
@@ -138,7 +138,7 @@ def test_only_the_jobs_pods_are_let_in(prometheus: int | None) -> None:
 
 
 @pytest.mark.parametrize("make", [cpu_job, gpu_job])
-def test_jobs_of_a_runtime_are_let_in_by_its_label(make: Callable[[], Job]) -> None:
+def test_network_policy_admits_runtime_jobs_by_label(make: Callable[[], Job]) -> None:
     found = documents(make(), runtime=True)
     template = found["cluster-training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
     labels = template["spec"]["template"]["metadata"]["labels"]
@@ -158,7 +158,7 @@ def test_another_render_makes_another_job() -> None:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
-def test_what_an_image_is_built_from_is_verified(name: str) -> None:
+def test_image_inputs_are_verified(name: str) -> None:
     text = re.sub(r"\\\n", " ", (REPOSITORY / "deploy" / name).read_text())
     stages: set[str] = set()
     for base, stage in re.findall(r"^FROM (\S+)(?: AS (\S+))?$", text, re.MULTILINE):
