@@ -42,7 +42,7 @@ def whole(of_ranks: list[Any], name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_old_rows_stay_and_new_ones_are_the_same_at_any_world_size(tmp_path: Path, world: int) -> None:
+def test_added_rows_are_equal_at_any_world_size(tmp_path: Path, world: int) -> None:
     before = stored(tmp_path)
     alone, together = (
         run_world(1, lambda ranks: filled(tmp_path, ranks)),
@@ -57,13 +57,13 @@ def test_old_rows_stay_and_new_ones_are_the_same_at_any_world_size(tmp_path: Pat
         assert len(added.unique(dim=0)) == len(added)
 
 
-def test_rows_that_nobody_added_are_still_missing(tmp_path: Path) -> None:
+def test_missing_rows_without_added_tokens_are_refused(tmp_path: Path) -> None:
     stored(tmp_path)
     with pytest.raises(Exception, match=r"of the wrong shape: embed.weight is \[8, 4\] instead of \[11, 4\]"):
         load_weights(FakeStore(MODEL, zeros=True), tmp_path, MODEL, {}, SingleRank())
 
 
-def test_the_distribution_is_that_of_transformers(tmp_path: Path) -> None:
+def test_added_rows_have_the_distribution_of_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     mixing = torch.randn(6, 6)
     old = torch.randn(200, 6) @ mixing + 0.01 * torch.randn(6)
@@ -94,9 +94,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("added", [[], ["<think>"]], ids=["", "added"])
-def test_a_model_whose_tokenizer_has_a_token_without_a_row_is_trained(
-    pretrained: Path, tmp_path: Path, added: list[str]
-) -> None:
+def test_token_without_a_row_gets_one_in_training(pretrained: Path, tmp_path: Path, added: list[str]) -> None:
     """As Gemma 3's has."""
     source = tmp_path / "model"
     copytree(pretrained / "tied" / "export", source)

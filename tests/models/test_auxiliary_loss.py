@@ -18,7 +18,7 @@ from aliquot.nn.head_loss import IGNORE
 
 @pytest.mark.parametrize("backend", [TiledAttention(), None], ids=["packed", "a call each"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-def test_equals_transformers_own(model_type: str, backend: AttentionBackend | None) -> None:
+def test_auxiliary_loss_equals_transformers(model_type: str, backend: AttentionBackend | None) -> None:
     config = narrow(AutoConfig.for_model(model_type, output_router_logits=True, router_aux_loss_coef=0.5))
     register()
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -48,6 +48,6 @@ def test_equals_transformers_own(model_type: str, backend: AttentionBackend | No
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_model_that_is_not_asked_to_has_none() -> None:
+def test_auxiliary_loss_is_off_by_default() -> None:
     summed = torch.ones(())
     assert model_calls.with_auxiliary(nn.Linear(1, 1), summed, 1.0, torch.zeros(4), Documents((0, 4), None)) is summed

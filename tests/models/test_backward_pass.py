@@ -30,7 +30,7 @@ def small_ones_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_ones_pay")
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (320, 64)])  # which side is copied
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_those_of_a_plain_layer(inputs: int, outputs: int, bias: bool) -> None:
+def test_gradients_equal_a_plain_layer(inputs: int, outputs: int, bias: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64))
     copying = copy.deepcopy(plain)
@@ -49,7 +49,7 @@ def test_gradients_are_those_of_a_plain_layer(inputs: int, outputs: int, bias: b
 
 
 @pytest.mark.usefixtures("small_ones_pay")
-def test_what_does_not_learn_is_small_or_has_been_derived_stays() -> None:
+def test_frozen_small_and_derived_layers_stay() -> None:
     class Derived(nn.Linear):
         pass
 
@@ -60,7 +60,7 @@ def test_what_does_not_learn_is_small_or_has_been_derived_stays() -> None:
 
 
 @pytest.mark.usefixtures("small_ones_pay")
-def test_a_planned_model_becomes_what_it_was() -> None:
+def test_copying_layers_can_be_reverted() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     for copies, kind in ((True, CopyingLinear), (False, nn.Linear)):
         copy_in_backward(model, copies)
@@ -127,7 +127,7 @@ def trained(model: dict[str, Any], mode: str, dtype: torch.dtype) -> Pass:
     [(LLAMA, torch.bfloat16), (MISTRAL, torch.float32), (GEMMA2, torch.float32)],
     ids=["llama", "mistral", "gemma2"],
 )
-def test_results_are_those_without_it_to_the_bit(model: dict[str, Any], dtype: torch.dtype) -> None:
+def test_recomputation_changes_no_bit(model: dict[str, Any], dtype: torch.dtype) -> None:
     expected = trained(model, "none", dtype)
     for mode in ("selective", "full"):
         found = trained(model, mode, dtype)
@@ -145,7 +145,7 @@ def test_selective_computes_attention_once_a_layer() -> None:
     assert full.backward.products == plain.backward.products + products
 
 
-def test_selective_is_refused_where_what_it_keeps_is_changed() -> None:
+def test_selective_refuses_modules_that_change_saved_tensors() -> None:
     """OLMo clamps queries, keys and values in place: kept, they are clamped before the clamp that stops gradients."""
     config = AutoConfig.for_model(**{**SMALL, "model_type": "olmo", "clip_qkv": 0.5})
     built = AutoModelForCausalLM.from_config(config)

@@ -50,7 +50,7 @@ def stored_in(folder: Path) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", TYPES)
-def test_what_transformers_saves_is_loaded_and_exported_the_same(kind: str, tmp_path: Path) -> None:
+def test_load_and_export_equal_transformers(kind: str, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_config(small_config(kind, False), dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
     built = meta.build(small_config(kind, False))

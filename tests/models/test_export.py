@@ -61,7 +61,7 @@ def test_a_checkpoint_exported_alone(tmp_path: Path, dtype: Any, verify: bool) -
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_what_transformers_keeps_in_fp32_is_exported_as_fp32(tmp_path: Path, offline: bool) -> None:
+def test_fp32_modules_of_transformers_export_as_fp32(tmp_path: Path, offline: bool) -> None:
     config = AutoConfig.for_model(**{**cases.SMALL, **cases.DEEPSEEK})
     built = meta.build(config)
     files = {"config.json": json.dumps(config.to_dict()).encode()}
@@ -92,7 +92,7 @@ def test_what_transformers_keeps_in_fp32_is_exported_as_fp32(tmp_path: Path, off
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_reads_it(tmp_path: Path, tied: bool) -> None:
+def test_transformers_loads_the_export(tmp_path: Path, tied: bool) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=33, max_position_embeddings=32, tie_word_embeddings=tied, **sizes)
@@ -115,7 +115,7 @@ def test_transformers_reads_it(tmp_path: Path, tied: bool) -> None:
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_export_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
     answers = run_world(2, lambda ranks: export_small(tmp_path / "out", ranks))
@@ -129,7 +129,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         export_small(tmp_path / "file", SingleRank())
 
 
-def test_values_that_float16_does_not_hold_are_said(tmp_path: Path) -> None:
+def test_float16_overflow_is_reported(tmp_path: Path) -> None:
     def work(ranks: PipedRanks) -> None:
         store = FakeStore(SMALL, ranks.rank, ranks.world_size)
         for part, values in store.values.items():
@@ -170,7 +170,7 @@ def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-00112233", "out"]
 
 
-def test_a_file_that_is_not_in_the_manifest_is_not_trusted(tmp_path: Path) -> None:
+def test_files_outside_the_manifest_are_not_trusted(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path)
     (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
     save_file({"x": torch.zeros(1)}, directory / "model.safetensors")

@@ -62,7 +62,7 @@ def own_ids(run_yaml: Path, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("gemma3", marks=pytest.mark.long)])
-def test_the_tokenizer_gives_trainings_own_ids(tmp_path: Path, name: str) -> None:
+def test_exported_tokenizer_gives_the_ids_of_training(tmp_path: Path, name: str) -> None:
     directory = exported(tmp_path, name)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer.encode(TEXT) == own_ids(tmp_path / name / "run.yaml", TEXT)
@@ -76,7 +76,7 @@ def test_the_tokenizer_gives_trainings_own_ids(tmp_path: Path, name: str) -> Non
     )
 
 
-def test_what_training_prepends_is_remembered(tmp_path: Path) -> None:
+def test_export_remembers_prepended_tokens(tmp_path: Path) -> None:
     directory = exported(tmp_path, "llama", add_bos=False)
     assert json.loads((directory / "aliquot.json").read_text()) == {
         "prefix": [],

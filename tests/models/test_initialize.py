@@ -29,7 +29,7 @@ def config_of(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "rwkv"])  # which has none
-def test_buffers_equal_those_of_a_cpu_instance(name: str) -> None:
+def test_buffers_equal_a_cpu_instance(name: str) -> None:
     built = meta.build(config_of(name))
     stock = AutoModelForCausalLM.from_config(config_of(name))
     expected = dict(stock.named_buffers())
@@ -41,7 +41,7 @@ def test_buffers_equal_those_of_a_cpu_instance(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_distribution_of_every_weight_is_the_models_own(name: str) -> None:
+def test_weights_have_the_distribution_of_the_model(name: str) -> None:
     built = meta.build(config_of(name))
     stock = AutoModelForCausalLM.from_config(config_of(name))
     for key, parameter in stock.state_dict().items():

@@ -40,7 +40,7 @@ def load(directory: Path, ranks: Any = None, dtype: torch.dtype = torch.float32)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_each_byte_is_read_by_one_rank(tmp_path: Path, dtype: torch.dtype, world: int) -> None:
+def test_one_rank_reads_a_byte(tmp_path: Path, dtype: torch.dtype, world: int) -> None:
     save_file(values(dtype), tmp_path / "model.safetensors")
     read_bytes = run_world(world, lambda ranks: load(tmp_path, ranks, dtype))
     assert sum(read_bytes) == (36 + 16 + 4 + 1) * dtype.itemsize
@@ -75,7 +75,7 @@ def test_names_of_the_base_model_and_computed_buffers(tmp_path: Path) -> None:
     load(tmp_path)
 
 
-def test_all_that_does_not_fit_is_named_on_every_rank(tmp_path: Path) -> None:
+def test_mismatched_tensors_are_named_on_every_rank(tmp_path: Path) -> None:
     tensors = values()
     del tensors["model.norm.weight"]
     tensors["model.scale"] = torch.zeros(2)
@@ -103,7 +103,7 @@ def test_bad_directories(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
+def test_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     save_file(values(), tmp_path / "model.safetensors")
 
     def work(ranks: PipedRanks) -> int:
@@ -117,7 +117,7 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+def test_non_finite_weight_is_named(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
     stored = values(dtype)
     stored["model.layers.0.q_proj.weight"][2, 3] = value
     save_file(stored, tmp_path / "model.safetensors")

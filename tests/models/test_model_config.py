@@ -41,7 +41,7 @@ def saved(**values: Any) -> dict[str, Any]:
         {"architectures": ["Mine"], "id2label": {0: "a"}, "name_or_path": "here"},
     ],
 )
-def test_what_computes_the_same(changed: dict[str, Any]) -> None:
+def test_equivalent_configurations(changed: dict[str, Any]) -> None:
     assert check_model(saved(), of_llama(**changed), HERE) is None
 
 
@@ -58,7 +58,7 @@ def test_what_computes_the_same(changed: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_does_not(changed: dict[str, Any], told: str) -> None:
+def test_different_configurations(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(ResumeError) as caught:
         check_model(saved(), of_llama(**changed), HERE)
     assert told in str(caught.value) and "\n" not in str(caught.value)
@@ -70,7 +70,7 @@ def test_another_type_of_the_same_tensors() -> None:
         check_model(saved(), other, HERE)
 
 
-def test_what_is_not_known_does_not_stop_a_run() -> None:
+def test_unknown_keys_do_not_stop_a_run() -> None:
     """Older checkpoints say nothing, and another version of transformers may read a file otherwise."""
     other = of_llama(rms_norm_eps=1e-3)
     assert check_model({"step": 4}, other, HERE) is None

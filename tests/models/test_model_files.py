@@ -76,7 +76,7 @@ def exported_fields(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "qwen3_moe", "gemma3_text", "granitemoehybrid", "mamba2", "llama"])
-def test_older_names_are_beside_those_of_today_and_mean_the_same(kind: str) -> None:
+def test_older_names_are_aliases_of_current_names(kind: str) -> None:
     config = config_of(kind)
     fields = exported_fields(config)
     expected: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def test_older_names_are_beside_those_of_today_and_mean_the_same(kind: str) -> N
     assert AutoConfig.for_model(**json.loads(json.dumps(fields))).to_dict().items() >= config.to_dict().items()
 
 
-def test_what_older_versions_cannot_give_is_said() -> None:
+def test_exports_unreadable_in_transformers_4_are_named() -> None:
     assert older_transformers("llama") is None
     assert "transformers 4 does not read this moshi export as version 5" in str(older_transformers("moshi"))
 

@@ -43,7 +43,7 @@ def test_a_hub_id_goes_to_the_hub() -> None:
     assert "the hub could not serve it" in refused(path="some-owner/some-model")
 
 
-def test_what_is_fetched_from_the_hub(tmp_path: Path) -> None:
+def test_files_fetched_from_the_hub(tmp_path: Path) -> None:
     """Not the weights a second time: Mistral's repositories have them in one file for another program, too."""
     wanted = [
         "config.json",
@@ -63,7 +63,7 @@ def test_what_is_fetched_from_the_hub(tmp_path: Path) -> None:
     assert all((directory / name).read_text() == name for name in wanted)
 
 
-def test_the_fingerprint_is_of_the_weights_that_are_loaded(tmp_path: Path) -> None:
+def test_fingerprint_covers_the_loaded_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = fingerprint(tmp_path)
     (tmp_path / "consolidated.safetensors").write_bytes(b"the same in another form")
@@ -72,7 +72,7 @@ def test_the_fingerprint_is_of_the_weights_that_are_loaded(tmp_path: Path) -> No
     assert fingerprint(tmp_path) != before
 
 
-def test_the_fingerprint_finds_a_small_tensor_and_a_copy_that_was_broken_off(tmp_path: Path) -> None:
+def test_fingerprint_sees_small_tensors_and_truncated_copies(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     weights = {"large": torch.ones(6 << 20), "norm": torch.ones(64), "other": torch.ones(1 << 20)}
     save_file(weights, file)
@@ -88,7 +88,7 @@ def test_the_fingerprint_finds_a_small_tensor_and_a_copy_that_was_broken_off(tmp
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c"])
-def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
+def test_non_hub_ids_are_directories(path: str) -> None:
     assert "no such directory" in refused(path=path)
 
 
@@ -126,11 +126,11 @@ def test_what_does_not_look_like_a_hub_id_is_a_directory(path: str) -> None:
         ({**SMALL, "model_type": "gpt2", "n_embd": 2**40}, "n_embd is 1099511627776: no model"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(config: dict[str, object], expected: str) -> None:
+def test_untrainable_models_are_refused(config: dict[str, object], expected: str) -> None:
     assert expected in refused(config=config)
 
 
-def test_quantised_weights_are_refused_and_a_shape_that_says_so_is_not_quantised(tmp_path: Path) -> None:
+def test_quantised_weights_are_refused_but_shapes_are_not(tmp_path: Path) -> None:
     """What BitNet's layers compute, for one, is not what the same weights in plain ones do."""
     config = {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "bitnet", "linear_class": "auto"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -147,7 +147,7 @@ def test_infinities_as_transformers_writes_them(tmp_path: Path) -> None:
     assert resolve(ModelSection(path=str(tmp_path))).config.time_step_limit[1] == math.inf
 
 
-def test_files_that_are_no_config(tmp_path: Path) -> None:
+def test_invalid_config_files(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     assert "no config.json here" in refused(path=str(tmp_path))
     file.write_text("{")
@@ -170,7 +170,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, shared: Path) ->
     assert len(load_tokenizer(tmp_path)) == 512
 
 
-def test_an_empty_window_is_named_and_one_that_nobody_slides_is_not() -> None:
+def test_empty_window_is_named_only_if_used() -> None:
     assert "sliding_window is 0: in such a window" in refused(config={"model_type": "mistral", "sliding_window": 0})
     resolve(ModelSection(config={"model_type": "qwen2", "sliding_window": 0, "use_sliding_window": False}))
 
@@ -179,7 +179,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 102
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
-def test_a_pointer_of_git_lfs_is_told_as_one(tmp_path: Path, shared: Path, name: str) -> None:
+def test_git_lfs_pointer_is_named(tmp_path: Path, shared: Path, name: str) -> None:
     shutil.copytree(shared / "models" / "stories260K", tmp_path / "model")
     (tmp_path / "model" / name).unlink()
     (tmp_path / "model" / name).write_text(POINTER)
@@ -190,7 +190,7 @@ def test_a_pointer_of_git_lfs_is_told_as_one(tmp_path: Path, shared: Path, name:
         ByteMap.from_directory(tmp_path / "model")
 
 
-def test_the_vocabulary_has_room_for_the_largest_number_and_grows_for_tokens_that_were_added_alone() -> None:
+def test_vocabulary_fits_the_largest_id_and_added_tokens() -> None:
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     made = resolve(ModelSection(config={"model_type": "llama"}))
     made.adopt_tokenizer(tokenizer, 5000, added=False)  # vocabularies may have holes
@@ -206,7 +206,7 @@ def test_the_vocabulary_has_room_for_the_largest_number_and_grows_for_tokens_tha
 @pytest.mark.parametrize(
     ("model_type", "key"), [("roberta", "pad_token_id"), ("modernbert-decoder", "bos_token_id"), ("llama", None)]
 )
-def test_a_model_that_cannot_be_without_a_special_token_says_so(model_type: str, key: str | None) -> None:
+def test_model_names_its_required_special_token(model_type: str, key: str | None) -> None:
     source = resolve(ModelSection(config={"model_type": model_type}))
     source.assume_vocabulary(300)
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # without any
@@ -226,7 +226,7 @@ def test_a_model_that_cannot_be_without_a_special_token_says_so(model_type: str,
         ({"model_type": "mamba"}, None),
     ],
 )
-def test_positions_are_those_that_the_models_code_has(config: dict[str, object], longest: int | None) -> None:
+def test_positions_equal_those_of_the_model_code(config: dict[str, object], longest: int | None) -> None:
     source = resolve(ModelSection(config=config))
     assert source.positions == longest
     source.check_length(longest or 10**6)

@@ -93,9 +93,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_transformers_saves_is_loaded_and_exported_the_same(
-    saved: tuple[Any, Path], tmp_path: Path, world: int, direct: bool
-) -> None:
+def test_load_and_export_equal_transformers(saved: tuple[Any, Path], tmp_path: Path, world: int, direct: bool) -> None:
     model, folder = saved
     weights = weights_of(model)
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
@@ -149,7 +147,7 @@ def test_for_other_peoples_scripts(saved: tuple[Any, Path]) -> None:
         ("deepseek_v3", ["model.layers.61.eh_proj.weight", "model.layers.61.mlp.experts.0.up_proj.weight"]),
     ],
 )
-def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[str], tmp_path: Path) -> None:
+def test_tensors_ignored_by_transformers_are_skipped(kind: str, beside: list[str], tmp_path: Path) -> None:
     model, told = model_of(kind), []
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(3) for name in beside}
@@ -171,7 +169,7 @@ def test_what_transformers_does_not_load_is_passed_over(kind: str, beside: list[
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
-def test_weights_that_are_tied_and_differ_are_refused(tmp_path: Path) -> None:
+def test_differing_tied_weights_are_refused(tmp_path: Path) -> None:
     """As a fine-tune leaves them that untied its head, and not its config.json: transformers would not tie them."""
     model = model_of("qwen3_moe")
     model.save_pretrained(tmp_path)
@@ -192,7 +190,7 @@ def test_weights_that_are_tied_and_differ_are_refused(tmp_path: Path) -> None:
         assert isinstance(error, WeightsFileError) and "set tie_word_embeddings to false" in str(error)
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_expert_is_named(tmp_path: Path) -> None:
     model = model_of("mixtral")
     model.save_pretrained(tmp_path)
     index = {name: "model.safetensors" for name in load_file(tmp_path / "model.safetensors") if ".3.w2" not in name}
@@ -212,14 +210,14 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_models_that_are_stored_as_they_are_held() -> None:
+def test_models_with_equal_stored_and_held_tensors() -> None:
     for kind, more in (("llama", {}), ("gpt_oss", {"num_local_experts": 4})):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **more}))
         assert published_of(model, [(name, tuple(p.shape)) for name, p in model.named_parameters()]) is None
 
 
-def test_a_part_is_cut_where_what_is_published_ends() -> None:
+def test_parts_end_at_published_tensor_borders() -> None:
     """A rank's part begins and ends anywhere: inside of an expert, too."""
     weight = torch.arange(24.0).view(2, 4, 3)
     published = [
@@ -301,7 +299,7 @@ def as_they_are_held(weights: Weights) -> Weights:
         ("gpt_neox", {}, as_they_are_held),
     ],
 )  # fmt: skip
-def test_names_that_transformers_knows(
+def test_names_known_to_transformers_load(
     kind: str, of_kind: dict[str, Any], rename: Callable[[Weights], Weights], tmp_path: Path
 ) -> None:
     model, file = saved_as(kind, of_kind, tmp_path)
@@ -313,7 +311,7 @@ def test_names_that_transformers_knows(
         assert torch.equal(of_transformers[name], weight) and torch.equal(loaded[name], weight), name
 
 
-def test_of_two_tensors_that_would_be_one_none_is_taken(tmp_path: Path) -> None:
+def test_colliding_tensors_are_both_refused(tmp_path: Path) -> None:
     model, file = saved_as("bert", {"is_decoder": True}, tmp_path)
     stored = as_tensorflow_had_them(load_file(file))
     name = "bert.embeddings.LayerNorm.gamma"

@@ -31,7 +31,7 @@ def test_attention_by_window(model_type: str, settings: dict[str, Any], expected
     assert attention_widths(AutoConfig.for_model(model_type, **SIZES, **settings)) == expected
 
 
-def test_biases_of_routers_are_kept_in_fp32() -> None:
+def test_router_biases_stay_fp32() -> None:
     with torch.device("meta"):
         llama, deepseek = (
             AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=4))

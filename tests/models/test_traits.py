@@ -51,14 +51,12 @@ def test_traits(model_type: str, packs: bool, plain_head: bool, looks_up: bool) 
 
 
 @pytest.mark.parametrize(("settings", "attention"), [({}, "sdpa"), ({"alibi": True}, "eager")])
-def test_attention_of_a_model_that_does_not_pack_gives_what_its_eager_one_does(
-    settings: dict[str, Any], attention: str
-) -> None:
+def test_unpacked_attention_equals_eager(settings: dict[str, Any], attention: str) -> None:
     """Falcon's way with torch's attention scales the biases of positions otherwise."""
     assert traits(AutoConfig.for_model("falcon", **settings)).attention == attention
 
 
-def test_a_model_that_sees_what_follows_is_refused() -> None:
+def test_non_causal_model_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="Not a causal language model"):
         traits(AutoConfig.for_model("xlm"))
 
@@ -86,7 +84,7 @@ class Forgetful(LlamaForCausalLM):  # type: ignore[misc]
         return super().forward(*arguments, **options)
 
 
-def test_a_model_that_changes_its_weights_is_refused() -> None:
+def test_model_that_changes_its_weights_is_refused() -> None:
     AutoConfig.register("forgetful_llama", ForgetfulConfig)
     AutoModelForCausalLM.register(ForgetfulConfig, Forgetful)
     with pytest.raises(
@@ -97,7 +95,7 @@ def test_a_model_that_changes_its_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_frequencies_are_those_of_each_document(rope: str) -> None:
+def test_rope_frequencies_follow_the_document(rope: str) -> None:
     model_type, more = ROPES[rope]
     config = config_of(model_type, **more)
     assert traits(config, 32).packs and not traits(config, 33).packs and not traits(config).packs
@@ -123,7 +121,7 @@ def test_narrow_keeps_kinds_and_switches() -> None:
     assert has_dropout(small) and not has_dropout(narrow(config, dropout=False))
 
 
-def test_narrow_has_what_matters_only_for_long_documents_and_large_values() -> None:
+def test_narrow_keeps_long_document_traits() -> None:
     """Llama 4 scales attention from the 8,192nd token on; clamps at the sizes of trained models change nothing."""
     assert narrow(AutoConfig.for_model("llama4_text")).floor_scale < LENGTHS[0]
     assert narrow(AutoConfig.for_model("olmo", clip_qkv=8.0)).clip_qkv == 1.0

@@ -80,7 +80,7 @@ def said_yes(folder: Path, *words: str) -> tuple[int, str]:
     ids=lambda command: f"{command[0]} {command[-1]}",
 )
 @pytest.mark.parametrize("model_type", ["strange", pytest.param("llama", marks=pytest.mark.long)])
-def test_it_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str) -> None:
+def test_untrusted_code_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str) -> None:
     ran = tmp_path / "ran"
     directory, config = strange(tmp_path / "strange", ran, model_type), write_config(tmp_path)
     if "data.tokenizer=STRANGE" in command:
@@ -100,7 +100,7 @@ def test_it_is_not_run(tmp_path: Path, command: tuple[str, ...], model_type: str
         assert status == 2 and last.startswith("aliquot: ") and "Traceback" not in errors, errors
 
 
-def test_a_tokenizer_that_comes_with_code_is_taken_without_it_from_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_tokenizer_with_code_loads_without_it(tmp_path: Path) -> None:
     directory, alone = strange(tmp_path / "strange", tmp_path / "ran", "llama"), tmp_path / "alone"
     (directory / "config.json").unlink()
     byte_level().backend_tokenizer.save(str(directory / "tokenizer.json"))
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_comes_with_code_is_taken_without_it_from_a_directory_o
 
 @pytest.mark.long
 @pytest.mark.parametrize("model_type", ["strange", "llama"])
-def test_a_checkpoint_that_names_code_is_exported_without_it(tmp_path: Path, model_type: str) -> None:
+def test_export_drops_the_named_code(tmp_path: Path, model_type: str) -> None:
     trained(write_config(tmp_path, train={"max_steps": 2}, checkpoint={"export": False}))
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     saved, ran = read_manifest(checkpoint), tmp_path / "ran"
@@ -152,9 +152,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ],
     ids=["data", "marked data", "chat"],
 )
-def test_a_template_that_loops_for_ever(
-    monkeypatch: pytest.MonkeyPatch, template: str, render: Callable[..., Any]
-) -> None:
+def test_endless_template_ends(monkeypatch: pytest.MonkeyPatch, template: str, render: Callable[..., Any]) -> None:
     monkeypatch.setattr(untrusted_code, "TEMPLATE_CPU_S", 0.05)
     tokenizer = byte_level()
     tokenizer.chat_template = template
