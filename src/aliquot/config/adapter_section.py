@@ -72,23 +72,20 @@ def _comparable(value: Any) -> Any:
 def adapter_settings(directory: Path) -> dict[str, Any]:
     """Return the settings of a saved adapter by the keys of the `adapter` section.
 
-    Raises:
-        UserError: the directory holds no adapter, or an adapter that is not plain LoRA.
+    Raises UserError if the directory holds no adapter, or an adapter that is not plain LoRA.
     """
     fields = _read_fields(directory)
     unsupported = [key for key in _UNSUPPORTED if fields.get(key)]
     unsupported += ["bias"] if fields.get("bias", "none") != "none" else []
     unsupported += ["init_lora_weights"] if str(fields.get("init_lora_weights")).startswith(_CHANGE_THE_BASE) else []
+    file = directory / ADAPTER_CONFIG
     if fields.get("peft_type") != "LORA" or unsupported:
         reason = f"it has {unsupported[0]}" if unsupported else f"peft_type is {fields.get('peft_type')}"
-        raise ConfigError(
-            f"not an adapter of the plain kind: {reason}, and adapter.type is lora", directory / ADAPTER_CONFIG
-        )
+        raise ConfigError(f"not an adapter of the plain kind: {reason}, and adapter.type is lora", file)
     modules = fields.get("target_modules")
     if isinstance(modules, str) and modules != "all-linear":
         raise ConfigError(
-            f"target_modules is the pattern {modules!r}: write the names that it matches as a list there",
-            directory / ADAPTER_CONFIG,
+            f"target_modules is the pattern {modules!r}: write the names that it matches as a list there", file
         )
     return {key: fields[peft_key] for peft_key, key in _PEFT_NAMES.items() if peft_key in fields}
 
@@ -96,8 +93,7 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
 def adapter_base_model(directory: Path, base: str | None = None) -> str:
     """Return the model that the adapter in `directory` adapts: `base`, else the model that its configuration names.
 
-    Raises:
-        UserError: no model is named, or the model has moved.
+    Raises UserError if no model is named, or the model has moved.
     """
     if base is not None:
         return base

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from aliquot.config.deepspeed_keys import RULES, KeyRule, rule_for
+from aliquot.config.key_locations import KeyPath, Location, key_lines
 from aliquot.core.decode import BoundedLoader, TooDeepError, decode_json
 from aliquot.core.errors import DeepspeedConfigError
 from aliquot.core.paths import with_home
@@ -24,7 +25,7 @@ _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_p
 # Every dotted path that has keys below it.
 _SECTIONS = {path[:dot] for path in RULES for dot in range(len(path)) if path[dot] == "."}
 
-Locations = dict[tuple[str, ...], str]
+Locations = dict[KeyPath, Location]
 
 
 def _is_number(value: object) -> bool:
@@ -37,6 +38,10 @@ _Type = tuple[str, Callable[[Any], bool]]
 _SECTION: _Type = ("an object of settings, or leave it out", lambda value: isinstance(value, dict))
 _NUMBER: _Type = ("a number", _is_number)
 _TEXT: _Type = ("a name", lambda value: isinstance(value, str))
+_ZERO_NUMBERS = (
+    "reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)  # fmt: skip
 _TYPES: dict[str, _Type] = {
     "bf16.enabled": ("true or false", lambda value: isinstance(value, bool)),
     "optimizer.type": _TEXT,
@@ -46,33 +51,17 @@ _TYPES: dict[str, _Type] = {
     ),
     "scheduler.type": _TEXT,
     **{f"{section}.device": ("cpu or none", lambda value: value in ("cpu", "none", "nvme")) for section in _OFFLOADS},
-    **{
-        f"{section}.nvme_path": ("a path", lambda value: value is None or isinstance(value, str))
-        for section in _OFFLOADS
-    },
-    **{
-        f"zero_optimization.{key}": _NUMBER
-        for key in (
-            "reduce_bucket_size",
-            "sub_group_size",
-            "stage3_prefetch_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-        )
-    },
+    **{f"{section}.nvme_path": ("a path", lambda x: x is None or isinstance(x, str)) for section in _OFFLOADS},
+    **{f"zero_optimization.{key}": _NUMBER for key in _ZERO_NUMBERS},
 }
 
 
 def fill_from_deepspeed(values: dict[str, Any], locations: Locations) -> None:
     """Replace the path in `shard.deepspeed_config` by its JSON, and copy its values to the equivalent keys.
 
-    Args:
-        values: the nested values of a run config, which are changed.
-        locations: where each key was written; the locations of the filled keys are added.
-
-    Raises:
-        UserError: the file cannot be read, a key is unknown or rejected, or a value contradicts the run config; the
-            message names both places.
+    Changes the nested `values` of a run config, and adds the locations of the filled keys to `locations`. Raises
+    UserError for a file that cannot be read, a key that is unknown or rejected, and a value that contradicts the run
+    config; that message names both places.
     """
     shard = values.get("shard")
     setting = shard.get("deepspeed_config") if isinstance(shard, dict) else None
@@ -85,13 +74,13 @@ def fill_from_deepspeed(values: dict[str, Any], locations: Locations) -> None:
         deepspeed = setting
     else:
         raise DeepspeedConfigError("shard.deepspeed_config is the path of a DeepSpeed JSON", locations.get(_CONFIG_KEY))
-    train = values.get("train")
-    if train is None:
-        train = values["train"] = {}
+    if values.get("train") is None:
+        values["train"] = {}
+    train = values["train"]
     if not isinstance(train, dict):  # the schema reports it
         return
     _check(deepspeed, train, locations)
-    filled = {}
+    filled = set()
     for path, filled_key, value in _equivalents(deepspeed):
         section, _, key = filled_key.partition(".")
         place = _place(path, locations)
@@ -104,7 +93,7 @@ def fill_from_deepspeed(values: dict[str, Any], locations: Locations) -> None:
         if earlier is None:
             train[key] = value
             locations[section, key] = place
-            filled[key] = path
+            filled.add(key)
     _check_batch_sizes(train, filled, deepspeed, locations)
 
 
@@ -123,18 +112,11 @@ def _read(path: Path, locations: Locations) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise DeepspeedConfigError("a DeepSpeed config is an object of settings", str(path))
     try:
-        _locate(yaml.compose(text, Loader=BoundedLoader), _CONFIG_KEY, str(path), locations)
+        for keys, line in key_lines(yaml.compose(text, Loader=BoundedLoader), _CONFIG_KEY):
+            locations[keys] = f"{path}:{line}"
     except yaml.YAMLError:  # tabs, which YAML does not allow: errors name the file without a line
         locations[_CONFIG_KEY] = str(path)
     return settings
-
-
-def _locate(node: Any, keys: tuple[str, ...], name: str, locations: Locations) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            path = (*keys, str(key.value))
-            locations[path] = f"{name}:{key.start_mark.line + 1}"
-            _locate(value, path, name, locations)
 
 
 def _place(path: str, locations: Locations) -> str:
@@ -164,8 +146,7 @@ def _check_types(values: Mapping[str, Any], locations: Locations, prefix: str = 
         if expected is None and rule is not None and rule.fills is not None and isinstance(value, dict | str):
             expected = _NUMBER
         if expected is not None and not expected[1](value) and (value != AUTO or path in _SECTIONS):
-            shown = json.dumps(value, default=str)
-            raise _error(path, f"is {shown}: expected {expected[0]}", locations)
+            raise _error(path, f"is {json.dumps(value, default=str)}: expected {expected[0]}", locations)
         if isinstance(value, dict):
             _check_types(value, locations, f"{path}.")
 
@@ -181,8 +162,14 @@ def _check(deepspeed: Mapping[str, Any], train: Mapping[str, Any], locations: Lo
             raise _error(path, f"is no key of DeepSpeed that aliquot knows{hint}", locations)
         if rule is not None and rule.kind == "rejected" and not _is_harmless(rule, path, value, deepspeed):
             raise _error(path, f"is {value!r}: {rule.note}", locations)
-        if section.endswith(("offload_optimizer", "offload_param")) and path.endswith(".device") and value == "nvme":
-            _reject_nvme(deepspeed, section, _place(path, locations))
+        if section in _OFFLOADS and path.endswith(".device") and value == "nvme":
+            nvme = deepspeed["zero_optimization"][section.rpartition(".")[2]].get("nvme_path")
+            place = f"{_place(path, locations)}: {section}"
+            if nvme is None or not Path(nvme).is_dir():
+                raise DeepspeedConfigError(f"{place} is to NVMe, but its nvme_path {nvme!r} is no directory")
+            raise DeepspeedConfigError(
+                f"{place} to NVMe is not supported, since checkpoints read parts in memory: use cpu"
+            )
     optimizer = deepspeed.get("optimizer", {}).get("type", "AdamW")
     if optimizer.lower() not in ("adam", "adamw", AUTO):
         raise _error("optimizer.type", f"is {optimizer!r}: only Adam and AdamW", locations)
@@ -192,21 +179,11 @@ def _check(deepspeed: Mapping[str, Any], train: Mapping[str, Any], locations: Lo
 def _is_harmless(rule: KeyRule, path: str, value: object, deepspeed: Mapping[str, Any]) -> bool:
     if value == AUTO:
         return True
-    if path.count(".") == 1 and rule_for(path.partition(".")[0]) is rule:
-        section = deepspeed[path.partition(".")[0]]
-        return section.get("enabled") is False or section.get("enabled") == AUTO
-    return any(
-        value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in rule.harmless
-    )
-
-
-def _reject_nvme(deepspeed: Mapping[str, Any], section: str, place: str) -> None:
-    path = deepspeed["zero_optimization"][section.rpartition(".")[2]].get("nvme_path")
-    if path is None or not Path(path).is_dir():
-        raise DeepspeedConfigError(f"{place}: {section} is to NVMe, but its nvme_path {path!r} is no directory")
-    raise DeepspeedConfigError(
-        f"{place}: {section} to NVMe is not supported, since checkpoints read parts in memory: use cpu"
-    )
+    section = path.partition(".")[0]
+    if path.count(".") == 1 and rule_for(section) is rule:
+        enabled = deepspeed[section].get("enabled")
+        return enabled is False or enabled == AUTO
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in rule.harmless)
 
 
 def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
@@ -221,8 +198,7 @@ def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], loc
         steps = train.get("warmup_steps")
         steps = (train.get("warmup_ratio") or 0) if steps is None else steps
     if steps != 0 and "warmup_type" not in options:
-        trouble = 'warms up along a logarithm by default: set "warmup_type": "linear"'
-        raise _error("scheduler", trouble, locations)
+        raise _error("scheduler", 'warms up along a logarithm by default: set "warmup_type": "linear"', locations)
     if kind == "WarmupCosineLR" and "cos_min_ratio" not in options:
         raise _error("scheduler", 'ends above 0 by default: set "cos_min_ratio": 0', locations)
 
@@ -234,9 +210,9 @@ def _equivalents(deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]
         if value == AUTO or rule is None:
             continue
         if path == "optimizer.params.betas":
-            for index, key in enumerate(("train.adam_beta1", "train.adam_beta2")):
-                if value[index] != AUTO:
-                    yield path, key, value[index]
+            for key, beta in zip(("train.adam_beta1", "train.adam_beta2"), value, strict=True):
+                if beta != AUTO:
+                    yield path, key, beta
         elif path == "bf16.enabled":
             yield path, "train.precision", "bf16" if value else "fp32"
         elif path == "scheduler.type":
@@ -246,19 +222,14 @@ def _equivalents(deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]
 
 
 def _check_batch_sizes(
-    train: dict[str, Any], filled: Mapping[str, str], deepspeed: Mapping[str, Any], locations: Locations
+    train: dict[str, Any], filled: Collection[str], deepspeed: Mapping[str, Any], locations: Locations
 ) -> None:
-    """Refuse three batch numbers, of which two fix the third, unless the JSON alone sets all three.
-
-    In that case the total is checked later, when the number of ranks is known.
-    """
+    """Refuse three batch numbers, of which two fix the third. If the JSON sets all, the total is checked later."""
     if not all(train.get(key) is not None for key in _SIZES):
         return
     if "global_batch_size" in filled and "train_batch_size" in deepspeed:
         del train["global_batch_size"]
         del locations["train", "global_batch_size"]
         return
-    places = ", ".join(
-        f"train.{key} {train[key]} at {locations.get(('train', key), 'the run config')}" for key in _SIZES
-    )
-    raise DeepspeedConfigError(f"{places}: two of them fix the third, leave one out")
+    places = (f"train.{key} {train[key]} at {locations.get(('train', key), 'the run config')}" for key in _SIZES)
+    raise DeepspeedConfigError(f"{', '.join(places)}: two of them fix the third, leave one out")

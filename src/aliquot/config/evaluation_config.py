@@ -23,7 +23,7 @@ _SHARED_SEQUENCES = 64  # by which the automatic number of ranks is chosen; the 
 
 
 def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base: str | None = None) -> RunConfig:
-    """Return the configuration to evaluate a model on a text.
+    """Return the configuration to evaluate a model on a text. Raises UserError, also without evaluation data.
 
     Args:
         model: a model, or an adapter.
@@ -31,9 +31,6 @@ def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base
             configuration for sequences, precision and ranks apply; the tokenizer is the model's.
         overrides: `section.key=value`, except for the keys that `model` and `data` set.
         base: the model of an adapter, if it has moved.
-
-    Raises:
-        UserError: as `read_config` raises it; or the configuration has no evaluation data.
     """
     if data.endswith((".yaml", ".yml")):
         config = read_config(Path(data), overrides)

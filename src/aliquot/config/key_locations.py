@@ -16,7 +16,7 @@ KeyPath = tuple[str, ...]
 _DOTTED_KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 
 
-def key_lines(node: yaml.Node, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+def key_lines(node: yaml.Node | None, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
     """Yield (path, line) of every key and list item below `node`."""
     if isinstance(node, yaml.SequenceNode):
         children = [(str(index), item, item) for index, item in enumerate(node.value)]

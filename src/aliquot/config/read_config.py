@@ -25,10 +25,7 @@ def read_config(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and validate the configuration in `file`; paths inside it are relative to the working directory.
 
     An override replaces one key and is parsed as YAML: `train.max_steps=10`, `model.config.hidden_size=64`,
-    `data.path=[a.txt, b.txt]`.
-
-    Raises:
-        UserError: a value is wrong; the message names file:line, or the override, and the key.
+    `data.path=[a.txt, b.txt]`. Raises UserError with file:line, or the override, and the key of a wrong value.
     """
     return read_with_locations(Path(file), overrides)[0]
 
@@ -53,14 +50,11 @@ def read_with_locations(file: Path, overrides: Sequence[str] = ()) -> tuple[RunC
 
 
 def validate(values: Mapping[str, Any], locations: Mapping[KeyPath, Location], source: str) -> RunConfig:
-    """Return nested `values` as a RunConfig.
+    """Return nested `values` as a RunConfig. Raises ConfigError in one line for all problems.
 
     Args:
         locations: where each key was written, for errors.
         source: what an error about a missing key names.
-
-    Raises:
-        ConfigError: one line for all problems.
     """
     try:
         return RunConfig.model_validate(values)
@@ -91,12 +85,11 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPat
         raise ConfigError(f"override {override[:200]!r}: the value is not valid YAML") from None
     section = values
     for depth, key in enumerate(keys[:-1], 1):
-        inner = section.setdefault(key, {})
-        if inner is None:
-            inner = section[key] = {}
-        if not isinstance(inner, dict):
+        if section.get(key) is None:
+            section[key] = {}
+        section = section[key]
+        if not isinstance(section, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[:depth])} is not a section")
-        section = inner
     section[keys[-1]] = value
     locations[keys] = f"override {override!r}"
 
