@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from aliquot.cluster.crds import KindSchema, read_crds
-from aliquot.cluster.field_types import schemas_of_kind
+from aliquot.cluster.kind_schemas import KindSchema, read_crds, schemas_of_kind
 from aliquot.cluster.schemas import violations
 from tests.conftest import SHARED
 

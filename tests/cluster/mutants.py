@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aliquot.cluster.crds import KindSchema
-from aliquot.cluster.field_types import schema_below, schemas_of_kind
+from aliquot.cluster.kind_schemas import KindSchema, schema_below, schemas_of_kind
 
 Document = dict[str, Any]
 _OF_ANOTHER_KIND = [True, 7, -1, 2.5, "", "x", "no such value!", [], ["x"], [None], {}, {"x": "y"}, None, 1 << 40]

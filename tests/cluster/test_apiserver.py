@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from aliquot.cluster.check import check_manifests
-from aliquot.cluster.crds import KindSchema, is_core, read_crds, supported
+from aliquot.cluster.kind_schemas import KindSchema, is_core, read_crds, supported
 from aliquot.cluster.live_cluster import ask_cluster
-from aliquot.cluster.manifest_yaml import to_yaml
-from aliquot.cluster.manifests import ManifestObject, parse_manifests
+from aliquot.cluster.manifests import ManifestObject, parse_manifests, to_yaml
 from aliquot.cluster.render import documents, render, write
 from tests.cluster.apiserver import NEEDS_SERVER, Server, crd_folders, kubectl
 from tests.cluster.cases import cpu_job

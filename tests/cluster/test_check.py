@@ -19,8 +19,7 @@ from aliquot.cli.instances_command import instance_planner
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.findings import RULES, RuleFinding
 from aliquot.cluster.job import Job, describe, placed
-from aliquot.cluster.manifest_yaml import to_yaml
-from aliquot.cluster.manifests import ManifestObject, parse_manifests
+from aliquot.cluster.manifests import ManifestObject, parse_manifests, to_yaml
 from aliquot.cluster.render import documents
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError

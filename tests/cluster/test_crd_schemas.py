@@ -10,8 +10,8 @@ import yaml
 
 from aliquot.cluster import rules_schemas
 from aliquot.cluster.check import check_manifests
-from aliquot.cluster.crds import KindSchema, read_crds
 from aliquot.cluster.findings import RuleFinding
+from aliquot.cluster.kind_schemas import KindSchema, read_crds
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.cluster.schemas import admitted, core_violations, violations
 from aliquot.core.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.job import Job, describe
-from aliquot.cluster.pod_config import shipped_config
+from aliquot.cluster.pod import shipped_config
 from aliquot.cluster.render import documents
 from aliquot.cluster.trainjob import _all_together, cluster_training_runtime, train_job, training_runtime
 from aliquot.core.errors import UserError

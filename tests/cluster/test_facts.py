@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aliquot.cluster.crds import supported
+from aliquot.cluster.kind_schemas import supported
 from aliquot.cluster.schemas import check_schema
 from tests.cluster.crd import CRDS, needs_crds
 from tests.tools.cluster_facts import FILE, facts

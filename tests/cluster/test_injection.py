@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from aliquot.cluster.job import Job, describe
-from aliquot.cluster.manifest_yaml import to_yaml
-from aliquot.cluster.pod_config import CONFIG_FILE, shipped_config
+from aliquot.cluster.manifests import to_yaml
+from aliquot.cluster.pod import CONFIG_FILE, shipped_config
 from aliquot.cluster.render import documents, render
 from aliquot.config.read_config import read_config
 from aliquot.planner.plan import PhaseMemory

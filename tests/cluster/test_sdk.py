@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from aliquot.cluster.manifest_yaml import to_yaml
+from aliquot.cluster.manifests import to_yaml
 from aliquot.cluster.trainjob import cluster_training_runtime
 from tests.cluster.apiserver import NEEDS_SERVER, Server, kubectl
 from tests.cluster.cases import cpu_job

@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from aliquot.cli.main import app
-from aliquot.cluster.crds import read_crds
+from aliquot.cluster.kind_schemas import read_crds
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.config.adapter_section import adapter_settings
 from aliquot.config.data_section import DataSection

@@ -79,7 +79,7 @@ def check(
     """Find errors that would keep a job from running. Exit code 1: there is an error."""
     with one_line_errors(debug):
         from aliquot.cluster.check import check_job_of_config, check_manifests, errors_first
-        from aliquot.cluster.crds import read_crds
+        from aliquot.cluster.kind_schemas import read_crds
         from aliquot.cluster.live_cluster import ask_cluster, crds_of_cluster
         from aliquot.cluster.manifests import is_manifest, read_manifests
         from aliquot.cluster.render import parsed

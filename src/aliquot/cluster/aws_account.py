@@ -94,9 +94,8 @@ def _node_class(
 ) -> Iterator[RuleFinding]:
     groups = account.groups(node_class.items("spec", "securityGroupSelectorTerms"), node_class)
     if groups == []:
-        yield finding(
-            "security-group", node_class, "no security group meets its terms", "tag one, or correct the terms"
-        )
+        fix = "tag one, or correct the terms"
+        yield finding("security-group", node_class, "no security group meets its terms", fix)
     elif groups and not any(_allows_itself(group, groups) for group in groups):
         names = ", ".join(group["GroupId"] for group in groups)
         yield finding(
@@ -106,9 +105,8 @@ def _node_class(
         )  # fmt: skip
     subnets = account.subnets(node_class.items("spec", "subnetSelectorTerms"), node_class)
     if subnets == []:
-        yield finding(
-            "subnet", node_class, "no subnet meets its terms", "tag the private subnets, or correct the terms"
-        )
+        fix = "tag the private subnets, or correct the terms"
+        yield finding("subnet", node_class, "no subnet meets its terms", fix)
     zones = {subnet["AvailabilityZone"] for subnet in subnets or []}
     for pool in select_kinds(manifests, "NodePool"):
         for zone in pool_view(pool).values(ZONE):
@@ -118,10 +116,8 @@ def _node_class(
 
 def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFinding]:
     if not any(_allows_itself(group, groups, _LUSTRE_PORT) for group in groups):
-        yield finding(
-            "security-group", where, f"TCP {_LUSTRE_PORT} is not open among the nodes and the file system",
-            "all traffic from the group itself, or TCP 988 and 1018-1023",
-        )  # fmt: skip
+        message = f"TCP {_LUSTRE_PORT} is not open among the nodes and the file system"
+        yield finding("security-group", where, message, "all traffic from the group itself, or TCP 988 and 1018-1023")
 
 
 def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from aliquot.cluster.crds import KindSchema, supported
 from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, configs_of, job_views
+from aliquot.cluster.kind_schemas import KindSchema, supported
 from aliquot.cluster.manifests import ManifestObject, dig, select_kinds
 from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
-from aliquot.cluster.rules_job import check_config_maps, check_elastic, check_job
+from aliquot.cluster.rules_job import check_elastic, check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
-from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together
 from aliquot.cluster.rules_schemas import check_schemas
-from aliquot.cluster.rules_security import check_security
-from aliquot.cluster.rules_storage import check_storage
+from aliquot.cluster.rules_security import check_secrets, check_security
+from aliquot.cluster.rules_volumes import check_pods_references, check_storage
 
 
 def check_manifests(
@@ -27,9 +26,7 @@ def check_manifests(
 ) -> list[RuleFinding]:
     """Return the findings, errors first.
 
-    Args:
-        job: the job from which the manifests were rendered.
-        crds: schemas that replace the shipped schemas of their kinds.
+    The manifests were rendered from `job`, if it is known; `crds` replace the shipped schemas of their kinds.
     """
     given_kinds = {(schema.group, schema.kind) for schema in crds}
     known = [*crds, *(schema for schema in supported() if (schema.group, schema.kind) not in given_kinds)]
@@ -40,18 +37,18 @@ def check_manifests(
     for node_class in select_kinds(manifests, "EC2NodeClass"):
         findings.extend(check_node_class(node_class, pools))
     findings.extend(check_references(manifests))
-    findings.extend(check_storage(manifests))
-    trainer, plan, grace_s = (
-        (job.section.trainer, job.plan, job.config.checkpoint.grace_s) if job is not None else (None, None, None)
-    )
-    views = job_views(list(manifests))
+    views = job_views(manifests)
+    findings.extend(check_storage(views, manifests))
     findings.extend(check_pods_references(views, manifests))
     findings.extend(check_security(views, manifests))
     for view in views:
-        findings.extend(check_job(view, trainer, plan, _grace_s(view, manifests) if grace_s is None else grace_s))
+        if job is not None:
+            findings.extend(check_job(view, job.section.trainer, job.plan, job.config.checkpoint.grace_s))
+        else:
+            findings.extend(check_job(view, None, None, _grace_s(view, manifests)))
         findings.extend(check_elastic(view, manifests))
         findings.extend(check_together(view, pools, manifests))
-    findings.extend(check_config_maps(manifests))
+    findings.extend(check_secrets(views, manifests))
     if job is not None:
         findings.extend(check_config(job))
     return errors_first(findings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -115,3 +117,9 @@ class RuleFinding:
 def finding(rule: str, where: object, message: str, fix: str, level: Level | None = None) -> RuleFinding:
     """Make a finding; `level` overrides the level of the rule."""
     return RuleFinding(rule, str(where), message, fix, level or RULES[rule].level)
+
+
+def did_you_mean(word: object, known: Iterable[str], otherwise: str, similarity: float = 0.6) -> str:
+    """Return a fix that names the most similar of `known`, or else `otherwise`."""
+    near = difflib.get_close_matches(str(word), list(known), 1, similarity)
+    return f"did you mean {near[0]}?" if near else otherwise

@@ -1,4 +1,4 @@
-"""Describe a job on a cluster, from a config and its plan: resources of a pod, types of nodes, scratch space."""
+"""Describe a job on a cluster, from a config and its plan: resources of a pod, types of nodes, scratch space, names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aliquot.catalogue.instances import InstanceType, instance
+from aliquot.cluster.manifests import Document
 from aliquot.cluster.node_pool_view import allocatable_disk_bytes
 from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster_section import ClusterSection
@@ -18,11 +19,17 @@ from aliquot.planner.plan import Plan
 EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"
 AMX_TAINT = "intel.com/amx"
+POOL_LABEL = "aliquot.io/pool"
 
 LOGS_BYTES = 2 * GIB  # disk of a pod in addition to its scratch space
 _SYSTEM_BYTES = 30 * GIB  # of a node's volume: system, images and logs
 _IMAGES_BYTES = 10 * GIB  # images and logs on local disks
 _NAME_LENGTH = 40
+# Fields in which the types of a job are equal.
+_EQUAL = {
+    "arch": "architecture", "vcpus": "vCPUs", "gpus": "GPUs", "gpu_name": "GPU", "gpu_memory_bytes": "bytes of a GPU",
+    "efa_interfaces": "EFA interfaces", "amx": "AMX",
+}  # fmt: skip
 _GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
 
 
@@ -48,25 +55,47 @@ class Job:
     def gpu_nodes(self) -> bool:
         return self.gpus > 0
 
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"app.kubernetes.io/name": self.name, "app.kubernetes.io/managed-by": "aliquot"}
+
+    @property
+    def taint(self) -> dict[str, str]:
+        """The taint that keeps all other pods away from the job's nodes."""
+        key = GPU if self.gpu_nodes else AMX_TAINT if self.types[0].amx else POOL_LABEL
+        return {"key": key, "value": "present", "effect": "NoSchedule"}
+
+    @property
+    def claim_name(self) -> str:
+        return self.section.storage.claim or f"{self.name}-fsx"
+
+    def manifest(
+        self, api_version: str, kind: str, name: str | None = None, labels: dict[str, str] | None = None,
+        namespaced: bool = True, **fields: object,
+    ) -> Document:  # fmt: skip
+        """Make an object with the job's labels and `labels`, by default with the job's name, in its namespace."""
+        metadata: Document = {"name": name or self.name}
+        if namespaced:
+            metadata["namespace"] = self.section.namespace
+        metadata["labels"] = self.labels | (labels or {})
+        return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
+
 
 def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
-    """Describe the job of a plan.
+    """Describe the job of a plan. Raises UserError if a plan cannot run on the given types.
 
     Args:
         least: for an elastic job the plan with the fewest nodes.
-
-    Raises:
-        UserError: a plan cannot run on the given types.
     """
     section = cluster_section(config)
     types = tuple(instance(name) for name in section.instance_types)
-    _alike(types)
+    _check_equal(types)
     gpus = _gpus(types[0], plan)
     if plan.nodes != section.most_nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
     cpus = min(section.pod_cpus(item.allocatable_cpu_millicores) for item in types)
     memory = min(section.pod_memory_bytes(item.allocatable_memory_bytes) for item in types)
-    plans = (plan, *([] if least is None else [least]))
+    plans = [plan] if least is None else [plan, least]
     shm = -(-max(item.shm_bytes_per_node for item in plans) // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
@@ -92,11 +121,8 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
 
 def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) -> None:
     if plan.device == "cpu":
-        needed = (
-            plan.peak_bytes_per_rank * plan.ranks_per_node
-            + plan.beside_bytes
-            + -(-plan.shm_bytes_per_node // MIB) * MIB
-        )
+        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes
+        needed += -(-plan.shm_bytes_per_node // MIB) * MIB
         if needed > memory_bytes:
             raise ClusterError(
                 f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
@@ -139,16 +165,15 @@ def job_name(run_name: str) -> str:
     return label.strip("-")
 
 
-def _alike(types: Sequence[InstanceType]) -> None:
+def _check_equal(types: Sequence[InstanceType]) -> None:
     first = types[0]
     for node_type in types[1:]:
-        for name, what in (("arch", "architecture"), ("vcpus", "vCPUs"), ("gpus", "GPUs"), ("gpu_name", "GPU"),
-                           ("gpu_memory_bytes", "bytes of a GPU"),
-                           ("efa_interfaces", "EFA interfaces"), ("amx", "AMX")):  # fmt: skip
-            if getattr(first, name) != getattr(node_type, name):
+        for name, what in _EQUAL.items():
+            value, other = getattr(first, name), getattr(node_type, name)
+            if value != other:
                 raise ClusterError(
-                    f"cluster.instance_types: {first.name} and {node_type.name} differ in {what}"
-                    f" ({getattr(first, name)} and {getattr(node_type, name)}); the ranks of one job need equal nodes"
+                    f"cluster.instance_types: {first.name} and {node_type.name} differ in {what} ({value} and {other});"
+                    " the ranks of one job need equal nodes"
                 )
 
 

@@ -14,6 +14,7 @@ from aliquot.core.errors import ClusterError
 
 Object = dict[str, Any]
 
+_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _NODE_LABELS = ("node.kubernetes.io/instance-type", "topology.kubernetes.io/zone", "karpenter.sh/capacity-type")
 _LAST_LINES = 50  # lines of rank 0's log to search for the last step
@@ -60,19 +61,18 @@ def job_status(name: str, namespace: str, kubectl: Kubectl) -> Iterator[str]:
 
 
 def job_pods(name: str, namespace: str, kubectl: Kubectl) -> list[Object]:
-    """Return the pods of the newest attempt, node 0 first. Of an elastic job's pods that replaced each other only the
-    newest counts. Raises UserError if the pods may not be listed.
+    """Return the pods of the newest attempt, node 0 first; of pods that replaced each other the newest.
+
+    Raises UserError if the pods may not be listed.
     """
     try:
         pods = kubectl.get("pods", "-n", namespace, "-l", f"jobset.sigs.k8s.io/jobset-name={name}")
     except Refused as refused:
         raise ClusterError(f"the pods of {namespace}/{name} cannot be listed: {refused.last_line}") from None
-    attempt = "jobset.sigs.k8s.io/restart-attempt"
-    newest = max((int(_labels(pod).get(attempt) or 0) for pod in pods), default=0)
-    current = [pod for pod in pods if int(_labels(pod).get(attempt) or 0) == newest]
-    pods_by_index: dict[int, Object] = {}
-    for pod in sorted(current, key=lambda pod: str(dig(pod, "metadata", "creationTimestamp") or "")):
-        pods_by_index[int(_labels(pod).get(_INDEX) or 0)] = pod
+    newest = max((_number(pod, _ATTEMPT) for pod in pods), default=0)
+    current = [pod for pod in pods if _number(pod, _ATTEMPT) == newest]
+    current.sort(key=lambda pod: str(dig(pod, "metadata", "creationTimestamp") or ""))
+    pods_by_index = {_number(pod, _INDEX): pod for pod in current}
     return [pods_by_index[index] for index in sorted(pods_by_index)]
 
 
@@ -151,12 +151,9 @@ def _node(name: Any, nodes: dict[str, Object]) -> str:
         return ""
     labels = _labels(mapping(nodes.get(name)))
     about = [labels[key] for key in _NODE_LABELS if key in labels]
-    ready = [
-        condition
-        for condition in listed(dig(nodes.get(name), "status", "conditions"))
-        if condition.get("type") == "Ready"
-    ]
-    about += ["not ready"] if any(condition.get("status") != "True" for condition in ready) else []
+    conditions = listed(dig(nodes.get(name), "status", "conditions"))
+    if any(item.get("type") == "Ready" and item.get("status") != "True" for item in conditions):
+        about.append("not ready")
     return f"on {name}" + (f" ({', '.join(about)})" if about else "")
 
 
@@ -201,3 +198,7 @@ def _name(item: Object) -> str:
 
 def _labels(item: Object) -> dict[str, str]:
     return mapping(dig(item, "metadata", "labels"))
+
+
+def _number(pod: Object, label: str) -> int:
+    return int(_labels(pod).get(label) or 0)

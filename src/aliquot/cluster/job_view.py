@@ -65,20 +65,18 @@ class JobView:
         return mapping(shm_volumes[0].get("emptyDir")) if shm_volumes else None
 
 
-def job_views(manifests: list[ManifestObject]) -> list[JobView]:
+def job_views(manifests: Sequence[ManifestObject]) -> list[JobView]:
     runtimes = select_kinds(manifests, "TrainingRuntime", "ClusterTrainingRuntime")
     return [_view(job, runtimes) for job in select_kinds(manifests, "TrainJob")]
 
 
 def pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return (pod metadata, pod spec) of every patch, in either dialect."""
-    patches = [(mapping(override.get("metadata")), mapping(override.get("spec"))) for override in
-             job.items("spec", "podTemplateOverrides")]  # fmt: skip
+    templates: list[Any] = job.items("spec", "podTemplateOverrides")
     for patch in job.items("spec", "runtimePatches"):
-        for replicated in listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")):
-            template = mapping(dig(replicated, "template", "spec", "template"))
-            patches.append((mapping(template.get("metadata")), mapping(template.get("spec"))))
-    return patches
+        replicated = listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs"))
+        templates += [dig(item, "template", "spec", "template") for item in replicated]
+    return [(mapping(dig(template, "metadata")), mapping(dig(template, "spec"))) for template in templates]
 
 
 def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
@@ -88,6 +86,8 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     base = runtime_pod(runtime)
     base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
     init_containers = containers(base_spec, "initContainers")
+    sidecars = [item for item in containers(base_spec, "containers") if item != base_container]
+    sidecars += [item for item in init_containers if item.get("restartPolicy") == "Always"]
     patches = pod_patches(job)
     specs = [base_spec, *(spec for _, spec in patches)]
     metadata = [mapping(base.get("metadata")), *(item for item, _ in patches)]
@@ -99,7 +99,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         manifest=job,
         runtime=runtime,
         nodes=nodes if isinstance(nodes, int) else 1,
-        processes=trainer.get("numProcPerNode", _runtime_processes(runtime)),
+        processes=trainer.get("numProcPerNode", runtime and runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")),
         image=str(trainer.get("image") or base_container.get("image") or ""),
         env=[*listed(base_container.get("env")), *listed(trainer.get("env"))],
         patches=[spec for _, spec in patches],
@@ -112,10 +112,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         grace_s=grace[-1] if grace and isinstance(grace[-1], int) else DEFAULT_GRACE_S,
         requests=_merged([mapping(item.get("requests")) for item in resources]),
         limits=_merged([mapping(item.get("limits")) for item in resources]),
-        sidecars=[
-            *(mapping(item.get("resources")) for item in containers(base_spec, "containers") if item != base_container),
-            *(mapping(item.get("resources")) for item in init_containers if item.get("restartPolicy") == "Always"),
-        ],
+        sidecars=[mapping(item.get("resources")) for item in sidecars],
         init_containers=[
             mapping(item.get("resources")) for item in init_containers if item.get("restartPolicy") != "Always"
         ],
@@ -125,22 +122,21 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
 def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[object]:
     """Parse the ConfigMaps that the pods mount, with scalars as text, because YAML reads 2:4 as a number."""
     mounted = {mapping(volume.get("configMap")).get("name") for volume in job.volumes}
-    for config_map in select_kinds(list(manifests), "ConfigMap"):
+    for config_map in select_kinds(manifests, "ConfigMap"):
         for text in mapping(config_map.get("data")).values() if config_map.name in mounted else ():
             with suppress(yaml.YAMLError, TooDeepError):
                 yield yaml.load(str(text), Loader=BoundedTextLoader)
 
 
+def job_specs(runtime: ManifestObject | None) -> list[tuple[object, dict[str, Any]]]:
+    """Return (name, spec) of the replicated jobs of a runtime."""
+    jobs = runtime.items("spec", "template", "spec", "replicatedJobs") if runtime is not None else []
+    return [(job.get("name"), mapping(dig(job, "template", "spec"))) for job in jobs]
+
+
 def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
     """Return the pod template of the replicated job `node`."""
-    if runtime is None:
-        return {}
-    jobs = [
-        replicated_job
-        for replicated_job in runtime.items("spec", "template", "spec", "replicatedJobs")
-        if replicated_job.get("name") == NODE
-    ]
-    return mapping(dig(jobs, 0, "template", "spec", "template"))
+    return next((mapping(spec.get("template")) for name, spec in job_specs(runtime) if name == NODE), {})
 
 
 def pod_spec(job: JobView) -> dict[str, Any]:
@@ -164,12 +160,8 @@ def _patched(base: Any, patch: Any) -> Any:
     return patch
 
 
-def _runtime_processes(runtime: ManifestObject | None) -> object:
-    return None if runtime is None else runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")
-
-
 def _node_container(spec: dict[str, Any]) -> dict[str, Any]:
-    return mapping(dig([container for container in containers(spec, "containers") if container.get("name") == NODE], 0))
+    return next((container for container in containers(spec, "containers") if container.get("name") == NODE), {})
 
 
 def containers(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.aws_account import ask_account
-from aliquot.cluster.crds import KindSchema, schemas_of
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, job_views
-from aliquot.cluster.manifest_yaml import to_yaml
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
+from aliquot.cluster.kind_schemas import KindSchema, schemas_of
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, to_yaml
 from aliquot.cluster.quantity import parse
 from aliquot.core.errors import MissingToolError
 
@@ -81,8 +80,7 @@ def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[Ru
     """Run all queries. Raises UserError if kubectl is not installed."""
     kubectl = kubectl_here()
     findings = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
-    findings += [*_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job is not None else None)]
-    return findings
+    return [*findings, *_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job else None)]
 
 
 def kubectl_here() -> Kubectl:
@@ -93,10 +91,7 @@ def kubectl_here() -> Kubectl:
 
 
 def crds_of_cluster() -> list[KindSchema]:
-    """Read the CRDs of the cluster; none if the query is refused, which `ask_cluster` reports.
-
-    Raises UserError if kubectl is not installed.
-    """
+    """Read the CRDs of the cluster; none if the query is refused, which `ask_cluster` reports."""
     try:
         return list(schemas_of(kubectl_here().get("customresourcedefinitions"), "the cluster"))
     except Refused:
@@ -124,7 +119,7 @@ def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterato
 
 def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     rendered = {(manifest.namespace, manifest.name) for manifest in manifests if manifest.kind == "Secret"}
-    for view in job_views(list(manifests)):
+    for view in job_views(manifests):
         space = view.manifest.namespace
         for variable in view.env:
             reference = mapping(dig(variable, "valueFrom", "secretKeyRef"))
@@ -147,7 +142,7 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
 
 
 def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    for view in job_views(list(manifests)):
+    for view in job_views(manifests):
         try:
             quotas = kubectl.get("resourcequotas", "-n", view.manifest.namespace)
         except Refused as refused:
@@ -166,12 +161,9 @@ def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[RuleFinding]:
             per_node, allowed = parse(value), parse(limit)
             taken = parse(used.get(name, used.get(resource, 0))) or 0
             if per_node is not None and allowed is not None and taken + per_node * view.nodes > allowed:
-                yield finding(
-                    "quota", view.manifest,
-                    f"{view.nodes} x {value} of {name}; ResourceQuota {dig(quota, 'metadata', 'name')} has {limit},"
-                    f" {float(taken):g} in use",
-                    "a larger quota, or fewer nodes",
-                )  # fmt: skip
+                has = f"ResourceQuota {dig(quota, 'metadata', 'name')} has {limit}, {float(taken):g} in use"
+                message = f"{view.nodes} x {value} of {name}; {has}"
+                yield finding("quota", view.manifest, message, "a larger quota, or fewer nodes")
 
 
 def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -180,20 +172,16 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
     runtimes = any(manifest.kind in ("TrainingRuntime", "ClusterTrainingRuntime") for manifest in manifests)
     for manifest in manifests:
         try:
-            kubectl.run(
-                "apply", "--server-side", "--dry-run=server", "--field-manager=aliquot", "-f", "-",
-                text=to_yaml(manifest.document),
-            )  # fmt: skip
+            apply = ["apply", "--server-side", "--dry-run=server", "--field-manager=aliquot", "-f", "-"]
+            kubectl.run(*apply, text=to_yaml(manifest.document))
         except Refused as refused:
-            if _FORBIDDEN.search(str(refused)):
+            reason, space = str(refused), manifest.namespace
+            # A dry run makes no namespace and no runtime, so objects that need one cannot be tried.
+            no_namespace = space in new_namespaces and f'namespaces "{space}" not found' in reason
+            no_runtime = runtimes and "must be created before the TrainJob" in reason
+            if _FORBIDDEN.search(reason):
                 yield _permission("patch", manifest.kind, refused)
-            elif manifest.namespace in new_namespaces and f'namespaces "{manifest.namespace}" not found' in str(
-                refused
-            ):
-                continue  # a dry run makes no namespace, so objects in it cannot be tried
-            elif runtimes and "must be created before the TrainJob" in str(refused):
-                continue  # a dry run makes no runtime either
-            else:
+            elif not (no_namespace or no_runtime):
                 yield finding("refused-by-server", manifest, refused.last_line, "correct what it names")
 
 
@@ -238,32 +226,26 @@ def check_versions(installed: Versions, manifests: Sequence[ManifestObject]) -> 
         yield from _dialect(trainer, manifests)
         needed = _JOBSET_OF_TRAINER.get(trainer)
         if needed is not None and jobset is not None and jobset < needed:
-            yield finding(
-                "versions", "JobSet", f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}",
-                f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it",
-            )  # fmt: skip
+            fix = f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it"
+            yield finding("versions", "JobSet", f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}", fix)
     if installed.karpenter is not None and installed.karpenter < (1, 0):
-        yield finding(
-            "versions", "Karpenter", f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1", "Karpenter 1.x"
-        )
+        fix = "Karpenter 1.x"
+        yield finding("versions", "Karpenter", f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1", fix)
     queued = any(manifest.get("metadata", "labels", "kueue.x-k8s.io/queue-name") for manifest in manifests)
     if queued and trainer is not None and installed.kueue is not None:
         new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, installed.kueue >= (0, 17)
         if new_trainer != new_kueue:
-            yield finding(
-                "versions", "Kueue", f"{_dotted(installed.kueue)} with Kubeflow Trainer {_dotted(trainer)}",
-                "Kueue 0.17 or later" if new_trainer else "Kueue 0.16, or Kubeflow Trainer 2.3",
-            )  # fmt: skip
+            message = f"{_dotted(installed.kueue)} with Kubeflow Trainer {_dotted(trainer)}"
+            fix = "Kueue 0.17 or later" if new_trainer else "Kueue 0.16, or Kubeflow Trainer 2.3"
+            yield finding("versions", "Kueue", message, fix)
 
 
 def _dialect(trainer: Version, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     wrong, right = ("runtimePatches", "2.1") if trainer < _RUNTIME_PATCHES else ("podTemplateOverrides", "2.3")
     for manifest in manifests:
         if manifest.kind == "TrainJob" and manifest.get("spec", wrong) is not None:
-            yield finding(
-                "trainer-dialect", manifest, f"spec.{wrong}, and Kubeflow Trainer {_dotted(trainer)} is installed",
-                f"render with cluster.trainer={right}",
-            )  # fmt: skip
+            message = f"spec.{wrong}, and Kubeflow Trainer {_dotted(trainer)} is installed"
+            yield finding("trainer-dialect", manifest, message, f"render with cluster.trainer={right}")
 
 
 def _dotted(version: Version) -> str:

@@ -1,8 +1,9 @@
-"""Read manifests from files: each object with its file and line."""
+"""Read manifests from files, each object with its file and line, and write manifests as YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +11,18 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.field_types import Complaint, well_typed
+from aliquot.cluster.kind_schemas import Violation, well_typed
 from aliquot.core.decode import BoundedLoader, TooDeepError
 from aliquot.core.errors import ManifestError
 
+Document = dict[str, Any]
+
 _SUFFIXES = (".yaml", ".yml", ".json")
+# Strings that are written without quotes; others are quoted, because readers of YAML disagree on `y`, `1e3`, `0o14`,
+# `1:30` and more.
+_BARE = re.compile(r"^[A-Za-z/][A-Za-z0-9_./@:-]*$")
+_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+_BLOCK = re.compile(r"^[^\s\x00-\x1f][^\x00-\x09\x0b-\x1f\x7f-\xa0\u2028\u2029\ufeff]*\n$")
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,7 @@ class ManifestObject:
 
     def in_other_namespace(self, other: ManifestObject) -> bool:
         """Return whether both objects name a namespace and the names differ. An object without one can be anywhere."""
-        spaces = [manifest.get("metadata", "namespace") for manifest in (self, other)]
-        return all(isinstance(space, str) for space in spaces) and spaces[0] != spaces[1]
+        return namespaces_differ(self.get("metadata", "namespace"), other.get("metadata", "namespace"))
 
     def get(self, *path: str | int) -> Any:
         """Return the value at a path of keys and indices, None if a part of the path is missing."""
@@ -47,16 +54,15 @@ class ManifestObject:
 
     def items(self, *path: str | int) -> list[Any]:
         """Return the mappings of a list at `path`; empty if there is no list."""
-        value = self.get(*path)
-        return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+        return [item for item in listed(self.get(*path)) if isinstance(item, dict)]
 
     @property
-    def complaints(self) -> list[Complaint]:
+    def violations(self) -> list[Violation]:
         """Unknown fields, and values that were removed because of a wrong type."""
         return self._well_typed[1]
 
     @cached_property
-    def _well_typed(self) -> tuple[dict[str, Any], list[Complaint]]:
+    def _well_typed(self) -> tuple[dict[str, Any], list[Violation]]:
         return well_typed(self.document)
 
     def __str__(self) -> str:
@@ -80,6 +86,10 @@ def mapping(value: Any) -> dict[str, Any]:
 
 def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def namespaces_differ(first: object, second: object) -> bool:
+    return isinstance(first, str) and isinstance(second, str) and first != second
 
 
 def select_kinds(manifests: Sequence[ManifestObject], *kinds: str) -> list[ManifestObject]:
@@ -146,3 +156,47 @@ def _read(file: Path) -> Iterator[ManifestObject]:
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"cannot read this manifest: {error}", file) from None
     return parse_manifests(text, str(file))
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)  # lists are indented, as people write them
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # repeated values are written out, without anchors
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    if _BARE.match(value) and not value.endswith("\n") and value.lower() not in _WORDS:
+        style = None
+    elif "\n" in value[:-1] and _BLOCK.match(value) and " \n" not in value:
+        style = "|"
+    else:
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_ManifestDumper.add_representer(str, _string)
+
+
+def to_yaml(document: Mapping[str, Any], header: Sequence[str] = ()) -> str:
+    """Write `document` as YAML that every reader reads as the same values, below a comment line for each of `header`.
+
+    No manifest is a string template: values of a config become scalars, whatever characters they contain.
+    """
+    # Line ends and invisible characters cannot follow a `#`.
+    lines = ("".join(character if character.isprintable() else "?" for character in line) for line in header)
+    comments = "".join(f"# {line}\n" for line in lines)
+    return comments + yaml.dump(
+        dict(document), Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False
+    )
+
+
+def literal(text: str) -> str:
+    """Escape `text` for a command, argument or variable of a container, in which the kubelet expands `$(NAME)`."""
+    return text.replace("$", "$$")
+
+
+def compact(**items: Any) -> Document:
+    """Make a dict without None, empty lists and empty dicts."""
+    return {key: value for key, value in items.items() if value is not None and value not in ([], {})}

@@ -42,20 +42,18 @@ class PoolView:
     def capacities(self) -> list[str]:
         return self.values(CAPACITY) or ["on-demand"]
 
+    @property
+    def node_class_name(self) -> object:
+        return self.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
+
     def node_class(self, manifests: Sequence[ManifestObject]) -> ManifestObject | None:
         """Find the pool's node class; None if it is not among `manifests`."""
-        name = self.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
-        return next(
-            (node_class for node_class in select_kinds(manifests, "EC2NodeClass") if node_class.name == name), None
-        )
+        classes = select_kinds(manifests, "EC2NodeClass")
+        return next((item for item in classes if item.name == self.node_class_name), None)
 
     def values(self, key: str) -> list[str]:
         """Return the values of a requirement `key In [...]`; empty if there is none."""
-        matching = [
-            requirement
-            for requirement in self.requirements
-            if requirement.get("key") == key and requirement.get("operator") == "In"
-        ]
+        matching = [item for item in self.requirements if (item.get("key"), item.get("operator")) == (key, "In")]
         return [str(value) for requirement in matching for value in listed(requirement.get("values"))]
 
 
@@ -67,7 +65,7 @@ def pool_view(pool: ManifestObject) -> PoolView:
         requirements=requirements,
         labels=mapping(pool.get("spec", "template", "metadata", "labels")),
         taints=pool.items("spec", "template", "spec", "taints"),
-        types=[requirement for requirement, labels in _labelled() if all(_meets(labels, one) for one in decided)],
+        types=[node_type for node_type, labels in _labelled() if all(_meets(labels, item) for item in decided)],
     )
 
 
@@ -111,13 +109,9 @@ def _meets(labels: dict[str, str], requirement: dict[str, Any]) -> bool:
             return False
         number, bound = int(value), int(values[0])
         return {"Gt": number > bound, "Lt": number < bound, "Gte": number >= bound, "Lte": number <= bound}[operator]
-    known: dict[object, bool] = {
-        "In": value in values,
-        "NotIn": value not in values,
-        "Exists": value is not None,
-        "DoesNotExist": value is None,
-    }
-    return known.get(operator, True)
+    present = value is not None
+    known = {"In": value in values, "NotIn": value not in values, "Exists": present, "DoesNotExist": not present}
+    return known.get(str(operator), True)
 
 
 def allocatable_disk_bytes(size_bytes: int) -> int:

@@ -1,27 +1,87 @@
-"""Write the fields of a job's pods: variables, volumes, placement and security context."""
+"""Write what the pods of a job get: configuration, variables, volumes, placement, security context and network."""
 
 from __future__ import annotations
 
-from aliquot.cluster.job import Job
-from aliquot.cluster.manifest_yaml import Document, compact, literal
-from aliquot.cluster.node_manifests import POOL_LABEL, taint
-from aliquot.cluster.pod_config import (
-    CONFIG_DIRECTORY,
-    CONFIG_FILE,
-    OFFLOAD_DIRECTORY,
-    config_map_name,
-    hub_cache,
-    uses_hub,
-)
-from aliquot.cluster.quantity import mebibytes
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+from aliquot.cluster.job import POOL_LABEL, Job
+from aliquot.cluster.manifests import Document, compact, literal, to_yaml
+from aliquot.cluster.quantity import mebibytes
+from aliquot.core.decode import decode_json
+from aliquot.core.errors import ClusterError
+
+CONFIG_DIRECTORY = "/etc/aliquot"
+CONFIG_FILE = "config.yaml"
 USER = 1000  # user id in the image
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 
+_OFFLOAD_DIRECTORY = "/offload"  # on each node's own disk
 _ZONE = "topology.kubernetes.io/zone"
 _SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"
 _JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # label of JobSet; the JobSet has the TrainJob's name
 _RUNTIME = "aliquot.io/runtime"
+
+
+def config_map(job: Job) -> Document:
+    """Write the configuration for the pods: as planned, self-contained, with every file on the shared file system."""
+    return job.manifest("v1", "ConfigMap", _config_name(job), data={CONFIG_FILE: to_yaml(shipped_config(job))})
+
+
+def _config_name(job: Job) -> str:
+    return f"{job.name}-config"
+
+
+def shipped_config(job: Job) -> dict[str, Any]:
+    """Return the configuration for `aliquot train`. Raises UserError if model.config names an unreadable file."""
+    config, plan, mount = job.config, job.plan, job.section.storage.mount_path
+    values = config.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"cluster"})
+    for section in ("run", "data", "launch", "shard", "observe"):
+        values.setdefault(section, {})
+    values["run"].update(name=config.run.name, directory=_below(mount, config.run.directory))
+    values["data"]["cache_directory"] = _below(mount, config.data.cache_directory or Path("cache"))
+    if isinstance(file := config.model.config, Path):
+        try:
+            values["model"]["config"] = decode_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ClusterError(f"model.config cannot be read: {error}", file) from None
+    values["launch"].update(
+        device=plan.device,
+        nodes=job.section.nodes if job.section.is_elastic else plan.nodes,
+        ranks=plan.ranks_per_node,
+        threads_per_rank=plan.threads_per_rank,
+    )
+    values["shard"]["engine"] = plan.engine
+    if job.scratch_bytes:
+        values["shard"]["offload_directory"] = _OFFLOAD_DIRECTORY
+    values["observe"]["console"] = "plain"  # a pod's log is no terminal
+    return values
+
+
+def directories(job: Job, any_run: bool = False) -> list[str]:
+    """Return the directories that the trainer writes to; with `any_run` also for runs of other jobs."""
+    values = shipped_config(job)
+    run_directory = PurePosixPath(values["run"]["directory"])
+    paths = [str(run_directory.parent if any_run else run_directory), values["data"]["cache_directory"]]
+    if _uses_hub(job):
+        paths.append(_hub_cache(job))
+    return paths
+
+
+def _uses_hub(job: Job) -> bool:
+    """Return whether the run uses the Hugging Face hub: for a name that is no absolute path."""
+    config = job.config
+    names = [config.model.path, config.data.tokenizer, *config.data.datasets()]
+    return any(name is not None and not name.startswith("/") for name in names)
+
+
+def _hub_cache(job: Job) -> str:
+    return _below(job.section.storage.mount_path, Path("huggingface"))
+
+
+def _below(mount: str, path: Path) -> str:
+    """Place a relative path on the shared file system."""
+    return str(PurePosixPath(mount) / path.as_posix())
 
 
 def command() -> list[str]:
@@ -31,8 +91,8 @@ def command() -> list[str]:
 def environment(job: Job) -> list[Document]:
     """Return the variables of a pod, without the PET_* variables of the controller."""
     variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only directory that any user may write to
-    if uses_hub(job):
-        variables["HF_HOME"] = hub_cache(job)
+    if _uses_hub(job):
+        variables["HF_HOME"] = _hub_cache(job)
     if job.gpu_nodes:
         variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"
     if job.efa_interfaces:
@@ -45,7 +105,7 @@ def environment(job: Job) -> list[Document]:
 
 
 def volumes(job: Job, with_config: bool = True) -> list[Document]:
-    entries: list[Document] = [{"name": _CONFIG, "configMap": {"name": config_map_name(job)}}] if with_config else []
+    entries: list[Document] = [{"name": _CONFIG, "configMap": {"name": _config_name(job)}}] if with_config else []
     entries += [shared_volume(job), {"name": _TEMPORARY, "emptyDir": {}}]
     if job.scratch_bytes:
         entries.append({"name": _OFFLOAD, "emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}})
@@ -58,7 +118,7 @@ def volume_mounts(job: Job, with_config: bool = True) -> list[Document]:
     mounts: list[Document] = [{"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True}] if with_config else []
     mounts += [shared_mount(job), {"name": _TEMPORARY, "mountPath": "/tmp"}]
     if job.scratch_bytes:
-        mounts.append({"name": _OFFLOAD, "mountPath": OFFLOAD_DIRECTORY})
+        mounts.append({"name": _OFFLOAD, "mountPath": _OFFLOAD_DIRECTORY})
     if job.shm_bytes:
         mounts.append({"name": _SHM, "mountPath": "/dev/shm"})
     return mounts
@@ -68,45 +128,35 @@ def shared_mount(job: Job) -> Document:
     return {"name": _SHARED, "mountPath": job.section.storage.mount_path}
 
 
-def claim_name(job: Job) -> str:
-    return job.section.storage.claim or f"{job.name}-fsx"
-
-
 def shared_volume(job: Job) -> Document:
-    return {"name": _SHARED, "persistentVolumeClaim": {"claimName": claim_name(job)}}
+    return {"name": _SHARED, "persistentVolumeClaim": {"claimName": job.claim_name}}
 
 
 def node_selector(job: Job) -> dict[str, str]:
-    selector = {POOL_LABEL: job.name}
-    if job.section.zone is not None:
-        selector[_ZONE] = job.section.zone
-    return selector
+    return compact(**{POOL_LABEL: job.name, _ZONE: job.section.zone})
 
 
 def tolerations(job: Job) -> list[Document]:
-    node_taint = taint(job)
-    return [
-        {"key": node_taint["key"], "operator": "Equal", "value": node_taint["value"], "effect": node_taint["effect"]}
-    ]
+    taint = job.taint
+    return [{"key": taint["key"], "operator": "Equal", "value": taint["value"], "effect": taint["effect"]}]
 
 
 def affinity(job: Job, any_job: bool = False) -> Document | None:
     """Keep all nodes in one zone, because a step waits for the slowest link. None if the config names the zone.
 
-    Args:
-        any_job: for the nodes of any job of the runtime, not of the job with this name.
+    `any_job`: for the nodes of any job of the runtime, not of the job with this name.
     """
     if job.section.zone is not None or job.plan.nodes == 1:
         return None
     term = compact(
-        labelSelector={"matchLabels": pod_labels(job, any_job)},
+        labelSelector={"matchLabels": _pod_labels(job, any_job)},
         matchLabelKeys=[_JOB_SET] if any_job else None,
         topologyKey=_ZONE,
     )
     return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
+def _pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
     """Return labels that identify the job's pods, or with `any_job` the pods of all jobs of the runtime."""
     return runtime_labels(job) if any_job else {_JOB_SET: job.name}
 
@@ -121,3 +171,18 @@ def pod_security() -> Document:
 
 def container_security() -> Document:
     return {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def network_policy(job: Job, any_job: bool = False) -> Document:
+    """Restrict incoming connections to the job's pods; outgoing connections (DNS, the hub, S3) are not restricted.
+
+    gloo and NCCL authenticate nobody and choose their ports, so the job's pods reach all ports of each other. The
+    Prometheus port is open to every pod and node, because the place of the server is unknown. `any_job`: for all jobs
+    of the runtime in this namespace, not only for the job with this name.
+    """
+    pods = {"podSelector": {"matchLabels": _pod_labels(job, any_job)}}
+    ingress: list[Document] = [{"from": [pods]}]
+    if (port := job.config.observe.prometheus) is not None:
+        ingress.append({"ports": [{"protocol": "TCP", "port": port}]})
+    spec = {**pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    return job.manifest("networking.k8s.io/v1", "NetworkPolicy", spec=spec)

@@ -6,14 +6,11 @@ import shlex
 from pathlib import Path
 
 from aliquot.catalogue.instances import dollars
-from aliquot.cluster.directory_job import directory_job
+from aliquot.cluster.infrastructure import directory_job, node_class, node_pool, storage
 from aliquot.cluster.job import Job
-from aliquot.cluster.manifest_yaml import Document, to_yaml
-from aliquot.cluster.manifests import ManifestObject, parse_manifests
-from aliquot.cluster.node_manifests import node_class, node_pool
-from aliquot.cluster.pod_config import config_map
+from aliquot.cluster.manifests import Document, ManifestObject, parse_manifests, to_yaml
+from aliquot.cluster.pod import config_map, network_policy
 from aliquot.cluster.quantity import GIB
-from aliquot.cluster.storage_and_network import network_policy, storage
 from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
 from aliquot.core.errors import StorageError
 
@@ -23,16 +20,12 @@ KUSTOMIZATION = "kustomization.yaml"
 def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
     """Return every object by the name of its file, in the order of creation.
 
-    Args:
-        runtime: a ClusterTrainingRuntime for jobs of other people in place of the job.
+    `runtime`: with a ClusterTrainingRuntime for jobs of other people in place of the job.
     """
     objects: dict[str, Document] = {}
     if job.section.create_namespace:
-        objects["namespace.yaml"] = {
-            "apiVersion": "v1",
-            "kind": "Namespace",
-            "metadata": {"name": job.section.namespace},
-        }
+        metadata = {"name": job.section.namespace}
+        objects["namespace.yaml"] = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
     objects |= {"node-class.yaml": node_class(job), "node-pool.yaml": node_pool(job), **storage(job)}
     if (maker := directory_job(job, any_run=runtime)) is not None:
         objects["directories-job.yaml"] = maker
@@ -50,7 +43,8 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
 def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
     """Return the text of every file; `version` is aliquot's version, `runtime` as in `documents`."""
     header = [f"Rendered by aliquot {version}; change the run's config and render again."]
-    header += [] if runtime else [plan_line(job)]
+    if not runtime:
+        header.append(plan_line(job))
     objects = documents(job, runtime)
     files = {name: to_yaml(document, header) for name, document in objects.items()}
     kustomization = {

@@ -19,16 +19,12 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
         yield finding("resume", "checkpoint.resume", "never, with cluster.max_restarts > 0", "checkpoint.resume: auto")
     if config.checkpoint.every == 0:
         spot = "spot" in section.capacity
-        yield finding(
-            "no-checkpoints", "checkpoint.every", "0: saved only at the end" + (", on spot nodes" if spot else ""),
-            "checkpoint.every: as many steps as you can afford to lose", "error" if spot else "warning",
-        )  # fmt: skip
+        message = "0: saved only at the end" + (", on spot nodes" if spot else "")
+        fix = "checkpoint.every: as many steps as you can afford to lose"
+        yield finding("no-checkpoints", "checkpoint.every", message, fix, "error" if spot else "warning")
     if "spot" in section.capacity and job.grace_s > _SPOT_NOTICE_S:
-        yield finding(
-            "grace", "checkpoint.grace_s",
-            f"{config.checkpoint.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice",
-            "at most 90 on spot nodes", "warning",
-        )  # fmt: skip
+        message = f"{config.checkpoint.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice"
+        yield finding("grace", "checkpoint.grace_s", message, "at most 90 on spot nodes", "warning")
     yield from _saves(job)
     yield from _processors(job)
     yield from _credentials(job)
@@ -49,40 +45,27 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
     if storage.kind != "claim" and needed_bytes > storage.size_gib * GIB:
-        yield finding(
-            "storage-size", "cluster.storage.size_gib",
-            f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}",
-            "a larger file system, or a smaller checkpoint.keep",
-        )  # fmt: skip
+        message = f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}"
+        fix = "a larger file system, or a smaller checkpoint.keep"
+        yield finding("storage-size", "cluster.storage.size_gib", message, fix)
 
 
 def _processors(job: Job) -> Iterator[RuleFinding]:
     first = job.types[0]
-    for node_type in job.types[1:]:
-        if not job.gpus and (node_type.cpu_manufacturer, node_type.generation) != (
-            first.cpu_manufacturer,
-            first.generation,
-        ):
-            yield finding(
-                "unequal-nodes", "cluster.instance_types",
-                f"{first.name} and {node_type.name} have different processors, and the plan's times are of the first",
-                "types of one generation and one manufacturer",
-            )  # fmt: skip
+    for other in job.types[1:] if not job.gpus else ():
+        if (other.cpu_manufacturer, other.generation) != (first.cpu_manufacturer, first.generation):
+            message = f"{first.name} and {other.name} have different processors, and the plan's times are of the first"
+            fix = "types of one generation and one manufacturer"
+            yield finding("unequal-nodes", "cluster.instance_types", message, fix)
 
 
 def _credentials(job: Job) -> Iterator[RuleFinding]:
     """Check for an identity of the pods, because httpPutResponseHopLimit 1 keeps them from the node's role."""
-    config = job.config
-    for key, value in (
-        ("checkpoint.mirror", config.checkpoint.mirror),
-        ("checkpoint.resume", config.checkpoint.resume),
-    ):
+    settings = job.config.checkpoint
+    fix = "a service account with an IAM role (EKS Pod Identity or IRSA); none where the namespace's default has one"
+    for key, value in (("checkpoint.mirror", settings.mirror), ("checkpoint.resume", settings.resume)):
         if value is not None and value.startswith("s3://") and job.section.service_account is None:
-            yield finding(
-                "credentials", key, f"{value} without cluster.service_account",
-                "a service account with an IAM role (EKS Pod Identity or IRSA); none where the namespace's default has"
-                " one",
-            )  # fmt: skip
+            yield finding("credentials", key, f"{value} without cluster.service_account", fix)
 
 
 def _paths(job: Job) -> Iterator[RuleFinding]:
@@ -107,18 +90,14 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
     written = [(key, str(mount / path.as_posix())) for key, path in made if path is not None]
     for key, value in [*written, *local]:
         if "://" in value:
-            yield finding(
-                "not-shared", key, f"{value} is not read from there",
-                f"copy it to the file system and give its path below {mount}",
-            )  # fmt: skip
+            fix = f"copy it to the file system and give its path below {mount}"
+            yield finding("not-shared", key, f"{value} is not read from there", fix)
         elif value.startswith("/"):
             if not PurePosixPath(posixpath.normpath(value)).is_relative_to(mount):
                 yield finding("not-shared", key, f"{value} is not below {mount}", f"a path below {mount}")
         else:
-            yield finding(
-                "not-shared", key, f"{value} is relative: the pods start in their image's directory",
-                f"copy it to the file system and give {mount / PurePosixPath(value.lstrip('./~'))}",
-            )  # fmt: skip
+            fix = f"copy it to the file system and give {mount / PurePosixPath(value.lstrip('./~'))}"
+            yield finding("not-shared", key, f"{value} is relative: the pods start in their image's directory", fix)
 
 
 def _is_path(value: str) -> bool:

@@ -8,19 +8,16 @@ from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
-from aliquot.cluster.job_view import NODE, JobView, configs_of
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
+from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import max_job_name_length
-from aliquot.core.errors import has_url_credentials
 from aliquot.planner.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
 
 _SHM_DEFAULT_BYTES = 64 * MIB
 _GRACE_MARGIN_S = 30
-_TOKEN_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
-_TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,})\b")
 
 _RANGE = re.compile(r"\d+:\d+")
 _STOPPED = 143
@@ -33,12 +30,7 @@ _POD_ENDS = (
 
 
 def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
-    """Check a job.
-
-    Args:
-        trainer: the installed version, for example "2.3", if known.
-        grace_s: checkpoint.grace_s of the config, if known.
-    """
+    """Check a job; `trainer` is the installed version, for example "2.3", `grace_s` is checkpoint.grace_s, if known."""
     yield from _name(job)
     yield from _trainer(job, trainer)
     yield from _processes(job, plan)
@@ -46,16 +38,13 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     yield from _shm(job, plan)
     yield from _lifetime(job, grace_s)
     yield from _restarting(job)
-    yield from _secrets(job)
 
 
 def _name(job: JobView) -> Iterator[RuleFinding]:
     name, most = job.manifest.name, max_job_name_length(job.nodes)
     if len(name) > most:
-        yield finding(
-            "name-too-long", job.manifest, f"{len(name)} letters, and with {job.nodes} nodes it may have {most}",
-            "a shorter metadata.name",
-        )  # fmt: skip
+        message = f"{len(name)} letters, and with {job.nodes} nodes it may have {most}"
+        yield finding("name-too-long", job.manifest, message, "a shorter metadata.name")
 
 
 def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
@@ -65,14 +54,13 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
     both = "podTemplateOverrides" in spec and "runtimePatches" in spec
     for field, versions in (("podTemplateOverrides", ("2.0", "2.1")), ("runtimePatches", ("2.2", "2.3"))):
         if field in spec and (both or (trainer is not None and trainer not in versions)):
-            yield finding(
-                "trainer-dialect", job.manifest, f"spec.{field}" + (f" with Trainer {trainer}" if trainer else ""),
-                "one of the two: cluster.trainer of a config, or the version that is installed",
-            )  # fmt: skip
+            message = f"spec.{field}" + (f" with Trainer {trainer}" if trainer else "")
+            fix = "one of the two: cluster.trainer of a config, or the version that is installed"
+            yield finding("trainer-dialect", job.manifest, message, fix)
     if job.runtime is None:
         name = job.manifest.get("spec", "runtimeRef", "name")
-        yield finding("runtime", job.manifest, f"runtimeRef names {name!r}: what it holds is not known here",
-                      "check its manifest, too")  # fmt: skip
+        message = f"runtimeRef names {name!r}: what it holds is not known here"
+        yield finding("runtime", job.manifest, message, "check its manifest, too")
     for patch in job.patches:
         for container in patch.get("containers") or []:
             name = mapping(container).get("name")
@@ -98,17 +86,12 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     cpus = f"{(millicores or 0) / 1000:g} CPUs"
     if plan is not None:
         if processes != plan.ranks_per_node or job.nodes != plan.nodes:
-            yield finding(
-                "processes", job.manifest,
-                f"{job.nodes} nodes x {processes} processes; the plan has {plan.nodes} x {plan.ranks_per_node}",
-                "render again, or plan for these",
-            )  # fmt: skip
+            message = f"{job.nodes} nodes x {processes} processes; the plan has {plan.nodes} x {plan.ranks_per_node}"
+            yield finding("processes", job.manifest, message, "render again, or plan for these")
         if millicores is not None and processes * plan.threads_per_rank * 1000 > millicores:
-            yield finding(
-                "threads", job.manifest,
-                f"{processes} processes x {plan.threads_per_rank} threads on {cpus}",
-                "fewer processes, launch.threads_per_rank, or a larger type",
-            )  # fmt: skip
+            message = f"{processes} processes x {plan.threads_per_rank} threads on {cpus}"
+            fix = "fewer processes, launch.threads_per_rank, or a larger type"
+            yield finding("threads", job.manifest, message, fix)
     elif millicores is not None and processes * 1000 > millicores:
         yield finding("threads", job.manifest, f"{processes} processes on {cpus}", "one process for many CPUs")
 
@@ -119,22 +102,18 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
         if name == "cpu" and job.processes is None and request == "1":
             continue  # as in aliquot's runtimes, for one process per node
         if request is None and limit is None:
-            yield finding(
-                "requests-and-limits", job.manifest, f"no {name} is requested", f"requests and limits for {name}"
-            )
+            fix = f"requests and limits for {name}"
+            yield finding("requests-and-limits", job.manifest, f"no {name} is requested", fix)
         elif request is not None and read(request) != read(limit):
-            yield finding(
-                "requests-and-limits", job.manifest, f"{name}: {request} requested, limit {limit}", "the same in both"
-            )
+            fix = "the same in both"
+            yield finding("requests-and-limits", job.manifest, f"{name}: {request} requested, limit {limit}", fix)
     limit_bytes = job.memory_limit_bytes
     if plan is not None and plan.device == "cpu" and limit_bytes is not None:
         needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes + plan.shm_bytes_per_node
         if needed > limit_bytes:
-            yield finding(
-                "memory-limit", job.manifest,
-                f"the limit is {limit_bytes / GIB:.1f} GiB, the plan needs {needed / GIB:.1f} ({plan.peak.name})",
-                "a larger type, more nodes, or the settings that `aliquot plan` names",
-            )  # fmt: skip
+            message = f"the limit is {limit_bytes / GIB:.1f} GiB, the plan needs {needed / GIB:.1f} ({plan.peak.name})"
+            fix = "a larger type, more nodes, or the settings that `aliquot plan` names"
+            yield finding("memory-limit", job.manifest, message, fix)
     image = job.image.lower()
     if job.count(GPU) == 0 and re.search(r"cuda|nvidia|-gpu\b", image):
         yield finding("image-kind", job.manifest, f"{job.image} without a GPU", "the image with CPU torch")
@@ -144,13 +123,12 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
 
 def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     needed = plan.shm_bytes_per_node if plan is not None else 0
-    local_gpus = job.count(GPU) > 1
-    volume = job.shm
+    volume, limit = job.shm, job.memory_limit_bytes
     fix = "an emptyDir {medium: Memory, sizeLimit: ...} at /dev/shm"
     if volume is None:
         if needed > _SHM_DEFAULT_BYTES:
             yield finding("shm", job.manifest, f"the plan needs {needed / GIB:.2f} GiB of /dev/shm", fix)
-        elif local_gpus and plan is None:
+        elif job.count(GPU) > 1 and plan is None:
             yield finding("shm", job.manifest, "several GPUs a pod, and /dev/shm is not mounted", fix, "warning")
         return
     size = parse_bytes(volume.get("sizeLimit"))
@@ -158,12 +136,9 @@ def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
         yield finding("shm", job.manifest, "/dev/shm is not in memory", "medium: Memory")
     if size is not None and size < needed:
         yield finding("shm", job.manifest, f"/dev/shm has {size / GIB:.2f} GiB, the plan needs {needed / GIB:.2f}", fix)
-    limit = job.memory_limit_bytes
     if size is not None and limit is not None and size >= limit:
-        yield finding(
-            "shm-limit", job.manifest, f"/dev/shm of {size / GIB:.1f} GiB in a pod of {limit / GIB:.1f} GiB",
-            "a smaller sizeLimit: the engine host needs none at all",
-        )  # fmt: skip
+        message = f"/dev/shm of {size / GIB:.1f} GiB in a pod of {limit / GIB:.1f} GiB"
+        yield finding("shm-limit", job.manifest, message, "a smaller sizeLimit: the engine host needs none at all")
 
 
 def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
@@ -171,90 +146,46 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
     # Only a job of aliquot is known to need this time; its runtime or its config must be known.
     known = job.runtime is not None or grace_s is not None
     if known and job.grace_s < needed_s:
-        yield finding(
-            "grace", job.manifest, f"terminationGracePeriodSeconds is {job.grace_s}",
-            f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}",
-        )  # fmt: skip
+        fix = f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}"
+        yield finding("grace", job.manifest, f"terminationGracePeriodSeconds is {job.grace_s}", fix)
     if job.runtime is not None:
-        retried = dig(
-            job.runtime.items("spec", "template", "spec", "replicatedJobs"), 0, "template", "spec", "backoffLimit"
-        )
+        retried = any(spec.get("backoffLimit") for _, spec in job_specs(job.runtime)[:1])
         if not retried and not job.runtime.get("spec", "template", "spec", "failurePolicy", "maxRestarts"):
-            yield finding(
-                "restarts", job.runtime, "no failurePolicy.maxRestarts", "spec.template.spec.failurePolicy.maxRestarts"
-            )
+            fix = "spec.template.spec.failurePolicy.maxRestarts"
+            yield finding("restarts", job.runtime, "no failurePolicy.maxRestarts", fix)
     if job.count(EFA) == 0 and job.count(GPU) > 0 and job.nodes > 1:
-        yield finding(
-            "efa-unused", job.manifest, "GPUs on several nodes without EFA",
-            f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)",
-        )  # fmt: skip
+        fix = f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)"
+        yield finding("efa-unused", job.manifest, "GPUs on several nodes without EFA", fix)
 
 
 def _restarting(job: JobView) -> Iterator[RuleFinding]:
-    for replicated in (
-        job.runtime.items("spec", "template", "spec", "replicatedJobs") if job.runtime is not None else ()
-    ):
-        spec = mapping(dig(replicated, "template", "spec"))
+    for _, spec in job_specs(job.runtime):
         written = dig(spec, "template", "spec", "restartPolicy")
         policy = written or "OnFailure"  # JobSet's webhook fills that in
         if policy == "Always" or (policy != "Never" and spec.get("podFailurePolicy") is not None):
             suffix = "" if policy == "Always" else " beside podFailurePolicy"
-            yield finding(
-                "restart-policy", job.runtime, f"restartPolicy is {written or 'not set, so OnFailure'}{suffix}",
-                "restartPolicy: Never",
-            )  # fmt: skip
-
-
-def check_config_maps(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """Look for URLs that hold a password, as the mirror's in a run's configuration may."""
-    for config_map in select_kinds(list(manifests), "ConfigMap"):
-        for name, text in mapping(config_map.get("data")).items():
-            if has_url_credentials(str(text)):
-                yield finding(
-                    "secret-value", config_map, f"data {name} has a URL with a user name or password in it",
-                    "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env",
-                )  # fmt: skip
-
-
-def _secrets(job: JobView) -> Iterator[RuleFinding]:
-    for variable in job.env:
-        name, value = str(variable.get("name")), variable.get("value")
-        if isinstance(value, str) and value and (_TOKEN_VALUE.search(value) or _TOKEN_NAME.search(name)):
-            yield finding(
-                "secret-value", job.manifest, f"env {name} has its value in the manifest",
-                "valueFrom: {secretKeyRef: {name: ..., key: ...}}",
-            )  # fmt: skip
+            message = f"restartPolicy is {written or 'not set, so OnFailure'}{suffix}"
+            yield finding("restart-policy", job.runtime, message, "restartPolicy: Never")
 
 
 def check_elastic(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     if job.runtime is None or (nodes := _node_range(job, manifests)) is None:
         return
-    replicated = [
-        replicated_job
-        for replicated_job in job.runtime.items("spec", "template", "spec", "replicatedJobs")
-        if replicated_job.get("name") == NODE
-    ]
-    spec = mapping(dig(replicated, 0, "template", "spec"))
+    spec = next((spec for name, spec in job_specs(job.runtime) if name == NODE), {})
     for event, code, disrupted in _POD_ENDS:
         action = _failure_action(mapping(spec.get("podFailurePolicy")), code, disrupted)
         if action != "Ignore":
             what = "counts against backoffLimit" if action in ("Count", None) else f"ends the Job ({action})"
-            yield finding(
-                "nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and a pod that {event} {what}",
-                "podFailurePolicy: first Ignore for DisruptionTarget, then for exit code 143, as `render` writes it",
-            )  # fmt: skip
+            fix = "podFailurePolicy: first Ignore for DisruptionTarget, then for exit code 143, as `render` writes it"
+            yield finding("nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and a pod that {event} {what}", fix)
             return
     if spec.get("backoffLimit") == 0:
-        yield finding(
-            "nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and the first pod that fails ends the Job",
-            "a backoffLimit above 0: restarts a node x nodes",
-        )  # fmt: skip
+        message = f"launch.nodes is {nodes}, and the first pod that fails ends the Job"
+        yield finding("nodes-that-go", job.runtime, message, "a backoffLimit above 0: restarts a node x nodes")
     if spec.get("successPolicy") is None:
-        yield finding(
-            "nodes-that-go", job.runtime,
-            f"launch.nodes is {nodes}, and the Job is over only when each of its pods has succeeded, one that finds no"
-            " node, too", "successPolicy: {rules: [{succeededCount: 1}]}", "warning",
-        )  # fmt: skip
+        over = "the Job is over only when each of its pods has succeeded, one that finds no node, too"
+        fix = "successPolicy: {rules: [{succeededCount: 1}]}"
+        yield finding("nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and {over}", fix, "warning")
 
 
 def _node_range(job: JobView, manifests: Sequence[ManifestObject]) -> str | None:
@@ -276,14 +207,9 @@ def _failure_action(policy: dict[str, Any], code: int | None, disrupted: bool) -
     """Return the action of the first rule that matches, or None."""
     for rule in listed(policy.get("rules")):
         exits, conditions = mapping(mapping(rule).get("onExitCodes")), listed(mapping(rule).get("onPodConditions"))
-        if (
-            conditions
-            and disrupted
-            and any(mapping(condition).get("type") == "DisruptionTarget" for condition in conditions)
-        ):
+        if disrupted and any(mapping(condition).get("type") == "DisruptionTarget" for condition in conditions):
             return rule.get("action")
-        if exits and code is not None and exits.get("containerName") in (None, NODE):
-            listed_there = code in listed(exits.get("values"))
-            if listed_there == (exits.get("operator") == "In"):
-                return rule.get("action")
+        matches = (code in listed(exits.get("values"))) == (exits.get("operator") == "In")
+        if exits and code is not None and exits.get("containerName") in (None, NODE) and matches:
+            return rule.get("action")
     return None

@@ -35,22 +35,16 @@ def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
     yield from _sold(pool)
     yield from _disruption(pool)
     if "spot" in pool.capacities:
-        yield finding(
-            "spot", pool.manifest, "capacity type spot is allowed",
-            "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only",
-        )  # fmt: skip
+        fix = "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only"
+        yield finding("spot", pool.manifest, "capacity type spot is allowed", fix)
 
 
 def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
-    users = [pool for pool in pools if pool.manifest.get("spec", "template", "spec", "nodeClassRef", "name")
-           == node_class.name]  # fmt: skip
-    yield from _images(node_class, users)
+    yield from _images(node_class, [pool for pool in pools if pool.node_class_name == node_class.name])
     user_data = str(node_class.get("spec", "userData") or "")
     for match in _PACKAGES.finditer(user_data):
-        yield finding(
-            "user-data-packages", node_class, f"userData runs `{match.group().strip()}`",
-            "put it into the container image (deploy/Dockerfile has tcmalloc and CPU torch)",
-        )  # fmt: skip
+        fix = "put it into the container image (deploy/Dockerfile has tcmalloc and CPU torch)"
+        yield finding("user-data-packages", node_class, f"userData runs `{match.group().strip()}`", fix)
     for name, why in _DISCONTINUED.items():
         if name in user_data:
             yield finding("discontinued", node_class, f"userData installs {name}: {why}", "leave it out")
@@ -64,10 +58,9 @@ def check_references(manifests: Sequence[ManifestObject]) -> Iterator[RuleFindin
         if (group, kind) == _AUTO_MODE:
             continue
         if (group, kind) != _NODE_CLASS:
-            yield finding(
-                "node-class", pool, f"nodeClassRef is of {group}/{kind}, which Karpenter on EC2 does not know",
-                "{group: karpenter.k8s.aws, kind: EC2NodeClass, name: ...}", "error",
-            )  # fmt: skip
+            message = f"nodeClassRef is of {group}/{kind}, which Karpenter on EC2 does not know"
+            fix = "{group: karpenter.k8s.aws, kind: EC2NodeClass, name: ...}"
+            yield finding("node-class", pool, message, fix, "error")
         elif name not in classes:
             yield finding("node-class", pool, f"nodeClassRef names {name!r}", "check that one too, or correct the name")
 
@@ -98,10 +91,8 @@ def _names(pool: PoolView) -> Iterator[RuleFinding]:
         for value in pool.values(key):
             if value not in names and LABEL_VALUE.match(value):
                 near = difflib.get_close_matches(value, sorted(names), 2, 0.6)
-                yield finding(
-                    "instance-type", pool.manifest, f"{key}: {value!r} is not in the catalogue",
-                    f"did you mean {' or '.join(near)}?" if near else "see `aliquot instances`",
-                )  # fmt: skip
+                fix = f"did you mean {' or '.join(near)}?" if near else "see `aliquot instances`"
+                yield finding("instance-type", pool.manifest, f"{key}: {value!r} is not in the catalogue", fix)
 
 
 def _types(pool: PoolView) -> Iterator[RuleFinding]:
@@ -111,55 +102,44 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
         return
     sizes = {(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}
     if len(sizes) > 1:
-        small = min(types, key=lambda node_type: node_type.memory_bytes)
-        large = max(types, key=lambda node_type: node_type.memory_bytes)
-        yield finding(
-            "unequal-nodes", pool.manifest,
-            f"{len(types)} types from {small.name} ({small.vcpus} vCPU, {small.memory_bytes >> 30} GiB) to {large.name}"
-            f" ({large.vcpus} vCPU, {large.memory_bytes >> 30} GiB)",
-            f"one size a pool: `{TYPE} In [...]` with types that are alike",
-        )  # fmt: skip
+        ends = [choose(types, key=lambda node_type: node_type.memory_bytes) for choose in (min, max)]
+        small, large = (f"{end.name} ({end.vcpus} vCPU, {end.memory_bytes >> 30} GiB)" for end in ends)
+        fix = f"one size a pool: `{TYPE} In [...]` with types that are alike"
+        yield finding("unequal-nodes", pool.manifest, f"{len(types)} types from {small} to {large}", fix)
     amx_wanted = any(taint.get("key") == AMX_TAINT for taint in pool.taints) or "amx" in pool.manifest.name
     without_amx = [node_type.name for node_type in types if not node_type.amx]
     if amx_wanted and without_amx:
-        yield finding(
-            "no-amx", pool.manifest, f"{len(without_amx)} of its types have no AMX, e.g. {without_amx[0]}",
-            "families of Sapphire Rapids and later: c7i, m7i, r7i, i7i, c8i, m8i, r8i; see `aliquot instances --amx`",
-            "error",
-        )  # fmt: skip
+        message = f"{len(without_amx)} of its types have no AMX, e.g. {without_amx[0]}"
+        fix = "families of Sapphire Rapids and later: c7i, m7i, r7i, i7i, c8i, m8i, r8i; see `aliquot instances --amx`"
+        yield finding("no-amx", pool.manifest, message, fix, "error")
 
 
 def _sold(pool: PoolView) -> Iterator[RuleFinding]:
     unknown = [value for value in pool.capacities if value not in _CAPACITIES]
     if unknown:
-        yield finding(
-            "not-sold", pool.manifest, f"{CAPACITY} {', '.join(unknown)}: there is {', '.join(_CAPACITIES)}",
-            (difflib.get_close_matches(unknown[0].lower(), _CAPACITIES, 1) or ["on-demand"])[0],
-        )  # fmt: skip
+        message = f"{CAPACITY} {', '.join(unknown)}: there is {', '.join(_CAPACITIES)}"
+        fix = (difflib.get_close_matches(unknown[0].lower(), _CAPACITIES, 1) or ["on-demand"])[0]
+        yield finding("not-sold", pool.manifest, message, fix)
     names = ", ".join(node_type.name for node_type in pool.types[:3])
     if pool.types and pool.capacities == ["spot"] and not any(node_type.on_spot for node_type in pool.types):
         yield finding("not-sold", pool.manifest, f"{names}: not sold as spot", f"{CAPACITY}: on-demand")
     zones = pool.values(ZONE)
     is_priced_region = bool(zones) and all(zone.startswith(PRICES_REGION) for zone in zones)
     if is_priced_region and pool.types and all(node_type.usd_per_hour is None for node_type in pool.types):
-        yield finding(
-            "not-sold", pool.manifest, f"{names}: not sold on demand in {PRICES_REGION} ({PRICES_DATE})",
-            "a type that is (`aliquot instances` shows prices), or another region", "warning",
-        )  # fmt: skip
+        message = f"{names}: not sold on demand in {PRICES_REGION} ({PRICES_DATE})"
+        fix = "a type that is (`aliquot instances` shows prices), or another region"
+        yield finding("not-sold", pool.manifest, message, fix, "warning")
 
 
 def _disruption(pool: PoolView) -> Iterator[RuleFinding]:
     policy = pool.manifest.get("spec", "disruption", "consolidationPolicy") or "WhenEmptyOrUnderutilized"
     if policy != "WhenEmpty":
-        yield finding(
-            "consolidation", pool.manifest, f"consolidationPolicy is {policy}",
-            "consolidationPolicy: WhenEmpty",
-        )  # fmt: skip
+        fix = "consolidationPolicy: WhenEmpty"
+        yield finding("consolidation", pool.manifest, f"consolidationPolicy is {policy}", fix)
     expiry = pool.manifest.get("spec", "template", "spec", "expireAfter") or "720h"
     if expiry != "Never":
-        yield finding(
-            "node-expiry", pool.manifest, f"expireAfter is {expiry}", "expireAfter: Never; nodes leave when empty"
-        )
+        fix = "expireAfter: Never; nodes leave when empty"
+        yield finding("node-expiry", pool.manifest, f"expireAfter is {expiry}", fix)
 
 
 def _images(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
@@ -176,12 +156,8 @@ def _images(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[R
         if name and not _EKS_IMAGE.search(name):
             yield finding("node-image-eks", node_class, f"{name!r} is not an image for EKS nodes", fix)
         if name and _GPU_IMAGE.search(name) and cpu_pools:
-            yield finding(
-                "node-image-kind", node_class,
-                f"the GPU image {name!r} for the CPU nodes of NodePool {cpu_pools[0].manifest.name}", fix,
-            )  # fmt: skip
+            message = f"the GPU image {name!r} for the CPU nodes of NodePool {cpu_pools[0].manifest.name}"
+            yield finding("node-image-kind", node_class, message, fix)
         if name and not _GPU_IMAGE.search(name) and gpu_pools:
-            yield finding(
-                "node-image-kind", node_class,
-                f"{name!r} has no GPU driver for the nodes of NodePool {gpu_pools[0].manifest.name}", fix,
-            )  # fmt: skip
+            message = f"{name!r} has no GPU driver for the nodes of NodePool {gpu_pools[0].manifest.name}"
+            yield finding("node-image-kind", node_class, message, fix)

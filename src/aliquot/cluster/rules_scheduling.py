@@ -30,22 +30,19 @@ def check_together(
         return
     chosen = [pool for pool in pools if _selects(job, pool)]
     if not chosen:
-        yield finding(
-            "node-selector", job.manifest,
-            f"nodeSelector {job.node_selector} meets no node of {', '.join(pool.manifest.name for pool in pools)}",
-            "labels in spec.template.metadata.labels of a NodePool, or another selector",
-        )  # fmt: skip
+        message = f"nodeSelector {job.node_selector} meets no node of {', '.join(pool.manifest.name for pool in pools)}"
+        fix = "labels in spec.template.metadata.labels of a NodePool, or another selector"
+        yield finding("node-selector", job.manifest, message, fix)
         return
     tolerated = [pool for pool in chosen if not _untolerated(job, pool)]
     if not tolerated:
         for pool in chosen:
             for taint in _untolerated(job, pool):
-                yield finding(
-                    "taint", job.manifest,
+                message = (
                     f"NodePool {pool.manifest.name} has the taint {taint.get('key')}={taint.get('value', '')}:"
-                    f"{taint.get('effect')}",
-                    "a toleration in the patch of the TrainJob",
-                )  # fmt: skip
+                    f"{taint.get('effect')}"
+                )
+                yield finding("taint", job.manifest, message, "a toleration in the patch of the TrainJob")
         return
     for pool in tolerated:
         node_class = pool.node_class(manifests)
@@ -58,19 +55,16 @@ def check_together(
 def _selects(job: JobView, pool: PoolView) -> bool:
     """Return whether nodes of the pool can have the selected labels; open labels (zone) count as met."""
     for key, value in job.node_selector.items():
+        type_values = [labels[key] for labels in map(type_labels, pool.types) if key in labels]
         if key in pool.labels:
-            if pool.labels[key] != value:
-                return False
+            possible = [pool.labels[key]]
         elif key in (ZONE, CAPACITY):
-            if pool.values(key) and value not in pool.values(key):
-                return False
+            possible = pool.values(key) or [value]
         elif key == "karpenter.sh/nodepool":
-            if value != pool.manifest.name:
-                return False
-        elif any(key in type_labels(node_type) for node_type in pool.types):
-            if not any(type_labels(node_type).get(key) == value for node_type in pool.types):
-                return False
-        elif value not in pool.values(key):
+            possible = [pool.manifest.name]
+        else:
+            possible = type_values or pool.values(key)
+        if value not in possible:
             return False
     return True
 
@@ -93,26 +87,22 @@ def _fits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> It
     unfit = {name: why for name, why in reasons.items() if why}
     if not unfit:
         return
-    largest = max(
-        unfit, key=lambda name: next(node_type.memory_bytes for node_type in pool.types if node_type.name == name)
-    )
-    efa_only = all(all(EFA in reason for reason in why) for why in unfit.values())
-    some = len(unfit) < len(reasons)
-    yield finding(
-        "efa" if efa_only else "request-too-large", job.manifest,
-        f"{largest}: {'; '.join(unfit[largest])}"
-        + (f" ({len(unfit)} of {len(reasons)} types of NodePool {pool.manifest.name} cannot hold it)" if some else ""),
-        "ask for what is allocatable (`aliquot instances` shows it), or take a larger type",
-        "warning" if some else None,
-    )  # fmt: skip
+    largest = max((item for item in pool.types if item.name in unfit), key=lambda item: item.memory_bytes).name
+    efa_only = all(EFA in reason for why in unfit.values() for reason in why)
+    message = f"{largest}: {'; '.join(unfit[largest])}"
+    if some := len(unfit) < len(reasons):
+        message += f" ({len(unfit)} of {len(reasons)} types of NodePool {pool.manifest.name} cannot hold it)"
+    fix = "ask for what is allocatable (`aliquot instances` shows it), or take a larger type"
+    yield finding("efa" if efa_only else "request-too-large", job.manifest, message, fix, "warning" if some else None)
 
 
 def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
-    def is_selected(node_type: InstanceType) -> bool:
-        labels = type_labels(node_type)
-        return all(labels.get(key, value) == value for key, value in job.node_selector.items())
-
-    return [node_type for node_type in pool.types if is_selected(node_type)]
+    """Return the types of the pool whose labels do not contradict the job's selector."""
+    labelled = ((node_type, type_labels(node_type)) for node_type in pool.types)
+    selector = job.node_selector.items()
+    return [
+        node_type for node_type, labels in labelled if all(labels.get(key, value) == value for key, value in selector)
+    ]
 
 
 def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject | None) -> Iterator[str]:
@@ -120,10 +110,8 @@ def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject
     memory_left = node_type.allocatable_memory_bytes - DAEMONSET_BYTES
     cpu_left = node_type.allocatable_cpu_millicores - DAEMONSET_MILLICORES
     if memory > memory_left:
-        yield (
-            f"{memory / GIB:.1f} GiB requested, a pod can have {memory_left / GIB:.1f} of its"
-            f" {node_type.memory_bytes / GIB:g} GiB"
-        )
+        whole = node_type.memory_bytes / GIB
+        yield f"{memory / GIB:.1f} GiB requested, a pod can have {memory_left / GIB:.1f} of its {whole:g} GiB"
     if cpu > cpu_left:
         yield f"{cpu / 1000:g} CPUs requested, a pod can have {cpu_left / 1000:g} of its {node_type.vcpus}"
     if job.count(GPU) > node_type.gpus:
@@ -132,11 +120,9 @@ def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject
         yield f"{job.count(EFA)} x {EFA} requested, it has {node_type.efa_interfaces}"
     disk = disk_bytes(node_class, node_type) if node_class is not None else None
     scratch = job.pod_total("ephemeral-storage", parse_bytes)
-    if disk is not None and scratch > max(0, allocatable_disk_bytes(disk)):
-        yield (
-            f"{scratch / GIB:.1f} GiB of ephemeral-storage requested, a pod can have"
-            f" {max(0, allocatable_disk_bytes(disk)) / GIB:.1f} of its disk's {disk / GIB:.0f} GiB"
-        )
+    if disk is not None and scratch > (disk_left := max(0, allocatable_disk_bytes(disk))):
+        requested = f"{scratch / GIB:.1f} GiB of ephemeral-storage requested"
+        yield f"{requested}, a pod can have {disk_left / GIB:.1f} of its disk's {disk / GIB:.0f} GiB"
 
 
 def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
@@ -156,31 +142,23 @@ def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> 
         if allowed is not None and name in needed and allowed < needed[name]:
             whole = needed[name] / 1000 if name == "cpu" else needed[name]
             shown = f"{whole / GIB:g} GiB" if name == "memory" else f"{whole:g}"
-            yield finding(
-                "pool-limit", pool.manifest, f"limits.{name} is {value}; {job.nodes} nodes need {shown}",
-                f"limits.{name}: at least {shown}",
-            )  # fmt: skip
+            fix = f"limits.{name}: at least {shown}"
+            yield finding("pool-limit", pool.manifest, f"limits.{name} is {value}; {job.nodes} nodes need {shown}", fix)
 
 
 def _drained(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     period = str(pool.manifest.get("spec", "template", "spec", "terminationGracePeriod") or "")
     if job.annotations.get("karpenter.sh/do-not-disrupt") == "true":
         if not period:
-            yield finding(
-                "do-not-disrupt", job.manifest, "the pods have karpenter.sh/do-not-disrupt",
-                'no such annotation; in the NodePool disruption.budgets: [{nodes: "0", reasons: [Drifted]}]',
-            )  # fmt: skip
+            fix = 'no such annotation; in the NodePool disruption.budgets: [{nodes: "0", reasons: [Drifted]}]'
+            yield finding("do-not-disrupt", job.manifest, "the pods have karpenter.sh/do-not-disrupt", fix)
     elif not any(map(_keeps_drifted, pool.manifest.items("spec", "disruption", "budgets"))):
-        yield finding(
-            "drift", pool.manifest, "disruption.budgets allow nodes that have drifted to be replaced",
-            'budgets: [{nodes: "0", reasons: [Drifted, Underutilized]}]',
-        )  # fmt: skip
+        fix = 'budgets: [{nodes: "0", reasons: [Drifted, Underutilized]}]'
+        yield finding("drift", pool.manifest, "disruption.budgets allow nodes that have drifted to be replaced", fix)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(period))
     if period and seconds < job.grace_s:
-        yield finding(
-            "grace", pool.manifest, f"terminationGracePeriod is {period}, and the pods have {job.grace_s} s to save",
-            "none, or longer than terminationGracePeriodSeconds of the pods",
-        )  # fmt: skip
+        message = f"terminationGracePeriod is {period}, and the pods have {job.grace_s} s to save"
+        yield finding("grace", pool.manifest, message, "none, or longer than terminationGracePeriodSeconds of the pods")
 
 
 def _keeps_drifted(budget: object) -> bool:
@@ -195,7 +173,5 @@ def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     terms = listed(dig(job.affinity, "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
     has_affinity = any(isinstance(term, dict) and term.get("topologyKey") == ZONE for term in terms)
     if job.nodes > 1 and not is_one_zone and not has_affinity:
-        yield finding(
-            "zone-spread", job.manifest, "nothing keeps the nodes in one zone",
-            f"nodeSelector {ZONE} (that of FSx), or podAffinity with that topologyKey",
-        )  # fmt: skip
+        fix = f"nodeSelector {ZONE} (that of FSx), or podAffinity with that topologyKey"
+        yield finding("zone-spread", job.manifest, "nothing keeps the nodes in one zone", fix)

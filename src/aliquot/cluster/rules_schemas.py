@@ -5,14 +5,12 @@ Without the extra `cluster` only names and types of fields are checked, and a fi
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
-from aliquot.cluster.crds import KindSchema, is_core
-from aliquot.cluster.field_types import schemas_of_kind
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind
 from aliquot.cluster.manifests import ManifestObject, mapping
 from aliquot.cluster.node_pool_view import LABEL_VALUE
 
@@ -28,10 +26,8 @@ def check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchem
     """Check all objects; of several schemas of a kind in `known` (versions of an operator) the best match counts."""
     missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
     if missing:
-        yield finding(
-            "not-judged", "schemas", f"only names and kinds of fields are: {' and '.join(missing)} are not installed",
-            "pip install 'aliquot[cluster]'",
-        )  # fmt: skip
+        message = f"only names and kinds of fields are: {' and '.join(missing)} are not installed"
+        yield finding("not-judged", "schemas", message, "pip install 'aliquot[cluster]'")
     for manifest in manifests:
         api_version, kind = manifest.document.get("apiVersion"), manifest.document.get("kind")
         if not (isinstance(api_version, str) and _API_VERSION.match(api_version)):
@@ -48,7 +44,7 @@ def check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchem
 
 
 def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
-    from aliquot.cluster.schemas import Violation, core_violations, violations
+    from aliquot.cluster.schemas import core_violations, violations
 
     candidates = schemas_of_kind(manifest.document, known)
     group = str(manifest.document["apiVersion"]).rpartition("/")[0]
@@ -71,12 +67,11 @@ def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[
     group = api_version.rpartition("/")[0]
     kinds = sorted({f"{schema.api_version} {schema.kind}" for schema in known if schema.group == group})
     if not kinds and not is_core(group):
-        near = difflib.get_close_matches(group, {schema.group for schema in known}, 1, 0.8)
-        fix = f"did you mean {near[0]}?" if near else "--crds DIR with its CRD, or --live"
+        groups = {schema.group for schema in known}
+        fix = did_you_mean(group, groups, "--crds DIR with its CRD, or --live", similarity=0.8)
         yield finding("not-read", manifest, f"{manifest.kind} of {api_version}", fix)
         return
-    near = difflib.get_close_matches(f"{api_version} {manifest.kind}", kinds, 1, 0.6)
-    fix = f"did you mean {near[0]}?" if near else "see `kubectl api-resources`"
+    fix = did_you_mean(f"{api_version} {manifest.kind}", kinds, "see `kubectl api-resources`")
     yield finding("unknown-kind", manifest, f"{api_version} has no {manifest.kind}", fix)
 
 
@@ -101,9 +96,5 @@ def _names_and_kinds(manifest: ManifestObject, known: Sequence[KindSchema]) -> I
     if not schemas_of_kind(manifest.document, known):
         yield from _unknown(manifest, known)
         return
-    for complaint in manifest.complaints:
-        if complaint.expected is None:
-            fix = f"did you mean {complaint.nearest}?" if complaint.nearest else "see `kubectl explain`"
-            yield finding("unknown-field", manifest, complaint.path, fix)
-        else:
-            yield finding("malformed", manifest, f"{complaint.path} is {complaint.value!r}", complaint.expected)
+    for violation in manifest.violations:
+        yield finding(violation.rule, manifest, violation.message, violation.fix)

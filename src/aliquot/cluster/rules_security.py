@@ -1,16 +1,18 @@
-"""Rules about Pod Security: pods must pass `restricted`, the strictest profile of Kubernetes.
+"""Rules about security: no passwords in manifests, and pods that pass `restricted`, the strictest Pod Security profile.
 
-Source: kubernetes.io/docs/concepts/security/pod-security-standards, for Kubernetes 1.34 and Linux.
+Source of the profile: kubernetes.io/docs/concepts/security/pod-security-standards, for Kubernetes 1.34 and Linux.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job_view import JobView, containers, pod_spec
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
+from aliquot.core.errors import has_url_credentials
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _CONTAINERS = ("initContainers", "containers", "ephemeralContainers")
@@ -22,7 +24,25 @@ _SYSCTLS = {
     "net.ipv4.tcp_rmem", "net.ipv4.tcp_syncookies", "net.ipv4.tcp_wmem",
 }  # fmt: skip
 _SELINUX_TYPES = ("", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+_TOKEN_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
+_TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,})\b")
 _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+
+
+def check_secrets(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """Look for values of tokens, and for URLs that hold a password, as the mirror's in a run's configuration may."""
+    for job in jobs:
+        for variable in job.env:
+            name, value = str(variable.get("name")), variable.get("value")
+            if isinstance(value, str) and value and (_TOKEN_VALUE.search(value) or _TOKEN_NAME.search(name)):
+                fix = "valueFrom: {secretKeyRef: {name: ..., key: ...}}"
+                yield finding("secret-value", job.manifest, f"env {name} has its value in the manifest", fix)
+    for config_map in select_kinds(manifests, "ConfigMap"):
+        for name, text in mapping(config_map.get("data")).items():
+            if has_url_credentials(str(text)):
+                message = f"data {name} has a URL with a user name or password in it"
+                fix = "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env"
+                yield finding("secret-value", config_map, message, fix)
 
 
 def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -41,11 +61,9 @@ def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject])
     ]
     for manifest, pod in pods:
         if violations := list(restricted_violations(pod)):
-            yield finding(
-                "pod-security", manifest, f"its pods are not `restricted`: {'; '.join(violations)}",
-                "the securityContext that `render` writes; run what needs root before the profile is enforced",
-                "error" if manifest.namespace in enforcing else None,
-            )  # fmt: skip
+            message = f"its pods are not `restricted`: {'; '.join(violations)}"
+            fix = "the securityContext that `render` writes; run what needs root before the profile is enforced"
+            yield finding("pod-security", manifest, message, fix, "error" if manifest.namespace in enforcing else None)
 
 
 def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:

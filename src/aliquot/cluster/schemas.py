@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import base64
 import datetime
-import difflib
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -22,27 +20,14 @@ from cel_expr_python.ext import ext_optional, ext_strings
 from jsonschema import Draft202012Validator, FormatChecker, SchemaError, ValidationError, validators
 from jsonschema.protocols import Validator
 
-from aliquot.cluster.crds import KindSchema, is_core
-from aliquot.cluster.field_types import expected_kind
+from aliquot.cluster.findings import did_you_mean
+from aliquot.cluster.kind_schemas import EXPECTED, KindSchema, Violation, expected_kind, is_core
 from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"
 _NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a function of Kubernetes for this type is missing
 _MOST_SHOWN = 60  # characters of a value
-_KINDS = {
-    "string": "text, in quotes where it looks like a number or true", "integer": "an integer", "number": "a number",
-    "boolean": "true or false", "array": "a list", "object": "a mapping of keys to values",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A violation of a schema; `rule` is one of findings.RULES."""
-
-    rule: str
-    message: str  # begins with the path of the field
-    fix: str
 
 
 def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
@@ -56,9 +41,7 @@ def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
     mistyped_paths = [error.absolute_path for error in errors if error.validator == "type"]
     results: list[Violation] = []
     for error in errors:
-        if (
-            error.validator != _CEL or error.absolute_path not in mistyped_paths
-        ):  # a rule would only repeat the type error
+        if error.validator != _CEL or error.absolute_path not in mistyped_paths:  # else it would repeat the type error
             results += _violations(error)
     return list(dict.fromkeys(results))
 
@@ -92,11 +75,9 @@ def admitted(value: Any, schema: dict[str, Any]) -> Any:
     properties, more = schema.get("properties", {}), schema.get("additionalProperties")
     default_schema = more if isinstance(more, dict) else {}
     whole = {str(key): admitted(item, properties.get(key) or default_schema) for key, item in value.items()}
-    for key, property_schema in properties.items():
-        if "default" in property_schema and (
-            key not in whole or (whole[key] is None and not property_schema.get("nullable"))
-        ):
-            whole[key] = admitted(property_schema["default"], property_schema)
+    for key, inner in properties.items():
+        if "default" in inner and (key not in whole or (whole[key] is None and not inner.get("nullable"))):
+            whole[key] = admitted(inner["default"], inner)
     return whole
 
 
@@ -195,43 +176,34 @@ _Structural = validators.extend(
 )
 
 
-def _base64(value: str) -> bool:
-    base64.b64decode(value, validate=True)
-    return True
-
-
-def _date_time(value: str) -> bool:
-    datetime.datetime.fromisoformat(value)
-    return True
-
-
 # The formats that occur; a format accepts values of other types, which `type` rejects.
 _FORMATS = FormatChecker(formats=())
 _FORMATS.checks("int32")(lambda value: not isinstance(value, int) or -(1 << 31) <= value < 1 << 31)
 _FORMATS.checks("int64")(lambda value: not isinstance(value, int) or -(1 << 63) <= value < 1 << 63)
-_FORMATS.checks("byte", ValueError)(lambda value: not isinstance(value, str) or _base64(value))
-_FORMATS.checks("date-time", ValueError)(lambda value: not isinstance(value, str) or _date_time(value))
+_FORMATS.checks("byte", ValueError)(
+    lambda value: not isinstance(value, str) or base64.b64decode(value, validate=True) is not None
+)
+_FORMATS.checks("date-time", ValueError)(
+    lambda value: not isinstance(value, str) or datetime.datetime.fromisoformat(value) is not None
+)
 
 
 def _violations(error: ValidationError) -> Iterator[Violation]:
     """Describe an error; one error may stand for several violations."""
     path, value, expected_value = _path(error.absolute_path), error.instance, error.validator_value
     schema = error.schema if isinstance(error.schema, dict) else {}
-    is_value = f"{path} is {_shown(value)}"
+    is_value, is_quantity = f"{path} is {_shown(value)}", expected_kind(schema) == "quantity"
     if error.validator == "additionalProperties":
         known = sorted(schema.get("properties", {}))
         for key in (item for item in value if item not in known):
-            near = difflib.get_close_matches(str(key), known, 1, 0.6)
             some = f"known here: {', '.join(known)}" if known else "nothing may stand here"
-            yield Violation("unknown-field", f"{path}.{key}".lstrip("."), f"did you mean {near[0]}?" if near else some)
+            yield Violation("unknown-field", f"{path}.{key}".lstrip("."), did_you_mean(key, known, some))
     elif error.validator == "required":
         (name,) = (item for item in expected_value if error.message.startswith(repr(item)))
         yield Violation("missing-field", f"{path}.{name}".lstrip(".") + " is missing", "give it")
     elif error.validator == "type":
-        kind = expected_kind(schema)
-        names = [expected_value] if isinstance(expected_value, str) else expected_value
-        expected = " or ".join(_KINDS[item] for item in names if item in _KINDS)
-        yield Violation("malformed", is_value, "an amount like 31, 500m or 56Gi" if kind == "quantity" else expected)
+        names = ["quantity"] if is_quantity else [expected_value] if isinstance(expected_value, str) else expected_value
+        yield Violation("malformed", is_value, " or ".join(EXPECTED[name] for name in names if name in EXPECTED))
     elif error.validator == _CEL:
         yield Violation("cel-rule", f"{path or 'the object'}: {error.message}", f"make this hold: {expected_value}")
     elif error.validator == _NOT_JUDGED:
@@ -239,13 +211,11 @@ def _violations(error: ValidationError) -> Iterator[Violation]:
     elif error.validator in ("x-kubernetes-list-map-keys", "x-kubernetes-list-type"):
         yield Violation("field-value", f"{path}: {error.message}", "each once")
     elif error.validator == "enum":
-        near = difflib.get_close_matches(str(value), [str(item) for item in expected_value], 1, 0.6)
-        some = "one of " + ", ".join(str(item) for item in expected_value)
-        yield Violation("field-value", is_value, f"did you mean {near[0]}?" if near else some)
+        allowed = [str(item) for item in expected_value]
+        yield Violation("field-value", is_value, did_you_mean(value, allowed, f"one of {', '.join(allowed)}"))
     elif error.validator == "pattern":
-        quantity = expected_kind(schema) == "quantity"
-        expected = "an amount like 31, 500m or 56Gi" if quantity else f"text like {expected_value}"
-        yield Violation("malformed" if quantity else "field-value", is_value, expected)
+        expected = EXPECTED["quantity"] if is_quantity else f"text like {expected_value}"
+        yield Violation("malformed" if is_quantity else "field-value", is_value, expected)
     elif error.validator == "format":
         yield Violation("field-value", is_value, f"what Kubernetes calls {expected_value}")
     elif error.validator in ("anyOf", "oneOf", "allOf", "not"):
@@ -263,12 +233,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-# The CEL rules of a CRD (x-kubernetes-validations). Kubernetes adds functions to the language; a rule with a function
-# that is missing here is not judged.
-
-
 class NotJudgedError(Exception):
-    """The rule needs a function of Kubernetes, or the object before the change."""
+    """The CEL rule needs a function that Kubernetes adds to the language, or the object before the change."""
 
 
 def holds(rule: dict[str, Any], value: Any) -> bool:
@@ -301,9 +267,9 @@ def _compiled(rule: str) -> cel.Expression:
 @cache
 def _environment() -> cel.Env:
     string = cel.Type.STRING
-    find = cel.FunctionDecl(
-        "find", [cel.Overload("string_find", string, [string, string], is_member=True, impl=_find)]
-    )  # a function of Kubernetes that Karpenter's rules use
+    # A function of Kubernetes that Karpenter's rules use.
+    overload = cel.Overload("string_find", string, [string, string], is_member=True, impl=_find)
+    find = cel.FunctionDecl("find", [overload])
     extensions = [ext_strings.ExtStrings(), ext_optional.ExtOptional()]
     return cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=extensions, functions=[find])
 

@@ -1,0 +1,217 @@
+"""Write what the pods of a job run on: Karpenter's NodePool and EC2NodeClass, and the shared file system.
+
+Its claim takes an existing file system of FSx for Lustre, or makes one through the CSI driver. Formats:
+github.com/kubernetes-sigs/aws-fsx-csi-driver, examples of v1.9.0. A Job makes the directories of the run. Only its pod
+runs as root, so that the training pods pass Pod Security `restricted`; their init containers wait for the directories.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+from aliquot.cluster import pod
+from aliquot.cluster.job import GPU, POOL_LABEL, Job
+from aliquot.cluster.manifests import Document, compact, literal
+
+_DISCOVERY = "karpenter.sh/discovery"
+_GPU_LABELS = {"nvidia.com/gpu.present": "true"}  # NVIDIA's device plugin selects its nodes by this label
+# For a gp3 volume with optimizer states. The default of 125 MiB/s is a quarter of the rate in the plan; an operation
+# has 256 KiB at most.
+_FAST_VOLUME = {"throughput": 1000, "iops": 4000}
+_DRIVER = "fsx.csi.aws.com"
+_PROGRAM = ["python3", "-P", "-m", "aliquot.cluster.make_directories"]
+_WAIT_S = 900  # the Job may need a new node, which pulls the image
+_KEEP_S = 86400  # a finished Job stays so long for its log
+
+
+def node_pool(job: Job) -> Document:
+    """Write a NodePool of the job's types, with taint, label, and a limit of one node more than the job has.
+
+    Nodes stay until they are empty or reclaimed.
+    """
+    section = job.section
+    allowed = {
+        "kubernetes.io/arch": [job.types[0].arch],
+        "kubernetes.io/os": ["linux"],
+        "karpenter.sh/capacity-type": list(section.capacity),
+        # Whole type names: lists of families and sizes would also allow other combinations.
+        "node.kubernetes.io/instance-type": [node_type.name for node_type in job.types],
+    }
+    if section.zone is not None:
+        allowed["topology.kubernetes.io/zone"] = [section.zone]
+    requirements = [{"key": key, "operator": "In", "values": values} for key, values in allowed.items()]
+    nodes = section.most_nodes + 1  # a lost node still counts while its successor starts
+    limits = {
+        "cpu": str(nodes * max(node_type.vcpus for node_type in job.types)),
+        "memory": f"{nodes * max(node_type.memory_bytes for node_type in job.types) >> 20}Mi",
+    }
+    if job.gpu_nodes:
+        limits[GPU] = str(nodes * job.types[0].gpus)
+    node_spec = {
+        "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
+        "requirements": requirements,
+        "taints": [job.taint],
+        "expireAfter": "Never",
+    }
+    labels = {POOL_LABEL: job.name, **(_GPU_LABELS if job.gpu_nodes else {})}
+    spec = {
+        "template": {"metadata": {"labels": labels}, "spec": node_spec},
+        "limits": limits,
+        # karpenter.sh/do-not-disrupt on the pods is no alternative: it would withhold spot notices from them.
+        "disruption": {
+            "consolidationPolicy": "WhenEmpty",
+            "consolidateAfter": "10m",
+            "budgets": [{"nodes": "0", "reasons": ["Drifted", "Underutilized"]}],
+        },
+    }
+    return job.manifest("karpenter.sh/v1", "NodePool", namespaced=False, spec=spec)
+
+
+def node_class(job: Job) -> Document:
+    section, group = job.section, job.section.placement_group
+    discovered = [{"tags": {_DISCOVERY: section.discovery}}]
+    bottlerocket = section.ami.startswith("bottlerocket@")
+    volume = {
+        "volumeSize": f"{section.volume_gib}Gi",
+        "volumeType": "gp3",
+        **(_FAST_VOLUME if job.scratch_bytes and not job.local_disks else {}),
+        "encrypted": True,
+        "deleteOnTermination": True,
+    }
+    spec = compact(
+        role=section.node_role,
+        # An alias selects the standard or the NVIDIA image by type; a pinned version does not change in a run.
+        amiSelectorTerms=[{"alias": section.ami}],
+        subnetSelectorTerms=discovered,
+        securityGroupSelectorTerms=discovered,
+        placementGroupSelector=group and {"id" if re.fullmatch(r"pg-[0-9a-z]+", group) else "name": group},
+        blockDeviceMappings=[{"deviceName": "/dev/xvdb" if bottlerocket else "/dev/xvda", "ebs": volume}],
+        instanceStorePolicy="RAID0" if job.local_disks else None,  # pods see the local disks as one
+        metadataOptions={"httpEndpoint": "enabled", "httpPutResponseHopLimit": 1, "httpTokens": "required"},
+        userData=section.user_data,
+    )
+    return job.manifest("karpenter.k8s.aws/v1", "EC2NodeClass", namespaced=False, spec=spec)
+
+
+def storage(job: Job) -> dict[str, Document]:
+    """Return the manifests by file name; none for an existing claim."""
+    kind = job.section.storage.kind
+    if kind == "claim":
+        return {}
+    if kind == "fsx-static":
+        return {"persistent-volume.yaml": _volume(job), "persistent-volume-claim.yaml": _claim(job)}
+    return {"storage-class.yaml": _storage_class(job), "persistent-volume-claim.yaml": _claim(job)}
+
+
+def _name(job: Job) -> str:
+    """Volumes and storage classes have no namespace, so they carry it in their names."""
+    return f"{job.section.namespace}-{job.name}-fsx"
+
+
+def _volume(job: Job) -> Document:
+    settings = job.section.storage
+    spec = {
+        "capacity": {"storage": f"{settings.size_gib}Gi"},
+        "volumeMode": "Filesystem",
+        "accessModes": ["ReadWriteMany"],
+        "mountOptions": ["flock"],  # the run directory is locked against a second run
+        "persistentVolumeReclaimPolicy": "Retain",
+        "storageClassName": "",
+        "claimRef": {"namespace": job.section.namespace, "name": job.claim_name},
+        "csi": {
+            "driver": _DRIVER,
+            "volumeHandle": settings.file_system_id,
+            "volumeAttributes": {"dnsname": settings.dnsname, "mountname": settings.mountname},
+        },
+    }
+    return job.manifest("v1", "PersistentVolume", _name(job), namespaced=False, spec=spec)
+
+
+def _claim(job: Job) -> Document:
+    static = job.section.storage.kind == "fsx-static"
+    spec = compact(
+        accessModes=["ReadWriteMany"],
+        storageClassName="" if static else _name(job),
+        resources={"requests": {"storage": f"{job.section.storage.size_gib}Gi"}},
+        volumeName=_name(job) if static else None,
+    )
+    return job.manifest("v1", "PersistentVolumeClaim", job.claim_name, spec=spec)
+
+
+def _storage_class(job: Job) -> Document:
+    settings = job.section.storage
+    persistent = settings.deployment_type == "PERSISTENT_2"
+    fields: Document = {
+        "provisioner": _DRIVER,
+        "parameters": compact(
+            subnetId=settings.subnet_id,
+            securityGroupIds=",".join(settings.security_group_ids),
+            deploymentType=settings.deployment_type,
+            perUnitStorageThroughput=str(settings.throughput_mb_per_tib) if persistent else None,
+            fileSystemTypeVersion="2.15",
+        ),
+        "reclaimPolicy": "Retain",  # deleting the claim must not delete checkpoints
+        "volumeBindingMode": "Immediate",
+        "mountOptions": ["flock"],
+    }
+    return job.manifest("storage.k8s.io/v1", "StorageClass", _name(job), namespaced=False, **fields)
+
+
+def directory_job(job: Job, any_run: bool = False) -> Document | None:
+    """Write the Job; None for an existing claim, whose owner makes the directories.
+
+    A Job cannot be changed, so its name holds a digest of its spec: a different render makes a new Job.
+
+    Args:
+        any_run: make directories for runs of other jobs, too.
+    """
+    if job.section.storage.kind == "claim":
+        return None
+    paths = [literal(path) for path in (job.section.storage.mount_path, *pod.directories(job, any_run))]
+    security = {
+        "runAsUser": 0,
+        "runAsGroup": 0,
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        # DAC_OVERRIDE: parents may belong to the trainer.
+        "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE"]},
+    }
+    pod_spec = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        # Any node of the image's architecture can run the Job, also a node of the training job.
+        "nodeSelector": {"kubernetes.io/arch": job.types[0].arch, "kubernetes.io/os": "linux"},
+        "tolerations": pod.tolerations(job),
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_container(job, ["own", str(pod.USER), *paths], security)],
+        "volumes": [pod.shared_volume(job)],
+    }
+    spec = {
+        "backoffLimit": 3,
+        "ttlSecondsAfterFinished": _KEEP_S,
+        "template": {"metadata": {"labels": job.labels}, "spec": pod_spec},
+    }
+    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:6]
+    return job.manifest("batch/v1", "Job", f"{job.name}-dirs-{digest}", spec=spec)
+
+
+def wait_containers(job: Job, any_run: bool = False) -> list[Document]:
+    """Write the init container of a training pod that waits for the directories; none for an existing claim."""
+    if job.section.storage.kind == "claim":
+        return []
+    paths = [literal(path) for path in pod.directories(job, any_run)]
+    return [_container(job, ["await", str(_WAIT_S), *paths], pod.container_security())]
+
+
+def _container(job: Job, arguments: list[str], security: Document) -> Document:
+    return {
+        "name": "directories",
+        "image": job.section.image,
+        "imagePullPolicy": job.section.image_pull_policy,
+        "command": [*_PROGRAM, *arguments],
+        "resources": {name: {"cpu": "250m", "memory": "256Mi"} for name in ("requests", "limits")},
+        "volumeMounts": [pod.shared_mount(job)],
+        "securityContext": security,
+    }

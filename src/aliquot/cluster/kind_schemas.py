@@ -1,0 +1,228 @@
+"""Schemas of kinds with their CEL rules, which the API server applies to objects, and the well-typed part of an object.
+
+facts.json next to this file holds the schemas, without descriptions, of the supported versions and of the core kinds
+that aliquot renders; `python -m tests.tools.cluster_facts` writes it. Other schemas come from files or the cluster.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aliquot.cluster.findings import did_you_mean
+from aliquot.cluster.quantity import parse
+from aliquot.core.decode import BoundedFastLoader
+from aliquot.core.errors import ManifestError
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+_CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # groups of Kubernetes itself; x-k8s.io is for others
+_INTEGERS = range(-(1 << 63), 1 << 63)
+
+# The expected values in words.
+EXPECTED = {
+    "string": "text, in quotes where it looks like a number or true", "integer": "an integer", "number": "a number",
+    "boolean": "true or false", "quantity": "an amount like 31, 500m or 56Gi", "int-or-string": "an integer or a word",
+    "array": "a list", "object": "a mapping of keys to values",
+}  # fmt: skip
+_SCALARS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: type(value) is int and value in _INTEGERS,
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "quantity": lambda value: parse(value) is not None,
+    "int-or-string": lambda value: type(value) is int or isinstance(value, str),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class KindSchema:
+    api_version: str
+    kind: str
+    source: str  # "Karpenter 1.14.1", or the file
+    schema: dict[str, Any]  # structural: spec.versions[].schema.openAPIV3Schema of a CRD
+    shipped: bool = False  # part of facts.json, so known to be a valid schema
+
+    @property
+    def group(self) -> str:
+        return self.api_version.rpartition("/")[0]
+
+
+def is_core(group: str) -> bool:
+    return bool(_CORE.match(group)) and not group.endswith(".x-k8s.io")
+
+
+def read_crds(directory: Path) -> list[KindSchema]:
+    """Read all CRDs below `directory`, or in one file. Raises UserError if there is none, or one cannot be read."""
+    paths = sorted(directory.rglob("*")) if directory.is_dir() else [directory]
+    schemas: list[KindSchema] = []
+    for file in paths:
+        if file.is_file() and (file.suffix in _SUFFIXES or file == directory):
+            schemas += schemas_of(_documents(file), str(file))
+    if not schemas:
+        raise ManifestError("no CustomResourceDefinition here", directory)
+    return schemas
+
+
+def schemas_of(documents: Iterable[Any], source: str) -> Iterator[KindSchema]:
+    """Yield each served version of the CRDs among `documents`. Raises UserError for an incomplete CRD."""
+    for document in documents:
+        if not isinstance(document, dict) or document.get("kind") != "CustomResourceDefinition":
+            continue
+        try:
+            spec = document["spec"]
+            for version in spec["versions"]:
+                schema = {**version["schema"]["openAPIV3Schema"]}
+                if version.get("served", True):
+                    yield KindSchema(f"{spec['group']}/{version['name']}", spec["names"]["kind"], source, schema)
+        except (KeyError, TypeError, AttributeError):
+            raise ManifestError("a CustomResourceDefinition without a schema in each of its versions", source) from None
+
+
+def _documents(file: Path) -> list[Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        if "CustomResourceDefinition" not in text:
+            return []
+        documents = list(yaml.load_all(text, Loader=BoundedFastLoader))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ManifestError(f"cannot read this CRD: {' '.join(str(error).split())}", file) from None
+    lists = [document.get("items") for document in documents if isinstance(document, dict)]
+    return [*documents, *(item for items in lists if isinstance(items, list) for item in items)]
+
+
+@cache
+def supported() -> Sequence[KindSchema]:
+    """Return the shipped schemas, the newest version of each kind first."""
+    loaded = json.loads(files("aliquot.cluster").joinpath("facts.json").read_text())
+    shared: list[Any] = []
+    for entry in loaded["shared"]:  # an entry refers only to earlier entries
+        shared.append(_resolved(entry, shared))
+    return [
+        KindSchema(kind["apiVersion"], kind["kind"], kind["source"], _resolved(kind["schema"], shared), shipped=True)
+        for kind in loaded["kinds"]
+    ]
+
+
+def _resolved(value: Any, shared: list[Any]) -> Any:
+    """Replace each {"$ref": N} in `value` by item N of `shared`."""
+    if isinstance(value, dict):
+        if "$ref" in value:
+            return shared[value["$ref"]]
+        return {key: _resolved(item, shared) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolved(item, shared) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A violation of a schema; `rule` is one of findings.RULES."""
+
+    rule: str
+    message: str  # begins with the path of the field
+    fix: str
+
+
+def schemas_of_kind(document: dict[str, Any], known: Sequence[KindSchema]) -> list[KindSchema]:
+    """Return the schemas of this kind, one for each version of its project; none for an unknown kind."""
+    key = document.get("apiVersion"), document.get("kind")
+    return [schema for schema in known if (schema.api_version, schema.kind) == key]
+
+
+def well_typed(document: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
+    """Return `document` without values of the wrong type, and a complaint for each of them.
+
+    A scalar in place of text becomes text, because its writer means text; nulls are dropped. A field of any supported
+    version is known.
+    """
+    violations: list[Violation] = []
+    value = _well_typed(document, _schema_of_all_versions(str(document.get("kind"))), "", violations)
+    return value or {}, violations
+
+
+@cache
+def _schema_of_all_versions(kind: str) -> dict[str, Any]:
+    return reduce(_merged, (schema.schema for schema in supported() if schema.kind == kind), {})
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Merge two schemas of a kind: a field of either is known, and int-or-string wins over integer."""
+    if not first or expected_kind(second) == "int-or-string":
+        return second
+    if not second or expected_kind(first) == "int-or-string":
+        return first
+    merged = {**second, **first}
+    for key in ("items", "additionalProperties"):
+        if isinstance(first.get(key), dict) and isinstance(second.get(key), dict):
+            merged[key] = _merged(first[key], second[key])
+    properties = [schema.get("properties", {}) for schema in (first, second)]
+    if any(properties):
+        names = {**properties[1], **properties[0]}
+        merged["properties"] = {name: _merged(*(schema.get(name, {}) for schema in properties)) for name in names}
+    return merged
+
+
+def expected_kind(schema: dict[str, Any]) -> str | None:
+    """Return object, array, or a key of `_SCALARS`; None if any value is allowed."""
+    if "KMGTP" in schema.get("pattern", ""):
+        return "quantity"
+    if schema.get("x-kubernetes-int-or-string"):
+        return "int-or-string"
+    kind: str | None = schema.get("type")
+    return kind
+
+
+def _well_typed(value: Any, schema: dict[str, Any], path: str, violations: list[Violation]) -> Any:
+    """Return the well-typed part of `value`, or None."""
+    kind = expected_kind(schema)
+    if kind == "array":
+        if not isinstance(value, list):
+            violations.append(Violation("malformed", f"{path} is {value!r}", EXPECTED[kind]))
+            return None
+        inner = schema.get("items", {})
+        elements = [_well_typed(item, inner, f"{path}[{index}]", violations) for index, item in enumerate(value)]
+        return [item for item in elements if item is not None]
+    if kind == "object":
+        if not isinstance(value, dict):
+            violations.append(Violation("malformed", f"{path} is {value!r}", EXPECTED[kind]))
+            return None
+        present = {key: item for key, item in value.items() if item is not None}
+        fields = {}
+        for key, item in present.items():
+            here, below = f"{path}.{key}".lstrip("."), schema_below(schema, key)
+            if below is None:
+                fix = did_you_mean(key, schema["properties"], "see `kubectl explain`")
+                violations.append(Violation("unknown-field", here, fix))
+            fields[key] = _well_typed(item, below or {}, here, violations)
+        return {key: item for key, item in fields.items() if item is not None}
+    if kind is None:
+        return value
+    if kind == "string" and isinstance(value, datetime.date):
+        return value.isoformat()  # the API server reads YAML dates as text
+    if _SCALARS[kind](value):
+        return value
+    violations.append(Violation("malformed", f"{path} is {value!r}", EXPECTED[kind]))
+    if kind == "string" and isinstance(value, bool | int | float):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return None
+
+
+def schema_below(schema: dict[str, Any], key: Any) -> dict[str, Any] | None:
+    """Return the schema of `key` in a mapping; None if the key is unknown, {} if any value is allowed."""
+    properties, more = schema.get("properties", {}), schema.get("additionalProperties")
+    if key in properties:
+        below: dict[str, Any] = properties[key]
+        return below
+    if isinstance(more, dict):
+        return more
+    opaque = schema.get("x-kubernetes-preserve-unknown-fields") or not properties
+    return {} if more or opaque else None
