@@ -55,7 +55,7 @@ def check_huge_pages(subject: Subject) -> Verdict:
     """Check transparent huge pages, which save page faults for new tensors."""
     text = read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled")
     setting = re.search(r"\[(\w+)\]", text or "")
-    observed = setting[1] if setting else "not told by this kernel"
+    observed = setting[1] if setting else "not reported by this kernel"
     if observed == "never":
         meaning = "pages of large tensors are faulted in 4 KiB at a time: the first steps are slower"
         return "warning", observed, meaning, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node"

@@ -167,7 +167,7 @@ class _Frame:
 def line_figure(
     figure: Figure, axis: Axis, lines: Sequence[Line], columns: Mapping[str, Mapping[float, str]] | None = None
 ) -> Figure:
-    """Draw lines, of which at least one has a point, into a figure that has only words yet.
+    """Draw lines into a figure that has only words yet; at least one line has a point.
 
     Args:
         columns: further columns of the table, and lines of the hints, by x.

@@ -99,7 +99,7 @@ def parts(run: Run) -> Figure:
     says += ", ".join(f"{part} {percent(means[part] / total)}" for part in largest)
     says += f", waiting for slower ranks {percent(means['wait'] / total)}."
     if all(line.get("reduce_s") is None for line in lines):
-        says += " Reducing is not told apart here: the collectives run inside forward and backward."
+        says += " Reducing is not measured separately: the collectives run inside forward and backward."
     count = min(len(lines), _MAX_BARS)
     stretches = [lines[len(lines) * i // count : len(lines) * (i + 1) // count] for i in range(count)]
     ends = [number(stretch[-1].get("step")) or 0.0 for stretch in stretches]

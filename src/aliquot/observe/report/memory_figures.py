@@ -85,7 +85,7 @@ def _over_phases(run: Run, rank: int, rows: Sequence[Object], kind: _MemoryKind)
     planned = [kind.planned(run, row) for row in rows]
     plan = [(i + 0.5, value / GIB) for i, value in enumerate(planned) if value is not None]
     levels = kind.levels(max([*tops, *(value for value in planned if value is not None)]))
-    says = f"Rank {rank} held at most {gib(tops[at])}, in the phase “{names[at]}”, of which the legend tells the parts"
+    says = f"Rank {rank} held at most {gib(tops[at])}, in the phase “{names[at]}”; the legend shows its parts"
     says += f"; a rank may have {gib(kind.limit)}" if kind.limit is not None else ""
     says += ", far above this picture." if kind.limit is not None and not levels else "."
     says += "" if plan else " No plan was recorded, so its line is missing."

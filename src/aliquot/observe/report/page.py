@@ -21,7 +21,7 @@ from aliquot.observe.report import figures, memory_figures, run_facts
 from aliquot.observe.report.charts import Axis, Figure, Layer, Table, labelled_lines, stack_figure
 from aliquot.observe.report.memory_figures import GIB, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import Run, number, read_run
-from aliquot.observe.report.run_facts import NOT_RECORDED, tiles
+from aliquot.observe.report.run_facts import NOT_RECORDED, if_recorded, tiles
 from aliquot.observe.step_clock import PARTS
 
 MARKER = "<!-- aliquot report -->"
@@ -92,7 +92,7 @@ def _comparison(runs: Sequence[Run]) -> Table:
         columns.append({
             "state": run.status.word,
             "engine": str(run.about.get("engine") or NOT_RECORDED),
-            "ranks": f"{ranks:.0f}" if ranks else NOT_RECORDED,
+            "ranks": if_recorded(ranks, "{:.0f}".format),
             **{label: value for label, value, _ in tiles(run)},
             "network a step, all ranks": rate((ranks or 1) * wire[-1][1], "B") if wire else NOT_RECORDED,
         })  # fmt: skip
@@ -159,7 +159,7 @@ def _compared_memory(runs: Sequence[Run]) -> Figure:
     layers = [Layer("peak", [peak / GIB for peak in peaks], 0)]
     stacked = stack_figure(replace(figure, says=says), axis, [label for label, _ in drawn], layers)
     rows = [
-        [label, gib(peak), gib(limit) if limit is not None else NOT_RECORDED]
+        [label, gib(peak), if_recorded(limit, gib)]
         for (label, _), peak, limit in zip(drawn, peaks, limits, strict=True)
     ]
     return replace(stacked, table=Table(("run", "peak of the largest rank", "a rank may have"), rows))

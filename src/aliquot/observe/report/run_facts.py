@@ -15,6 +15,10 @@ NOT_RECORDED = "not recorded"
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
 
 
+def if_recorded(value: float | None, words: Callable[[float], str]) -> str:
+    return words(value) if value is not None else NOT_RECORDED
+
+
 def summary(run: Run) -> str:
     """Describe the run in a line."""
     about = run.about
@@ -93,7 +97,7 @@ def foresight(run: Run) -> Table:
         if numbers and len(numbers) == len(keys):
             planned = sum(numbers)
             error = f"{100 * (planned / value - 1):+.0f} %" if value else ""
-            rows.append([name, words(planned), words(value) if value is not None else NOT_RECORDED, error])
+            rows.append([name, words(planned), if_recorded(value, words), error])
     return Table(("", "planned", "measured", "the plan is off by"), rows)
 
 
@@ -105,15 +109,10 @@ def checkpoints(run: Run) -> Table:
         if event.get("event") == "checkpoint" and (step := number(event.get("step"))) is not None
     }
     rows = []
-    for step, event in sorted(saved.items()):
-        took, stall = number(event.get("seconds")), number(event.get("stall_s"))
-        size = run.checkpoints.get(step)
-        rows.append([
-            f"{step:,}", seconds(took) if took is not None else NOT_RECORDED,
-            seconds(stall) if stall is not None else NOT_RECORDED, gib(size) if size is not None else "removed since",
-        ])  # fmt: skip
-    unrecorded = {step: size for step, size in run.checkpoints.items() if step not in saved}
-    rows += [[f"{step:,}", NOT_RECORDED, NOT_RECORDED, gib(size)] for step, size in unrecorded.items()]
+    for step in sorted({*saved, *run.checkpoints}):
+        took, stall = (number(saved.get(step, {}).get(key)) for key in ("seconds", "stall_s"))
+        size = gib(run.checkpoints[step]) if step in run.checkpoints else "removed since"
+        rows.append([f"{step:,}", if_recorded(took, seconds), if_recorded(stall, seconds), size])
     return Table(("step", "took", "stood still", "on disk"), rows)
 
 
