@@ -229,8 +229,9 @@ def _write(descriptor: int, memory: memoryview, offset: int, early: bool) -> Non
 
 
 def _save(out: Path, ranks: Any, measured: Measured) -> Any:
+    from tests.checkpoint.saving import save
+
     from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-    from aliquot.checkpoint.save import save
 
     tensors = llama_tensors(LLAMA_500M)
     store = Rows(tensors, ranks.rank)

@@ -26,12 +26,12 @@ from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, newest, step_of
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.retention import Retention, retain
-from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import Part
+from tests.checkpoint.saving import save
 from tests.examples import examples
 from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from aliquot.checkpoint.checkpoint_files import SCALES, CheckpointSpec
 from aliquot.checkpoint.restore import restore
-from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.optim.moments import decode_int8, encode_int8
 from aliquot.optim.sizes import block_numel
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import Part
+from tests.checkpoint.saving import save
 from tests.checkpoint.test_checkpoint import digests
 from tests.examples import examples
 from tests.tensor_io.world import SMALL, FakeStore, Tensors, run_world

@@ -23,13 +23,13 @@ from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.mirror import Uploader, fetch_newer, fetch_replacement
 from aliquot.checkpoint.remote_checkpoint import complete_steps, fetched_weights
 from aliquot.checkpoint.retention import Retention, retain
-from aliquot.checkpoint.save import save
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import KINDS, Part
+from tests.checkpoint.saving import save
 from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
 from tests.tensor_io.world import Tensors
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.save import save
 from aliquot.core.errors import DamagedCheckpoint, RunDirectoryError, UsageError, UserError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.models import meta
 from aliquot.models.export import ExportOptions, export, export_checkpoint
 from aliquot.models.load import load_weights
 from aliquot.models.stored_weights import published_of
+from tests.checkpoint.saving import save
 from tests.engines import cases
 from tests.tensor_io.world import SMALL, FakeStore, PipedRanks, Tensors, run_world, value_of
 

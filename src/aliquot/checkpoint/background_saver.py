@@ -14,7 +14,7 @@ from typing import Any
 
 from aliquot.checkpoint.background_task import BackgroundTask, PhasedWork, SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.live_parts import CpuCopier, HostCopier, LiveParts
+from aliquot.checkpoint.live_parts import CpuCopier, LiveParts
 from aliquot.checkpoint.retention import Retention
 from aliquot.checkpoint.save import Draft
 from aliquot.config.schema import CheckpointSection
@@ -26,12 +26,7 @@ from aliquot.tensor_io.transfer import Progress
 
 
 class Saver(PhasedWork):
-    """Saves one checkpoint at a time.
-
-    Args:
-        spec: contents of every checkpoint, the same on every rank.
-        make_copier: makes the copier from the engine's device into host memory, at the start of a save.
-    """
+    """Saves one checkpoint at a time. At the start of a save `make_copier` makes the copier into host memory."""
 
     def __init__(
         self,
@@ -41,7 +36,7 @@ class Saver(PhasedWork):
         ranks: RankGroup,
         settings: CheckpointSection,
         events: SaveEvents,
-        make_copier: Callable[[], HostCopier] = CpuCopier,
+        make_copier: Callable[[], CpuCopier] = CpuCopier,
     ) -> None:
         super().__init__(ranks, settings, events)
         self._root = root
@@ -60,8 +55,7 @@ class Saver(PhasedWork):
     def start(self, step: int, state: Mapping[str, Any], best: int | None = None) -> None:
         """Begin to save; without `checkpoint.async` also wait for the end. Collective. Raises UserError as `poll` does.
 
-        Args:
-            best: the step whose checkpoint retention keeps in addition to the newest ones; it may be `step` itself.
+        Retention keeps the checkpoint of step `best`, which may be `step` itself, in addition to the newest ones.
         """
         self.finish()
         self._step, self.best = step, best

@@ -20,7 +20,7 @@ from aliquot.optim.sizes import States, block_numel
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 from aliquot.tensor_io.header import TensorEntry
-from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore, ViewableStore
+from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore, SelectedParts, ViewableStore
 from aliquot.tensor_io.transfer import Maps
 
 SCALES = ".scales"  # suffix of the tensor of scales
@@ -30,19 +30,12 @@ _CHUNK_NUMEL = 1 << 20  # elements that are encoded at a time
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """The contents of a checkpoint, the same on every rank.
+    """The contents of a checkpoint, the same on every rank."""
 
-    Args:
-        tensors: names and shapes of the weights, of the whole model in its order or of an adapter.
-        config_files: config.json, tokenizer files and so on, by plain file name.
-        moment_format: storage of the moments.
-        trained: names of the weights with moments; None: all.
-    """
-
-    tensors: Sequence[tuple[str, Shape]]
-    config_files: Mapping[str, bytes] = field(default_factory=dict)
+    tensors: Sequence[tuple[str, Shape]]  # weights, of the whole model in its order or of an adapter
+    config_files: Mapping[str, bytes] = field(default_factory=dict)  # of rank 0, by plain file name
     moment_format: States = "fp32"
-    trained: Collection[str] | None = None
+    trained: Collection[str] | None = None  # names of the weights with moments; None: all
 
     def tensors_of(self, kind: Kind) -> Sequence[tuple[str, Shape]]:
         """Return the tensors with parts of `kind`."""
@@ -135,22 +128,10 @@ class StoredParts:
         else:
             cast(PartStore, self._store).write(part, start, values)
 
-    def scales(self) -> PartStore:
-        """Return a store of the scales alone."""
-        return _PartSubset(self, list(self._scales))
-
-    def values(self) -> PartStore:
-        """Return a store of all parts but the scales."""
-        return _PartSubset(self, [part for part in self._parts if part not in self._scales])
-
-
-class _PartSubset:
-    def __init__(self, stored: StoredParts, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self.read, self.write, self.view = stored.read, stored.write, stored.view
-
-    def parts(self) -> Sequence[Part]:
-        return self._parts
+    def scales_and_values(self) -> tuple[PartStore, PartStore]:
+        """Return a store of the scales alone, and one of all other parts."""
+        scales = {part.name for part in self._scales}
+        return SelectedParts(self, scales), SelectedParts(self, {part.name for part in self._parts} - scales)
 
 
 class _CodedPart:
@@ -184,9 +165,9 @@ class _CodedPart:
     def write(self, start: int, codes: Tensor) -> None:
         first, last = start // self._block_numel, -(-(start + codes.numel()) // self._block_numel)
         whole = torch.zeros((last - first) * self._block_numel)
-        inside = slice(start - first * self._block_numel, start - first * self._block_numel + codes.numel())
+        offset = start - first * self._block_numel
+        inside = slice(offset, offset + codes.numel())
         whole[inside] = codes
-        values = decode_int8(
-            whole, self.scales[first - self.first : last - self.first], self._block_numel, self._squared
-        )
+        scales = self.scales[first - self.first : last - self.first]
+        values = decode_int8(whole, scales, self._block_numel, self._squared)
         cast(PartStore, self._store).write(self._part, start, values[inside])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,29 +18,19 @@ from aliquot.tensor_io.range_io import mapped_tensor
 _MAPPED_NUMEL = 1 << 16  # smaller copies fit between other blocks of the heap
 
 
-class HostCopier(Protocol):
-    """Copies the values at the time of its creation into host memory. Any thread may use it."""
+class CpuCopier:
+    """Copies values at the time of its creation into host memory, from an engine on the CPU. Any thread may use it."""
 
     def copies(self) -> AbstractContextManager[object]:
         """Return a context in which every copy into host memory is complete when the copying call returns."""
-        ...
-
-    def buffer(self, numel: int) -> Tensor:
-        """Allocate fp32 [numel] in host memory."""
-        ...
-
-
-class CpuCopier:
-    """Copies from an engine that computes on the CPU."""
-
-    def copies(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def buffer(self, numel: int) -> Tensor:
+        """Allocate fp32 [numel] in host memory."""
         return mapped_tensor(numel, torch.float32) if numel >= _MAPPED_NUMEL else torch.empty(numel)
 
 
-class GpuCopier:
+class GpuCopier(CpuCopier):
     """Copies in a separate CUDA stream, which waits for the kernels that were launched before the copier was made.
 
     The copying thread then waits for its own copies alone. In the stream of the kernels it would wait for later kernels
@@ -61,7 +50,7 @@ class GpuCopier:
         return torch.empty(numel, pin_memory=True)
 
 
-def copier_for(device: str) -> Callable[[], HostCopier]:
+def copier_for(device: str) -> type[CpuCopier]:
     """Return the copier class of a rank that computes on `device`."""
     return GpuCopier if device == "cuda" else CpuCopier
 
@@ -73,7 +62,7 @@ class LiveParts:
     the live values are no longer needed. It copies unread parts within `buffer_bytes` and waits for the others.
     """
 
-    def __init__(self, store: PartSource, buffer_bytes: int, copier: HostCopier) -> None:
+    def __init__(self, store: PartSource, buffer_bytes: int, copier: CpuCopier) -> None:
         self._store = store
         self._copier = copier
         self._free_bytes = buffer_bytes

@@ -51,12 +51,10 @@ class Uploader(PhasedWork):
         return [*([] if self._step is None else [self._step]), *self._waiting]
 
     def start(self, step: int, best: int | None = None, just_saved: bool = False) -> None:
-        """Upload the complete checkpoint of `step`. Every rank calls it.
+        """Upload the complete checkpoint of `step`. Every rank calls it. Retention keeps step `best` in any case.
 
-        Args:
-            best: the step that retention keeps in addition to the newest ones.
-            just_saved: replace the copy in the store, even one with the same manifest. The run skipped that copy when
-                it began, perhaps because it is damaged; a run repeats its steps bit for bit, so manifests are equal.
+        If the checkpoint was `just_saved`, it replaces a copy in the store, even one with the same manifest. The run
+        skipped that copy when it began, perhaps because it is damaged; a run repeats its steps bit for bit.
         """
         if self._url is None:
             return
@@ -145,9 +143,8 @@ def fetch_newer(
 ) -> None:
     """Fetch the newest checkpoint to `root` if the mirror or a URL in `checkpoint.resume` has a newer one. Collective.
 
-    Raises:
-        UserError: the mirror holds checkpoints that `resume: never` would mix with new ones; the mirror cannot be
-            reached and `root` holds no checkpoint; or all checkpoints of the mirror and the URL are damaged.
+    Raises UserError if the mirror holds checkpoints that `resume: never` would mix with new ones, if the mirror cannot
+    be reached and `root` holds no checkpoint, or if all checkpoints of the mirror and the URL are damaged.
     """
 
     def find_newer() -> list[list[str]]:
@@ -198,11 +195,8 @@ def fetch_replacement(
     """Replace the checkpoint `damaged` by the mirror's copy, or else fetch the next older copy that is newer than the
     undamaged local ones. Collective.
 
-    Returns:
-        The fetched checkpoint; None if the mirror has no undamaged one.
-
-    Raises:
-        UserError: the mirror does not answer and `checkpoint.on_error` is stop.
+    Returns the fetched checkpoint; None if the mirror has no undamaged one. Raises UserError if the mirror does not
+    answer and `checkpoint.on_error` is stop.
     """
     if mirror is None:
         return None

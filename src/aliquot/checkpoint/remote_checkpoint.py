@@ -73,10 +73,9 @@ class Upload:
         self.sent_bytes = 0
 
     def prepare(self, replace: bool = False) -> dict[str, str] | None:
-        """Remove what killed processes left and begin the upload of every file.
+        """Remove what killed processes left, begin the upload of every file and return a token for each file.
 
-        Returns:
-            A token for each file; None if the store has this checkpoint and it is not to be replaced.
+        Return None if the store has this checkpoint and it is not to be replaced.
         """
         store = self._store
         stored_bytes = store.list()
@@ -114,11 +113,7 @@ class Upload:
         return _transfer(send_range, _split_files(manifest, manifest.files, self._store.part_bytes), self._ranks)
 
     def publish(self, tokens: Mapping[str, str], sent: Sequence[Receipt], retention: Retention) -> None:
-        """Complete the files, check their sizes, write the manifest, then remove old checkpoints of the store.
-
-        Args:
-            sent: the receipts of all ranks.
-        """
+        """Complete the files with the receipts of all ranks, write the manifest, then remove old checkpoints."""
         store, folder = self._store, self._folder
         manifest = read_manifest(self._directory)
         receipts: dict[str, list[tuple[int, str]]] = {name: [] for name in tokens}
@@ -172,8 +167,7 @@ def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
 def fetched_weights(url: str, output: Path, all_files: bool) -> Iterator[Path]:
     """Download the checkpoint at `url` into a temporary directory next to `output`.
 
-    Args:
-        all_files: also download the moments; otherwise their files have their size, but no content.
+    Without `all_files` the files of the moments have their size, but no content.
     """
     parent, folder = split_url(url)
     store = open_store(parent)
@@ -227,11 +221,7 @@ def _fetch_share(
 
 
 def _split_files(manifest: Manifest, names: Iterable[str], range_bytes: Callable[[int], int]) -> list[FileRange]:
-    """Split files into ranges, the same on every rank; an empty file has one range, too.
-
-    Args:
-        range_bytes: the length of the ranges of a file of the given size.
-    """
+    """Split files into ranges of `range_bytes(size of the file)`; an empty file has one range, too."""
     ranges = []
     for name in sorted(names):
         size_bytes = manifest.files[name].bytes

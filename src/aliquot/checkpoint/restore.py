@@ -38,29 +38,19 @@ _UNREACHABLE = {
 ExplainMismatch = Callable[[Mapping[str, Any]], str]  # state of a checkpoint -> changed settings that explain it, or ""
 
 
-def _explain_nothing(_: Mapping[str, Any]) -> str:
-    return ""
-
-
 def restore_newest(
     root: Path,
     store: PartStore,
     spec: CheckpointSpec,
     ranks: RankGroup,
     replace_damaged: Callable[[Path], Path | None] = lambda _: None,
-    explain_mismatch: ExplainMismatch = _explain_nothing,
+    explain_mismatch: ExplainMismatch = lambda _: "",
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore the newest undamaged checkpoint under `root` and warn of each damaged newer one. Collective.
 
-    Args:
-        replace_damaged: puts a replacement of a damaged checkpoint under `root` and returns its directory, or returns
-            None if it has no replacement.
-
-    Returns:
-        The checkpoint's directory and state; None if `root` holds no checkpoint.
-
-    Raises:
-        UserError: `root` holds checkpoints, all of them damaged; or an error of `restore`.
+    Returns the checkpoint's directory and state; None if `root` holds no checkpoint. Raises UserError if `root` holds
+    damaged checkpoints only, and as `restore` does. `replace_damaged` puts a replacement of a damaged checkpoint under
+    `root` and returns its directory, or None if it has no replacement.
     """
     below: int | None = None
     replaced: set[Path] = set()
@@ -82,34 +72,30 @@ def restore(
     store: PartStore,
     spec: CheckpointSpec,
     ranks: RankGroup,
-    explain_mismatch: ExplainMismatch = _explain_nothing,
+    explain_mismatch: ExplainMismatch = lambda _: "",
 ) -> dict[str, Any]:
     """Fill all parts of `store` from a checkpoint and return the state that was saved with it. Collective.
 
-    Args:
-        spec: the tensors to restore, those with which the checkpoint was saved.
-        explain_mismatch: names changed settings if the tensors of the checkpoint differ from those of `spec`.
+    `explain_mismatch` names changed settings if the tensors of the checkpoint differ from those of `spec`.
 
-    Raises:
+    Raises on every rank:
         DamagedCheckpoint: the files are not those that were saved. The parts then hold nothing of use.
         UserError: the tensors of the checkpoint are not those of `spec`, or a rank sees another checkpoint than rank 0.
-            Both kinds are raised on every rank.
     """
 
     def read() -> list[Piece]:
         checksums = BlockChecksums()
         with _as_damage():
-            maps = _byte_maps(directory)
-            values_of_kind = {kind: values_of(byte_map.entries) for kind, byte_map in maps.items()}
-        for kind, values in values_of_kind.items():
-            tensors = spec.tensors_of(kind)
-            with _mismatch_explained(directory, explain_mismatch):
+            entries = {kind: byte_map.entries for kind, byte_map in _byte_maps(directory).items()}
+            values_of_kind = {kind: values_of(stored) for kind, stored in entries.items()}
+        with _mismatch_explained(directory, explain_mismatch):
+            for kind, values in values_of_kind.items():
+                tensors = spec.tensors_of(kind)
                 check_tensors(tensors, values, directory, set(values) - {name for name, _ in tensors})
-        entries = {kind: byte_map.entries for kind, byte_map in maps.items()}
-        stored = StoredParts(store, entries)
+        scales_and_values = StoredParts(store, entries).scales_and_values()
         with _as_damage():
-            fill(stored.scales(), entries, checksums)
-            fill(stored.values(), entries, checksums)
+            for parts in scales_and_values:
+                fill(parts, entries, checksums)
         return checksums.pieces()
 
     digest = run_on_rank_0(ranks, lambda: _verify_descriptions(directory))
@@ -136,23 +122,25 @@ def _check_visible(directory: Path, digest: str) -> None:
     damage."""
     try:
         read_manifest(directory)
-        reason = None if _digest(directory) == digest else "another one lies here"
+        if _digest(directory) == digest:
+            return
+        reason = "another one lies here"
     except (DamagedCheckpoint, OSError) as error:
         reason = str(error)
-    if reason is not None:
-        raise ResumeError(
-            f"{platform.node()} does not see the checkpoint that rank 0 sees ({reason}). Mount the same directory on"
-            " all nodes",
-            directory,
-        )
+    raise ResumeError(
+        f"{platform.node()} does not see the checkpoint that rank 0 sees ({reason}). Mount the same directory on all"
+        " nodes",
+        directory,
+    )
 
 
 def _verified_state(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
     """Check the bytes that the ranks have read; return the state, which is verified before."""
     with _as_damage():
         manifest = read_manifest(directory)
-        maps = _byte_maps(directory).values()
-        header_bytes = {path: count for byte_map in maps for path, count in byte_map.header_bytes.items()}
+        header_bytes = {
+            path: count for files in _byte_maps(directory).values() for path, count in files.header_bytes.items()
+        }
         check_read(directory, manifest, header_bytes, pieces)
         return read_json(directory / STATE)
 
@@ -211,10 +199,13 @@ def _newest_on_rank_0(root: Path, below: int | None, ranks: RankGroup) -> Path |
             )
         return str(directory) if directory is not None else None
 
+    def view() -> tuple[str, int]:
+        steps = map(step_of, complete_directories(root))
+        return platform.node(), max((step for step in steps if below is None or step < below), default=-1)
+
     directory = run_on_rank_0(ranks, find)
     step = -1 if directory is None else step_of(Path(directory))
-    views = gather_results(ranks, lambda: (platform.node(), _newest_complete_step(root, below)))
-    for node, node_step in views:
+    for node, node_step in gather_results(ranks, view):
         if node_step > step:
             seen = "no checkpoint" if step < 0 else f"only step {step}"
             raise ResumeError(
@@ -223,9 +214,3 @@ def _newest_on_rank_0(root: Path, below: int | None, ranks: RankGroup) -> Path |
                 root,
             )
     return None if directory is None else Path(directory)
-
-
-def _newest_complete_step(root: Path, below: int | None) -> int:
-    """Return the newest complete step below `below`, or -1."""
-    steps = map(step_of, complete_directories(root))
-    return max((step for step in steps if below is None or step < below), default=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from aliquot.stores.store import is_url
 from aliquot.tensor_io.parts import PartStore
 
 _MAX_SHOWN = 3
-_VOCABULARY_KEYS = ("tokenizer", "tokenizer_vocab_size")
+_TENSOR_KEYS = {"data": ("tokenizer", "tokenizer_vocab_size"), "train": ("freeze",)}  # of other sections: all keys
 _NOT_SET = object()
 
 
@@ -36,31 +37,21 @@ def resume(
     With a path, the run under `root` begins from that checkpoint. Once it has checkpoints of its own it resumes from
     those, so that a restarted job makes progress. mirror.py has fetched the checkpoint of a URL to `root`.
 
-    Args:
-        config: the run's configuration as JSON, to explain tensors that differ.
-        replace_damaged: as of `restore_newest`.
-
-    Returns:
-        The checkpoint's directory and state; None if the run starts from scratch.
-
-    Raises:
-        UserError: the path is no checkpoint, or is older than the run's own checkpoints; or an error of `restore`.
+    Returns the checkpoint's directory and state; None if the run starts from scratch. Raises UserError if the path is
+    no checkpoint, or is older than the run's own checkpoints, and as `restore` does. `config`, the run's configuration
+    as JSON, explains tensors that differ. `replace_damaged` is as of `restore_newest`.
     """
     if settings.resume == "never":
         return None
-
-    def explain_mismatch(state: Mapping[str, Any]) -> str:
-        return _changed_tensor_settings(state, config)
-
+    explain_mismatch = partial(_changed_tensor_settings, config)
     source = Path(settings.resume)
     is_path = settings.resume != "auto" and not is_url(settings.resume)
     if is_path and not run_on_rank_0(ranks, lambda: _has_begun(source, root)):
         try:
             return source, restore(source, store, spec, ranks, explain_mismatch)
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(
-                f"{error}; checkpoint.resume names it: choose another checkpoint, or auto"
-            ) from None
+            remedy = "checkpoint.resume names it: choose another checkpoint, or auto"
+            raise DamagedCheckpoint(f"{error}; {remedy}") from None
     restored = restore_newest(root, store, spec, ranks, replace_damaged, explain_mismatch)
     if restored is not None:
         # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
@@ -115,15 +106,9 @@ def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], 
 def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: Path) -> str | None:
     """Compare the model's configuration with the one saved, because the same weights compute differently under another.
 
-    Args:
-        model: as of models/model_config.py.
-
-    Returns:
-        A warning if the configuration differs and the version of transformers too, because versions may read the same
-        file differently. None if nothing differs, or for older checkpoints, which do not hold the configuration.
-
-    Raises:
-        UserError: the configuration differs; it names each key.
+    Both are as of models/model_config.py. Raises UserError that names each changed key. If the version of transformers
+    differs too, return a warning instead, because versions may read the same file differently. Return None if nothing
+    differs, or for older checkpoints, which do not hold the configuration.
     """
     saved = state.get("model")
     if saved is None:
@@ -149,18 +134,14 @@ def changed_settings(state: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     ]
 
 
-def _changed_tensor_settings(state: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _changed_tensor_settings(config: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Describe changes of the settings that determine the tensors and which of them are trained; empty if none."""
 
     def tensor_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-        data = {key: config.get("data", {}).get(key) for key in _VOCABULARY_KEYS}
-        train = {"freeze": config.get("train", {}).get("freeze")}
-        return {
-            "model": config.get("model") or {},
-            "data": data,
-            "train": train,
-            "adapter": config.get("adapter") or {},
-        }
+        chosen = {section: config.get(section) or {} for section in ("model", "data", "train", "adapter")}
+        for section, keys in _TENSOR_KEYS.items():
+            chosen[section] = {key: chosen[section].get(key) for key in keys}
+        return chosen
 
     return _first_few(list(_differences(tensor_settings(state.get("config", {})), tensor_settings(config))))
 

@@ -20,7 +20,7 @@ from typing import Any
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts
 from aliquot.checkpoint.directories import NAME, STATE, STEMS, directory_of
 from aliquot.checkpoint.retention import Retention, tidy
-from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
+from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.tensor_io.checksums import BlockChecksums, Piece, combine_pieces
 from aliquot.tensor_io.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.tensor_io.parts import PartSource
@@ -40,39 +40,6 @@ MAX_FILE_BYTES = 4 << 30
 _log = logging.getLogger(__name__)
 
 
-def save(
-    root: Path,
-    step: int,
-    store: PartSource,
-    spec: CheckpointSpec,
-    state: Mapping[str, Any],
-    ranks: RankGroup,
-    keep: int,
-) -> Path:
-    """Write `root/step-<step>`, then remove all but the `keep` newest complete checkpoints. Collective.
-
-    Args:
-        spec: tensors and small files of the checkpoint; the small files of rank 0 are written.
-        state: any JSON object; that of rank 0 is written.
-
-    Returns:
-        The directory of the checkpoint, which replaces an earlier checkpoint of the same step.
-
-    Raises:
-        UserError: the same on every rank, if any rank cannot write. Nothing is then left of this checkpoint, and the
-            earlier checkpoints are unchanged.
-    """
-    draft = Draft.begin(root, step, spec, state, ranks)
-    try:
-        written = gather_results(ranks, lambda: draft.write(store))
-        run_on_rank_0(ranks, lambda: draft.publish(written, Retention(keep)))
-    except Exception:
-        if ranks.rank == 0:
-            draft.abandon()
-        raise
-    return draft.target
-
-
 class Draft:
     """A checkpoint while it is written, in a temporary directory next to its final name."""
 
@@ -87,7 +54,11 @@ class Draft:
 
     @classmethod
     def begin(cls, root: Path, step: int, spec: CheckpointSpec, state: Mapping[str, Any], ranks: RankGroup) -> Draft:
-        """Let rank 0 make the directory and lay the files out. Collective; arguments and errors as of `save`."""
+        """Let rank 0 make the directory `root/step-<step>` and lay the files out. Collective.
+
+        The checkpoint will replace an earlier one of the same step. `state` is any JSON object; that of rank 0 is
+        written. Raises the same UserError on every rank.
+        """
         draft = cls(root, step, spec, state)
         run_on_rank_0(ranks, lambda: clean_leftovers(root, NAME))
         draft.partial = begin(draft.target, ranks, draft._prepare)
@@ -105,7 +76,7 @@ class Draft:
 
         Raises OSError if the checkpoint could not be published; an earlier checkpoint of the step is then unchanged.
         """
-        self._finish(written)
+        write_file(self.partial / MANIFEST, self._manifest(written))
         commit(self.partial, self.target, replace=True)
         try:
             tidy(self._root, self.target, retention)
@@ -124,7 +95,7 @@ class Draft:
         for name, data in self._small_files.items():
             write_file(partial / name, data)
 
-    def _finish(self, written: Sequence[Sequence[Piece]]) -> None:
+    def _manifest(self, written: Sequence[Sequence[Piece]]) -> bytes:
         headers = BlockChecksums()
         headers.add_headers({self.partial / name: len(file.header) for name, file in self._files.items()})
         sizes = {name: file.file_bytes for name, file in self._files.items()}
@@ -133,4 +104,4 @@ class Draft:
         for layout in self._layouts.values():
             records |= {name: checksum(data) for name, data in layout.index.items()}
         records |= {name: checksum(data) for name, data in self._small_files.items()}
-        write_file(self.partial / MANIFEST, manifest_bytes(records, self._config_names))
+        return manifest_bytes(records, self._config_names)

@@ -60,9 +60,7 @@ class Adapter:
     def files(self, model_files: Mapping[str, bytes], path: str) -> dict[str, bytes]:
         """Return the files next to the adapter's weights: peft's configuration, and the tokenizer of the model.
 
-        Args:
-            model_files: the small files of the model.
-            path: directory or hub id of the model.
+        `path` is the directory or hub id of the model.
         """
         directory = with_home(path)
         self.settings.base_model_name_or_path = str(directory.resolve()) if directory.is_dir() else path
@@ -221,12 +219,9 @@ class MergedWeights:
     def __init__(
         self, adapter: StoredWeights, settings: bytes, reader: RangeReader, base: str | None, base_fingerprint: object
     ) -> None:
-        """Open the base model. Raises UserError if it is not the model that has `base_fingerprint`, as in training.
+        """Open the base model that peft's `settings`, as JSON, name; it is at `base` if it has moved.
 
-        Args:
-            settings: peft's configuration, as JSON.
-            reader: reads the files of the base model.
-            base: the directory of the base model, if it has moved.
+        Raises UserError if the model does not have `base_fingerprint`, as in training.
         """
         fields = parse_json(settings, ADAPTER_CONFIG)
         try:

@@ -37,37 +37,25 @@ from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, drain
 
 STATE = "state.json"  # of a checkpoint
-MAX_SHARD_BYTES = 50_000_000_000  # transformers' default
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How an export is stored, checked and published.
+    """How an export is stored, checked and published."""
 
-    Args:
-        max_shard_bytes: the size at which a further safetensors file begins.
-        published: the tensors to store, if they are not those of the model.
-        exact: tensors that are stored as fp32, whatever the dtype of the export is.
-        stem: how the names of the safetensors files begin.
-        tell: returns the report of a rank that has written its parts.
-        check: rank 0 calls it last, with the reports of all ranks; the export is published if it returns.
-        watch: called for each written piece; an exception ends the export.
-        config_files: what export_checkpoint writes instead of the files that the checkpoint was saved with.
-        verify: export_checkpoint compares all exported bytes with the checksums of the manifest.
-        replace: replace an export that is there, when the new one is whole, or before if there is no room for both.
-        spare: rank 0 asks before a replacement; True: the former export has another name now and stays.
-    """
-
-    max_shard_bytes: int = MAX_SHARD_BYTES
-    published: Sequence[Published] | None = None
-    exact: Collection[str] = ()
-    stem: str = "model"
-    tell: Callable[[], Any] = lambda: None
+    max_shard_bytes: int = 50_000_000_000  # at which a further safetensors file begins: transformers' default
+    published: Sequence[Published] | None = None  # the tensors to store, if they are not those of the model
+    exact: Collection[str] = ()  # tensors that are stored as fp32, whatever the dtype of the export is
+    stem: str = "model"  # how the names of the safetensors files begin
+    tell: Callable[[], Any] = lambda: None  # returns the report of a rank that has written its parts
+    # Rank 0 calls it last, with the reports of all ranks; the export is published if it returns.
     check: Callable[[list[Any]], None] = lambda reports: None
-    watch: Watch | None = None
+    watch: Watch | None = None  # called for each written piece; an exception ends the export
+    # export_checkpoint writes these instead of the files that the checkpoint was saved with.
     config_files: Mapping[str, bytes] | None = None
-    verify: bool = True
-    replace: bool = False
+    verify: bool = True  # export_checkpoint compares all exported bytes with the checksums of the manifest
+    replace: bool = False  # replace an existing export when the new one is whole, or before if only one has room
+    # Rank 0 asks before a replacement; True: the former export has another name now and stays.
     spare: Callable[[Path], bool] = lambda former: False
 
 
@@ -89,17 +77,16 @@ def export(
         config_files: config.json, tokenizer files and so on by plain name; those of rank 0 are written, and config.json
             gets the dtype.
 
-    Raises:
-        UserError: on every rank, and no `out_dir` appears: `out_dir` is not empty, a rank cannot write, or `check` or
-            `watch` raises.
+    Raises UserError on every rank, and no `out_dir` appears: it is not empty, a rank cannot write, or `check` or
+    `watch` raises.
     """
-    published, exact = options.published, options.exact
-    if published is not None:
+    exact = options.exact
+    if (published := options.published) is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
         exact = {tensor.name for tensor in published if tensor.source in exact}
     out_dir = out_dir.resolve()  # "." and links have no name next to which a directory could be written
-    laid = [LayoutEntry(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
-    layout = FilesLayout.from_entries(laid, options.max_shard_bytes, options.stem)
+    entries = [LayoutEntry(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
+    layout = FilesLayout.from_entries(entries, options.max_shard_bytes, options.stem)
 
     def make_way() -> None:
         if not options.replace and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
@@ -118,10 +105,11 @@ def export(
         drain(store, {"weight": layout.byte_map(partial).entries}, watch=options.watch)
         return options.tell()
 
+    def finish(_: Path, reports: list[Any]) -> None:
+        options.check(reports)
+
     run_on_rank_0(ranks, make_way)
-    publish_together(
-        out_dir, ranks, prepare, write, lambda partial, reports: options.check(reports), options.replace, options.spare
-    )
+    publish_together(out_dir, ranks, prepare, write, finish, options.replace, options.spare)
 
 
 def export_checkpoint(
@@ -137,23 +125,20 @@ def export_checkpoint(
 
     Memory is bounded by a few buffers. A model is built on the meta device alone, for the names that its files have.
 
+    Raises UserError as `export` does, and DamagedCheckpoint.
+
     Args:
-        ranks: the ranks that export together.
         merge: of an adapter, export the model that the adapter changes, instead of the adapter.
         base: the directory of that model, if the model has moved.
-
-    Raises:
-        UserError: as `export` does.
-        DamagedCheckpoint: the checkpoint is not whole.
     """
     manifest = read_manifest(checkpoint_dir)
     if options.verify:
         exported = [name for name in manifest.files if not name.startswith("exp_avg")]
         run_on_rank_0(ranks, lambda: verify_descriptions(checkpoint_dir, manifest, exported))
     source = ByteMap.from_directory(checkpoint_dir)
-    config_files = options.config_files
-    if config_files is None:
-        config_files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
+    files = options.config_files
+    if files is None:
+        files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
     tensors = names_in_file_order(source)
     checksums = BlockChecksums()
 
@@ -161,28 +146,24 @@ def export_checkpoint(
         if options.verify:
             check_read(checkpoint_dir, manifest, source.header_bytes, chain(*pieces))
 
-    stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-    def write(
-        store: PartSource, tensors: Sequence[tuple[str, Shape]], files: Mapping[str, bytes], **changes: Any
-    ) -> None:
-        how = replace(options, tell=checksums.pieces, check=check, **changes)
-        export(store, tensors, out_dir, stored, files, ranks, how)
-
-    adapter = config_files.get(ADAPTER_CONFIG)
+    adapter = files.get(ADAPTER_CONFIG)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
+    stored_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    options = replace(options, tell=checksums.pieces, check=check)
     with RangeReader(checksums if options.verify else None) as reader, RangeReader() as base_reader:
-        store = StoredWeights(source, reader, ranks)
+        store: PartSource = StoredWeights(source, reader, ranks)
         if adapter is None:
             model = model_on_meta(checkpoint_dir)
-            write(store, tensors, config_files, published=published_of(model, tensors), exact=fp32_weights(model))
+            options = replace(options, published=published_of(model, tensors), exact=fp32_weights(model))
         elif merge:
-            base_fingerprint = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
-            merged = MergedWeights(StoredWeights(source, reader), adapter, base_reader, base, base_fingerprint)
-            write(merged, merged.tensors, merged.files(config_files), exact=merged.exact)
+            fingerprint = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
+            merged = MergedWeights(StoredWeights(source, reader), adapter, base_reader, base, fingerprint)
+            store, tensors, files = merged, merged.tensors, merged.files(files)
+            options = replace(options, exact=merged.exact)
         else:
-            write(store, tensors, config_files, published=saves_of(tensors), stem=STEM)
+            options = replace(options, published=saves_of(tensors), stem=STEM)
+        export(store, tensors, out_dir, stored_dtype, files, ranks, options)
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:

@@ -58,15 +58,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model directory in memory.
-
-    `prefix` holds the token ids that training put before each document, `chat_prefix` before each chat; None: unknown.
-    """
+    """A model directory in memory."""
 
     model: Any
     tokenizer: Any
-    prefix: Sequence[int] | None
-    chat_prefix: Sequence[int] | None
+    prefix: Sequence[int] | None  # token ids that training put before each document; None: unknown
+    chat_prefix: Sequence[int] | None  # the same of chats
 
     @property
     def room(self) -> int | None:
@@ -82,18 +79,18 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     """
     if not directory.is_dir():
         raise ModelFilesError("no such directory", directory)
-    if not any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+    adapts = (directory / ADAPTER_CONFIG).is_file()
+    if not adapts and not (directory / "config.json").is_file():
         raise ModelFilesError(
             "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
         )
-    if (directory / ADAPTER_CONFIG).is_file() and (directory / STATE).is_file():
+    if adapts and (directory / STATE).is_file():
         with tempfile.TemporaryDirectory() as folder:  # transformers loads adapters by the file names of exports
             export_checkpoint(directory, Path(folder) / "export", "float32")
             return load(Path(folder) / "export", base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    adapts = (directory / ADAPTER_CONFIG).is_file()
     if base is not None and not adapts:
         raise UsageError("--base: this is no adapter, and only an adapter has a base model: leave it out", directory)
     whole = local_directory(adapter_base_model(directory, base)) if adapts else directory
@@ -107,9 +104,8 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     except Exception as error:  # safetensors, tokenizers and transformers raise errors of their own
         if not any(directory.glob("*token*")):
             raise ModelFilesError("no tokenizer here: copy it next to the model", directory) from error
-        raise ModelFilesError(
-            f"transformers cannot load this model: {' '.join(str(error).split())}", directory
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ModelFilesError(f"transformers cannot load this model: {reason}", directory) from error
     model.generation_config = _one_by_one(model.generation_config)
     ends = trained_tokens(directory, "ends") or []
     if (ids := joined_ends(model.generation_config.eos_token_id, ends)) is not None:
@@ -146,20 +142,14 @@ def continuation(
     sampling: Sampling,
     chat: bool = False,
 ) -> str:
-    """Return the prompt with its continuation.
+    """Return the prompt with its continuation. Raises UserError if the prompt has no token, or too many.
 
     Args:
         generate: the function of transformers or of an engine.
         prefix: token ids before each document, or each chat; None: the prefix of the tokenizer.
         room: the longest context of the model, in tokens; generation ends there.
-        sampling: its seed makes all ranks of an engine draw the same tokens.
         chat: the prompt is the message of a user, to be rendered by the chat template.
-
-    Raises:
-        UserError: the prompt has no token, or too many.
     """
-    import torch
-
     check_text(prompt)
     if chat:
         ids_of_prompt = chat_ids(tokenizer, [{"role": "user", "content": prompt}], prefix)
@@ -222,10 +212,7 @@ class Chat:
         """Raises UserError if the tokenizer has no chat template."""
         self._loaded = loaded
         self._messages: list[dict[str, str]] = []
-        self._options = {
-            **Sampling(max_new_tokens, temperature).options(max_new_tokens),
-            **ends_of_turn(loaded.tokenizer),
-        }
+        self._options = Sampling(max_new_tokens, temperature).options(max_new_tokens) | ends_of_turn(loaded.tokenizer)
         self._max_new_tokens = max_new_tokens
         torch.manual_seed(seed)
 
@@ -240,21 +227,20 @@ class Chat:
         check_text(text)
         messages = [*self._messages, {"role": "user", "content": text}]
         ids = chat_ids(self._loaded.tokenizer, messages, self._loaded.chat_prefix)
-        context_length = self._loaded.room
-        if context_length is not None and len(ids) + self._max_new_tokens > context_length:
+        room = self._loaded.room
+        if room is not None and len(ids) + self._max_new_tokens > room:
             raise UsageError(
                 f"the conversation has {len(ids)} tokens, and with {self._max_new_tokens} new ones it is longer than"
-                f" the {context_length} that this model can read: /reset, or a smaller --max-new-tokens"
+                f" the {room} that this model can read: /reset, or a smaller --max-new-tokens"
             )
         streamer = TextIteratorStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, failed = _Stop(), []
+        options = {"streamer": streamer, "stopping_criteria": [stop], **self._options}
 
         def generate() -> None:
             try:
                 with torch.no_grad():
-                    self._loaded.model.generate(
-                        torch.tensor([ids]), streamer=streamer, stopping_criteria=[stop], **self._options
-                    )
+                    self._loaded.model.generate(torch.tensor([ids]), **options)
             except Exception as error:  # raised by the reading thread, which would wait forever otherwise
                 failed.append(error)
                 streamer.end()

@@ -61,8 +61,8 @@ class LayerFill:
     def whole(self, seed: int) -> Tensor:
         """Return flat fp32 values. Raises UnsupportedModelError if the layer leaves the weight uninitialised."""
         kind: Any = type(self.config)
-        values = _layer_weights(kind, json.dumps(self.config.to_dict(), default=str), self.layer, seed)
-        layer_values = values[self.name]
+        fields = json.dumps(self.config.to_dict(), default=str)
+        layer_values = _layer_weights(kind, fields, self.layer, seed)[self.name]
         if not bool(layer_values.isnan().any()):
             return layer_values
         # Some values come from the constructor alone: a narrow copy of the model shows them.
@@ -92,23 +92,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Overwriting a meta tensor changes nothing, and torch needs long for it.
         result = args[0] if recorded and operation in OVERWRITING else func(*args, **(kwargs or {}))
         if recorded:
-            target = args[0]
-            arguments = tuple(args[1:])
+            target, arguments = args[0], tuple(args[1:])
+            start = int(target.storage_offset())
+            fill: Fill | str = Fill(operation, arguments, start, start + target.numel())
             if not target.is_contiguous():
-                self.written.append((target, f"{operation} on a strided view"))
+                fill = f"{operation} on a strided view"
             elif any(isinstance(argument, torch.Tensor) for argument in arguments):
-                self.written.append((target, f"{operation} of computed values"))
-            else:
-                start = int(target.storage_offset())
-                fill = Fill(operation, arguments, start, start + target.numel())
-                self.written.append((target, fill))
+                fill = f"{operation} of computed values"
+            self.written.append((target, fill))
         return result
 
 
 def record(model: PreTrainedModel) -> Fills:
-    """Run the model's own weight initialisation on meta parameters; fill its non-persistent buffers for real.
+    """Run the model's own initialisation on meta parameters and return the fills of each parameter by name.
 
-    Returns the fills of every parameter by name.
+    Its non-persistent buffers are filled for real.
     """
     owned: set[Tensor] = set()
     for module in model.modules():
@@ -142,10 +140,8 @@ def record(model: PreTrainedModel) -> Fills:
 
 def _skipped(model: PreTrainedModel) -> str | None:
     """Return the first function of `_SKIPS_META` that the initialisation code of a model calls."""
-    models = [module for module in model.modules() if hasattr(module, "_init_weights")]
-    code = "".join(
-        inspect.getsource(method) for method in {type(module_with_code)._init_weights for module_with_code in models}
-    )
+    methods = {type(module)._init_weights for module in model.modules() if hasattr(module, "_init_weights")}
+    code = "".join(map(inspect.getsource, methods))
     return next((name for name in _SKIPS_META if f"init.{name}(" in code), None)
 
 
@@ -179,8 +175,7 @@ def _replayable(
         if isinstance(fill, str):
             reasons[name] = fill
             continue
-        numel = parameters[name].numel()
-        if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, numel):
+        if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, parameters[name].numel()):
             fills[name].clear()
         fills[name].append(fill)
     return fills, reasons
@@ -201,8 +196,7 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little"))
         for parameter in layer.parameters():
             parameter.fill_(math.nan)
-        # Inner modules come before outer ones, as in transformers; other parts of outer modules stay on the meta
-        # device.
+        # Inner modules come before outer ones, as in transformers; other parts of outer ones stay on the meta device.
         around = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)]
         for module in (*reversed(list(layer.modules())), *around, *([model] if path else [])):
             vars(module).pop("_is_hf_initialized", None)
@@ -243,11 +237,8 @@ def draw(fills: tuple[Fill, ...], seed: int, name: str, index: int, start: int, 
         first, last = max(fill.start, start), min(fill.stop, stop)
         if first >= last:
             continue
-        view = values[first - start : last - start]
-        if fill.operation in ("normal_", "uniform_"):
-            getattr(view, fill.operation)(*fill.arguments, generator=generator)
-        else:
-            getattr(view, fill.operation)(*fill.arguments)
+        draws = {"generator": generator} if fill.operation in ("normal_", "uniform_") else {}
+        getattr(values[first - start : last - start], fill.operation)(*fill.arguments, **draws)
     return values
 
 

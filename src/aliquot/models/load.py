@@ -40,22 +40,14 @@ _COVARIANCE_SCALE = 1e-9  # transformers'
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How the names, layout and rows of stored weights may differ from those of the model.
+    """How the names, layout and rows of stored weights may differ from those of the model."""
 
-    Args:
-        watch: called with this rank's progress.
-        published: the layout of a published model, if it differs from the model's own; the files may have either.
-        may_grow: tensors of which the files may have fewer rows; the others are made from `seed`.
-        names: other names that the files may use, and names that loading passes over.
-        tell: rank 0 says here which tensors loading passes over.
-    """
-
-    watch: Watch | None = None
-    published: Sequence[Published] | None = None
-    may_grow: Sequence[str] = ()
+    watch: Watch | None = None  # called with this rank's progress
+    published: Sequence[Published] | None = None  # a layout that the files may have instead of the model's own
+    may_grow: Sequence[str] = ()  # tensors of which the files may have fewer rows; the others are made from `seed`
     seed: int = 0
-    names: StoredNames = field(default_factory=StoredNames)
-    tell: Callable[[str], None] | None = None
+    names: StoredNames = field(default_factory=StoredNames)  # other names that the files may use
+    tell: Callable[[str], None] | None = None  # rank 0 says here which tensors loading passes over
 
 
 def load_weights(
@@ -68,16 +60,12 @@ def load_weights(
 ) -> int:
     """Fill the weight parts of `store` from the safetensors in `directory`, whatever their float dtype. Collective.
 
+    Returns the bytes that this rank read. Raises UserError on every rank: no safetensors, malformed files, tensors that
+    are missing, superfluous or of another shape, or values that are not finite.
+
     Args:
         tensors: names and shapes of the whole model, without aliases.
         tied: alias -> the name in `tensors` whose weight it shares; the directory may hold either or both.
-
-    Returns:
-        The bytes that this rank read.
-
-    Raises:
-        UserError: on every rank: no safetensors, malformed files, tensors that are missing, superfluous or of another
-            shape, or values that are not finite.
     """
     published, names = options.published, options.names
 
@@ -119,13 +107,8 @@ def load_adapter(
 ) -> None:
     """Fill the weights of an adapter from peft's files, an export or a checkpoint in `directory`. Collective.
 
-    Args:
-        saves: the weights as peft names them.
-        base_fingerprint: the fingerprint of the base model, which a checkpoint states, too.
-
-    Raises:
-        UserError: on every rank: no such files, tensors that are missing, superfluous or of another shape, or an
-            adapter that was trained on another base model.
+    Raises UserError on every rank: no such files, tensors that are missing, superfluous or of another shape, or an
+    adapter that was trained on another base model than that of `base_fingerprint`. `saves` have peft's names.
     """
 
     def read() -> None:
@@ -197,10 +180,7 @@ def _add_rows(
     seed: int,
     ranks: RankGroup,
 ) -> None:
-    """Write the additional rows of tensors that grow. Collective.
-
-    `grown` has their old rows, `shapes` the new shapes.
-    """
+    """Write the additional rows of tensors: `grown` has the old rows, `shapes` the new shapes. Collective."""
     for name, entry in grown.items():
         for first in range(entry.shape[0], shapes[name][0], _AT_ONCE):
             rows = new_rows(entry, f"{seed}:{name}:{first}", min(_AT_ONCE, shapes[name][0] - first), ranks)

@@ -63,11 +63,9 @@ class MetaModel:
     @property
     def saved(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Tensors of a checkpoint; with an adapter its weights alone: other weights are in the model's files."""
-        return (
-            self.tensors
-            if self.adapter is None
-            else tuple(tensor for tensor in self.tensors if tensor[0] in self.learned)
-        )
+        if self.adapter is None:
+            return self.tensors
+        return tuple(tensor for tensor in self.tensors if tensor[0] in self.learned)
 
 
 def build(
@@ -94,9 +92,11 @@ def build(
     config.architectures = [type(model).__name__]
     _take_experts(model)
     freeze_buffers(model)
-    _check_layout(model)
+    if not decoder_layers(model) or model.get_input_embeddings() is None:
+        part = "input embedding" if decoder_layers(model) else "decoder layers"
+        raise UnsupportedModelError(f"{type(model).__name__}: no {part} found: model not supported")
     fills = initialize.record(model)
-    name, dropout = type(model).__name__, has_dropout(config)
+    name, dropout = type(model).__name__, has_dropout(config.to_dict())
     vocabulary = _vocabulary_weights(model)
     adapter_weights = None
     if adapter is not None:
@@ -130,14 +130,6 @@ def _vocabulary_weights(model: PreTrainedModel) -> tuple[str, ...]:
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     weights = [id(weight) for module in modules if module is not None for weight in module.parameters()]
     return tuple(name for name, weight in model.named_parameters() if id(weight) in weights)
-
-
-def _check_layout(model: PreTrainedModel) -> None:
-    kind = type(model).__name__
-    if not decoder_layers(model):
-        raise UnsupportedModelError(f"{kind}: no decoder layers found: model not supported")
-    if model.get_input_embeddings() is None:
-        raise UnsupportedModelError(f"{kind}: no input embedding found: model not supported")
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -63,13 +63,9 @@ def model_files(
     chat_prefix: Sequence[int],
     ends: Sequence[int] = (),
 ) -> dict[str, bytes]:
-    """Return file name -> content, for fp32 weights.
+    """Return file name -> content, for fp32 weights. `prefix`, `chat_prefix` and `ends` are as of `trained_tokens`.
 
-    Args:
-        source: the directory whose generation config is kept; None from scratch: special tokens of the tokenizer.
-        prefix: token ids before each document.
-        chat_prefix: token ids before each chat.
-        ends: tokens that end learned answers.
+    The generation config is that of the directory `source`; None, from scratch: the special tokens of the tokenizer.
     """
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32
@@ -83,10 +79,9 @@ def model_files(
     if source is None:
         fields |= special
         files["generation_config.json"] = json_bytes(special)
-    elif (source / "generation_config.json").is_file():
-        data = read_small(source / "generation_config.json")
-        parse_json(data, source / "generation_config.json")
-        files["generation_config.json"] = data
+    elif (file := source / "generation_config.json").is_file():
+        files[file.name] = read_small(file)
+        parse_json(files[file.name], file)
     files["config.json"] = json_bytes(with_old_names(fields))
     tokenizer_fields = parse_json(files["tokenizer_config.json"], "tokenizer_config")
     if tokenizer_fields.get("tokenizer_class") == "TokenizersBackend":  # a class that transformers 4 does not know
@@ -179,10 +174,7 @@ def json_bytes(fields: dict[str, Any]) -> bytes:
 
 
 def older_transformers(model_type: str) -> str | None:
-    """Return a warning about an export of a type that transformers 4.57 reads differently from version 5.
-
-    None if version 4.57 reads the type alike or does not know it.
-    """
+    """Return a warning about exports of a type that transformers 4.57 knows and reads differently from version 5."""
     why = _CANNOT.get(model_type)
     return None if why is None else f"transformers 4 does not read this {model_type} export as version 5 does: {why}"
 

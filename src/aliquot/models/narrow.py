@@ -6,6 +6,7 @@ Properties of a model's code can be tried on a narrow copy within milliseconds, 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aliquot.models.untrusted_code import model_from_config
@@ -85,20 +86,15 @@ def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def is_dropout(key: str) -> bool:
-    """Return whether a key of a configuration is a rate of dropout or of random noise in training."""
-    is_head_key = key.startswith(("summary", "classifier"))  # heads that language models lack
-    return key.endswith(_DROPS) and not is_head_key
+    """Return whether a key is a rate of dropout or of random noise in training, outside of heads for other tasks."""
+    return key.endswith(_DROPS) and not key.startswith(("summary", "classifier"))
 
 
-def has_dropout(config: PretrainedConfig) -> bool:
-    return _some_dropout(config.to_dict())
-
-
-def _some_dropout(values: dict[str, Any]) -> bool:
-    inner = any(_some_dropout(value) for value in values.values() if isinstance(value, dict))
-    return inner or any(
-        is_dropout(str(key)) for key, value in values.items() if isinstance(value, float | int) and value > 0
-    )
+def has_dropout(values: Mapping[str, Any]) -> bool:
+    """Return whether the fields of a configuration set any dropout."""
+    inner = any(has_dropout(value) for value in values.values() if isinstance(value, dict))
+    rates = [key for key, value in values.items() if isinstance(value, float | int) and value > 0]
+    return inner or any(is_dropout(str(key)) for key in rates)
 
 
 def _without_dropout(values: dict[str, Any]) -> dict[str, Any]:
@@ -109,10 +105,10 @@ def _without_dropout(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
-    layers = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 0)
+    layers = _first(values, _LAYERS, 0)
     lists = {key: value for key, value in values.items() if isinstance(value, list) and layers == len(value) > 0}
     positions = _positions(lists, layers)
-    heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 0)
+    heads = _first(values, _HEADS, 0)
     narrow_values: dict[str, Any] = {}
     for key, value in values.items():
         if key in lists:
@@ -131,10 +127,17 @@ def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
     return {**narrow_values, **_derived(values, narrow_values, len(positions))}
 
 
+def _first(values: dict[str, Any], names: tuple[str, ...], default: int) -> int:
+    return next((value for name in names if isinstance(value := values.get(name), int)), default)
+
+
 def _fewer_factors(rope: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return rotary parameters with one factor (longrope) for each frequency of a narrow head."""
-    heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 1)
-    width = values.get("qk_rope_head_dim") or values.get("head_dim") or values.get("hidden_size", _WIDTH) // heads
+    width = (
+        values.get("qk_rope_head_dim")
+        or values.get("head_dim")
+        or values.get("hidden_size", _WIDTH) // _first(values, _HEADS, 1)
+    )
     share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
     count = int(width * (1.0 if values.get("qk_rope_head_dim") else share)) // 2
     narrow_rope: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,9 +25,8 @@ class ShapedModel:
     config: PretrainedConfig
     built: meta.MetaModel
     shape: ModelShape
-    evaluations: dict[Hashable, tuple[int, Any]] = field(
-        default_factory=dict
-    )  # results of meta runs: (bytes, work), by settings and inputs
+    # Results of meta runs: (bytes, work), by settings and inputs.
+    evaluations: dict[Hashable, tuple[int, Any]] = field(default_factory=dict)
 
     def as_llama(self) -> ShapedModel:
         """Return a Llama with the same vocabulary, width and number of layers, and about as many weights in a layer."""
@@ -49,7 +48,7 @@ class ShapedModel:
             tie_word_embeddings=shape.head is None,
         )
         built = meta.build(config)
-        weights = tuple(tuple(parameter.shape) for parameter in decoder_layers(built.model)[0].parameters())
+        weights = _shapes(decoder_layers(built.model)[0].parameters())
         kind = LayerKind(weights, weights, None, tuple(range(shape.layers)))
         return ShapedModel(config, built, replace(shape, kinds=(kind,)))
 
@@ -68,13 +67,14 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     layers = decoder_layers(model)
     positions_of_kind: dict[tuple[tuple[Shape, ...], tuple[Shape, ...], int | None], list[int]] = {}
     for position, layer in enumerate(layers):
-        weights = tuple(tuple(parameter.shape) for parameter in layer.parameters())
-        learned = tuple(tuple(parameter.shape) for parameter in layer.parameters() if parameter.requires_grad)
+        weights, learned = _shapes(layer.parameters()), _shapes(p for p in layer.parameters() if p.requires_grad)
         positions_of_kind.setdefault((weights, learned, _window(layer, source.config)), []).append(position)
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = embedding if output is None else output.weight
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside and p is not embedding and p is not head]
+    # A tied embedding gets the head's gradient, and separate rows that are sent to other hosts.
+    looks_up_apart = model_traits.looks_up != (head is embedding)
     shape = ModelShape(
         name=built.name,
         weights=tuple(weight for _, weight in built.tensors),
@@ -82,18 +82,19 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
         kinds=tuple(LayerKind(*kind, tuple(at)) for kind, at in positions_of_kind.items()),
         embedding=tuple(embedding.shape),
         head=None if head is embedding else tuple(head.shape),
-        rest=tuple(tuple(parameter.shape) for parameter in rest),
+        rest=_shapes(rest),
         embedding_learns=embedding.requires_grad,
         head_learns=head.requires_grad,
         rest_learns=any(parameter.requires_grad for parameter in rest),
-        # A tied embedding gets the head's gradient, and separate rows that are sent to other hosts.
-        embedding_is_added_to=embedding.requires_grad
-        and model_traits.plain_head
-        and model_traits.looks_up != (head is embedding),
+        embedding_is_added_to=embedding.requires_grad and model_traits.plain_head and looks_up_apart,
         dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
         packs=built.traits.packs,
     )
     return ShapedModel(source.config, built, shape)
+
+
+def _shapes(parameters: Iterable[nn.Parameter]) -> tuple[Shape, ...]:
+    return tuple(tuple(parameter.shape) for parameter in parameters)
 
 
 def _window(layer: nn.Module, config: PretrainedConfig) -> int | None:

@@ -34,16 +34,12 @@ _FROM_PADDING = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`directory` holds config, weights and tokenizer; None: the model starts from `config` alone.
-
-    `configured_keys` are the keys that the person wrote: what was not configured_keys is the tokenizer's to say (see
-    adopt_tokenizer).
-    """
+    """A model's configuration, and where its weights and tokenizer are."""
 
     config: PretrainedConfig
-    directory: Path | None
+    directory: Path | None  # None: the model starts from `config` alone
     dtype: torch.dtype | None  # dtype of the config, which building a model replaces
-    configured_keys: frozenset[str] = frozenset()
+    configured_keys: frozenset[str] = frozenset()  # keys that a person wrote; the tokenizer sets other ones
 
     @property
     def from_scratch(self) -> bool:
@@ -52,8 +48,11 @@ class ModelSource:
     @property
     def largest_vocabulary(self) -> int:
         """Rows of the embedding, or the most rows that it may have if the tokenizer decides."""
-        open_ended = self.from_scratch and "vocab_size" not in self.configured_keys
-        return 1 << 31 if open_ended else int(self.config.vocab_size)
+        return 1 << 31 if self._vocabulary_is_open else int(self.config.vocab_size)
+
+    @property
+    def _vocabulary_is_open(self) -> bool:
+        return self.from_scratch and "vocab_size" not in self.configured_keys
 
     def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase, largest: int, added: bool) -> None:
         """Set the vocabulary size and the special tokens that the config of a model from scratch leaves open.
@@ -65,9 +64,8 @@ class ModelSource:
             if added:
                 self._grow(largest + 1)
             return
-        if "vocab_size" not in self.configured_keys:
-            # Rounded up, because matrix products are fastest on whole blocks.
-            self.config.vocab_size = -(-(largest + 1) // 64) * 64
+        if self._vocabulary_is_open:
+            self.config.vocab_size = _whole_blocks(largest + 1)
         for key in SPECIAL:
             if key not in self.configured_keys and not self._adopt(key, getattr(tokenizer, key)):
                 kind = self.config.model_type
@@ -77,12 +75,11 @@ class ModelSource:
         """Do what adopt_tokenizer will do with a tokenizer of that size, before a tokenizer is loaded."""
         if not self.from_scratch:
             self._grow(size)
-        if not self.from_scratch or "vocab_size" in self.configured_keys:
-            return
-        self.config.vocab_size = -(-size // 64) * 64
-        for key in SPECIAL:
-            if key not in self.configured_keys:
-                self._adopt(key, None)
+        elif self._vocabulary_is_open:
+            self.config.vocab_size = _whole_blocks(size)
+            for key in SPECIAL:
+                if key not in self.configured_keys:
+                    self._adopt(key, None)
 
     def _adopt(self, key: str, token: int | None) -> bool:
         """Set a special token. Return False if a model of this type needs the token and the tokenizer has none."""
@@ -127,11 +124,13 @@ class ModelSource:
             )
 
 
-def import_models() -> None:
-    """Import the modules that `resolve` and building a model need.
+def _whole_blocks(rows: int) -> int:
+    """Round up, because matrix products are fastest on whole blocks."""
+    return -(-rows // 64) * 64
 
-    The import takes seconds: ranks that resolve one after the other import at the same time before.
-    """
+
+def import_models() -> None:
+    """Import what building a model needs, for seconds: ranks that resolve in turn import at the same time before."""
     importlib.import_module("transformers.modeling_utils")
 
 
@@ -148,12 +147,10 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
         refuse_quantized(config, str(file))
         return ModelSource(config, directory, config.dtype)
     assert section.config is not None  # the schema demands one of the two
-    if isinstance(section.config, Path):
-        values = read_fields(section.config, "model.config")
-        config = parse_config(values, str(section.config))
-    else:
-        values = section.config
-        config = parse_config(values, "model.config")
+    values, where = section.config, "model.config"
+    if isinstance(values, Path):
+        values, where = read_fields(values, where), str(values)
+    config = parse_config(values, where)
     return ModelSource(without_quantization(config), None, None, frozenset(values))
 
 

@@ -47,18 +47,13 @@ _SMALL = (4, 2)  # sizes for an expert's matrix: a conversion may halve them, an
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Names that files may use for the weights of a model: its own, those of its base model, or older ones.
+    """Names that files may use for the weights of a model: its own, those of its base model, or older ones."""
 
-    Args:
-        passed_over: patterns of stored names that the model lacks: layers that predict several tokens (DeepSeek-V3,
-            GLM-4.5), masks and positions that are computed today (Pythia).
-        renamings: renamings by transformers.
-        base: prefix of the names of the base model.
-    """
-
+    # Patterns of stored names that the model lacks: layers that predict several tokens (DeepSeek-V3, GLM-4.5), masks
+    # and positions that are computed today (Pythia).
     passed_over: tuple[str, ...] = ()
-    renamings: tuple[WeightRenaming, ...] = ()
-    base: str = ""
+    renamings: tuple[WeightRenaming, ...] = ()  # by transformers
+    base: str = ""  # prefix of the names of the base model
 
     @classmethod
     def from_model(cls, model: nn.Module) -> StoredNames:
@@ -70,10 +65,9 @@ class StoredNames:
         if not isinstance(model, PreTrainedModel):
             return cls()
         passed_over = sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        renamings = [
-            conversion for conversion in get_model_conversion_mapping(model) if isinstance(conversion, WeightRenaming)
-        ]
-        return cls(tuple(passed_over), tuple(renamings), model.base_model_prefix)
+        conversions = get_model_conversion_mapping(model)
+        renamings = tuple(one for one in conversions if isinstance(one, WeightRenaming))
+        return cls(tuple(passed_over), renamings, model.base_model_prefix)
 
     def passes_over(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.passed_over)
@@ -161,8 +155,7 @@ def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tupl
 
     if not isinstance(model, PreTrainedModel):
         return None
-    numbers, places = {}, []
-    end = 0
+    numbers, places, end = {}, [], 0
     for name, shape in tensors:
         small = (shape[0], *_SMALL) if len(shape) == 3 else (*_SMALL, *[2] * len(shape))[: len(shape)]
         start, end = end, end + math.prod(small)
@@ -243,10 +236,7 @@ class PublishedParts:
 
 
 def fingerprint(directory: Path) -> str:
-    """Hash samples of the weights: sizes, headers, the beginning of each tensor, and 4 KiB of each 4 MiB.
-
-    Raises OSError.
-    """
+    """Hash samples: sizes, headers, the beginning of each tensor, and 4 KiB of each 4 MiB. Raises OSError."""
     total = hashlib.sha256()
     for path in sorted(set(directory.glob("*.safetensors")) - set(directory.glob(_OTHER_FORMS))):
         total.update(f"{path.name} {path.stat().st_size} ".encode())

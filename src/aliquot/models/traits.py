@@ -49,18 +49,15 @@ def traits(config: PretrainedConfig, longest: int | None = None) -> Traits:
 
     Raises UnsupportedModelError for a model that transformers cannot run, or that attends to later tokens.
     """
-    kind: Any = type(config)
     # Ids of special tokens, which may differ between a run and its plan, have no effect on traits.
     values = {key: value for key, value in config.to_dict().items() if not key.endswith("_token_id")}
+    kind: Any = type(config)
     model_traits = _traits(kind, json.dumps(values, sort_keys=True, default=str))
-    if (
-        model_traits.packs
-        and (limit := _length_that_changes_frequencies(config))
-        and (longest is None or longest > limit)
-    ):
-        why = f"its rotary frequencies depend on whether a document has more than {limit} tokens"
-        return replace(model_traits, attention=_transformers_attention(config), why_unpacked=why)
-    return model_traits
+    limit = _length_that_changes_frequencies(config) if model_traits.packs else None
+    if not limit or (longest is not None and longest <= limit):
+        return model_traits
+    why = f"its rotary frequencies depend on whether a document has more than {limit} tokens"
+    return replace(model_traits, attention=_transformers_attention(config), why_unpacked=why)
 
 
 def _length_that_changes_frequencies(config: PretrainedConfig) -> int | None:
@@ -68,14 +65,11 @@ def _length_that_changes_frequencies(config: PretrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    scaled_ropes = [rope_of_kind for rope_of_kind in kinds if rope_of_kind.get("rope_type") in ("dynamic", "longrope")]
-    original_lengths = [
-        getattr(text, "original_max_position_embeddings", None),
-        getattr(text, "max_position_embeddings", None),
-    ]
+    length = getattr(text, "original_max_position_embeddings", None) or getattr(text, "max_position_embeddings", None)
     limits = [
-        rope_of_kind.get("original_max_position_embeddings") or original_lengths[0] or original_lengths[1] or 1
-        for rope_of_kind in scaled_ropes
+        rope_of_kind.get("original_max_position_embeddings") or length or 1
+        for rope_of_kind in kinds
+        if rope_of_kind.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(limits, default=None)
 
@@ -92,12 +86,8 @@ def _traits(kind: Any, values: str) -> Traits:
         hidden = _decoded(model)
         plain_head, looks_up = _plain_head(model, logits, hidden), _looks_up(model, hidden)
         why_unpacked = _why_unpacked(config, model, logits)
-        return Traits(
-            IMPLEMENTATION if why_unpacked is None else _transformers_attention(config),
-            why_unpacked,
-            plain_head,
-            looks_up,
-        )
+        attention = IMPLEMENTATION if why_unpacked is None else _transformers_attention(config)
+        return Traits(attention, why_unpacked, plain_head, looks_up)
 
 
 def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedModel:
@@ -141,13 +131,12 @@ def quiet() -> Iterator[None]:
     """Silence warnings of transformers about narrow copies, and restore the state of random numbers afterwards."""
     logger = logging.getLogger("transformers")
     before, logger.level = logger.level, logging.CRITICAL
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)  # the same on every rank
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same on every rank
+            yield
     finally:
         logger.level = before
-        torch.random.set_rng_state(state)
 
 
 @contextmanager
@@ -165,11 +154,10 @@ def _logits_by_document(model: PreTrainedModel) -> Tensor:
     ids, positions, edges = example(model)
     try:
         with torch.no_grad():
-            logits = model_calls.logits(model, ids, positions, Documents(edges, None))
+            return model_calls.logits(model, ids, positions, Documents(edges, None))
     except Exception as error:
         kind = type(model).__name__
         raise UnsupportedModelError(f"{kind} does not run on token ids alone: {_line(error)}") from error
-    return logits
 
 
 def _check_keeps_weights(model: PreTrainedModel) -> None:
@@ -201,12 +189,8 @@ def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
         tokens = F.embedding(ids, model.get_input_embeddings().weight) if embed else ids
         try:
             return model_calls.hidden_states(model, tokens, positions, Documents(edges, None))
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # each model fails in its own way; training then uses whole logits
+        # Each model fails in its own way; training then uses whole logits.
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             return None
 
 
@@ -214,9 +198,9 @@ def _plain_head(model: PreTrainedModel, logits: Tensor, hidden: Tensor | None) -
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         return False
-    return (
-        hidden is not None and hidden.shape[-1] == head.in_features and agree(F.linear(hidden, head.weight), logits[0])
-    )
+    if hidden is None or hidden.shape[-1] != head.in_features:
+        return False
+    return agree(F.linear(hidden, head.weight), logits[0])
 
 
 def _looks_up(model: PreTrainedModel, from_ids: Tensor | None) -> bool:
@@ -234,8 +218,7 @@ def _why_unpacked(config: PretrainedConfig, model: PreTrainedModel, logits: Tens
         packed.load_state_dict(model.state_dict())
         ids, positions, edges = example(model)
         with torch.no_grad():
-            # In training mode, because attention asks for dropout there.
-            packed.train()
+            packed.train()  # attention asks for dropout there
             model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
             packed.eval()
             row = model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))

@@ -1,0 +1,34 @@
+"""Save a checkpoint at once, for tests and benchmarks; a run saves with background_saver.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
+from aliquot.checkpoint.retention import Retention
+from aliquot.checkpoint.save import Draft
+from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
+from aliquot.tensor_io.parts import PartSource
+
+
+def save(
+    root: Path,
+    step: int,
+    store: PartSource,
+    spec: CheckpointSpec,
+    state: Mapping[str, Any],
+    ranks: RankGroup,
+    keep: int,
+) -> Path:
+    """Write `root/step-<step>`, then remove all but the `keep` newest complete checkpoints. Collective."""
+    draft = Draft.begin(root, step, spec, state, ranks)
+    try:
+        written = gather_results(ranks, lambda: draft.write(store))
+        run_on_rank_0(ranks, lambda: draft.publish(written, Retention(keep)))
+    except Exception:
+        if ranks.rank == 0:
+            draft.abandon()
+        raise
+    return draft.target
