@@ -21,10 +21,11 @@ from aliquot.data.chat import (
     NOTHING_LEARNED,
     TEMPLATE_LEAVES_OUT,
     TOO_LONG,
+    UNREAD_FLAG,
     encode_chat,
     encode_record,
 )
-from aliquot.data.chat_template import CHANGED, ChatTemplate, LeftOut
+from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut
 from aliquot.data.text_encoder import AS_TEXT, AS_TOKENS, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level
 
@@ -59,7 +60,7 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
 def said(template: str, messages: list[dict[str, str]]) -> list[str]:
     """The stretches under the mask, as text."""
     made = tokenizer(template)
-    text, ids, mask, _ = encode_chat(ChatTemplate.of(made), messages, 0, False, TextEncoder(made, "", False))
+    text, ids, mask, _ = encode_chat(ChatTemplate.of(made, {}), messages, 0, False, TextEncoder(made, "", False))
     assert len(ids) == len(mask)
     assert text == made.decode(ids) == made.apply_chat_template(messages, tokenize=False)
     stretches: list[list[int]] = [[]]
@@ -148,6 +149,21 @@ def ids_of(record: dict[str, object], template: str | None, **settings: Any) -> 
     made = tokenizer(template or "")
     spec = EncoderSpec("unused", True, (), (), answers=True, templated=template is not None, **settings)
     return encode_record(made, json.dumps(record), spec)
+
+
+def test_template_gets_variables_of_the_record() -> None:
+    template = "{{ enable_thinking | default('unset') }}" + CHATML
+    record = {"messages": TALK[:2], "chat_template_kwargs": {"enable_thinking": False}}
+    assert learned(record | {"context": 0}, template)[0].startswith("False<|user|>")
+    for name in ("messages", "chat_template"):
+        ids, _, reason = learned(record | {"context": 0, "chat_template_kwargs": {name: "x"}}, template)
+        assert not ids and reason == RESERVED
+
+
+def test_unread_flags_of_messages_are_counted() -> None:
+    chat = {"messages": [TALK[0], TALK[1] | {"learn": False}], "context": 0}
+    assert learned(chat, CHATML)[2] == UNREAD_FLAG
+    assert learned(chat, CHATML + "{{ messages[1].learn }}")[2] is None
 
 
 def test_special_tokens_that_an_author_has_written_are_text() -> None:
@@ -270,7 +286,7 @@ def call(arguments: object = None) -> dict[str, Any]:
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> tuple[Any, ...]:
-    return encode_chat(ChatTemplate.of(tokenizer), messages, 0, False, TextEncoder(tokenizer, "", False))
+    return encode_chat(ChatTemplate.of(tokenizer, {}), messages, 0, False, TextEncoder(tokenizer, "", False))
 
 
 def test_an_answer_that_begins_the_chat_is_learned_without_what_is_before_it() -> None:

@@ -384,6 +384,8 @@ TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
         ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer, not the"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        ("a.jsonl.gz", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        ("a.txt", b"/annex/objects/SHA256E-s9--0.txt\n", "a git-annex pointer, not the file itself"),
         ("a.txt", TAR, "a tar archive, not text: unpack it first"),
         ("a.txt", b"PAR1\x15\x04\x00", "a file of the format parquet, not text"),
         ("a.md", b"%PDF-1.7\n", "a file of the format PDF, not text"),
@@ -396,6 +398,7 @@ TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
         ("a.json", b'{\n"text": "a",\n"text": "b"\n}', "a.json: the key 'text' stands 2 times"),
         ("a.json", b'{\n"data": [{"text": "a"}, {"text": "b"}]\n}', "one JSON object with the keys data, of which"),
         ("a.jsonl", b'{"data": [{"text": "a"}, {"text": "b"}]}', "a.jsonl:1: one JSON object with the keys data, of"),
+        ("a.jsonl", b'{"chosen": [{"role": "user", "content": "a"}]}\n', "no field that is known; there are chosen"),
         ("a.json", b'{\n"text": "a"\n}\n{\n"text": "b"\n}', "a.json: JSON objects over several lines: write one"),
     ],
 )

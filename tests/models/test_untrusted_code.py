@@ -146,8 +146,8 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 @pytest.mark.parametrize(
     "render",
     [
-        lambda tokenizer, talk: fit_messages(ChatTemplate.of(tokenizer), talk),
-        lambda tokenizer, talk: ChatTemplate.of(tokenizer).render_marked(talk),
+        lambda tokenizer, talk: fit_messages(ChatTemplate.of(tokenizer, {}), talk),
+        lambda tokenizer, talk: ChatTemplate.of(tokenizer, {}).render_marked(talk),
         lambda tokenizer, talk: chat_ids(tokenizer, talk[:1], None),
     ],
     ids=["data", "marked data", "chat"],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from aliquot.core.small_files import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer, read_small_file
+from aliquot.core.small_files import LIMIT_BYTES, pointer_message, read_small_file
 
 DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames a level
 
@@ -62,9 +62,8 @@ def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any
         if keys.repeated is not None:
             raise ValueError(f"the name {keys.repeated[0]!r} occurs twice")
     except ValueError as error:
-        if is_lfs_pointer(data):
-            raise ValueError(LFS_POINTER) from error
-        raise ValueError(f"not valid JSON: {ascii(str(error))[1:-1][:200]}") from error
+        message = pointer_message(data) or f"not valid JSON: {ascii(str(error))[1:-1][:200]}"
+        raise ValueError(message) from error
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value

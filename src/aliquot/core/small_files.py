@@ -85,12 +85,15 @@ def open_unlinked(
     return os.fdopen(os.open(path, flags, permissions), mode, **options)
 
 
-LFS_POINTER = "a git-lfs pointer, not the file itself: fetch it first (git lfs pull)"
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "git-lfs pointer, not the file itself: fetch it first (git lfs pull)",
+    b"/annex/objects/": "git-annex pointer, not the file itself: fetch it first (git annex get)",
+}
 
 
-def is_lfs_pointer(start: bytes) -> bool:
-    """Return whether `start` begins the short text that a clone without git-lfs has in place of a file."""
-    return start.startswith(b"version https://git-lfs.github.com/spec/")
+def pointer_message(start: bytes) -> str | None:
+    """Return a message if `start` begins the short text that a clone may have in place of a large file, else None."""
+    return next((f"a {message}" for beginning, message in _POINTERS.items() if start.startswith(beginning)), None)
 
 
 def publish_text(path: Path, text: str) -> None:

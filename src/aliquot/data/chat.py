@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import TokenizerError
-from aliquot.data.chat_messages import has_words, in_other_words, is_learned, is_silent, leaves_out
+from aliquot.data.chat_messages import has_words, in_other_words, is_learned, is_silent, leaves_out, unread_flags
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, fit_messages
 from aliquot.data.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 4  # changes with every change of the tokens or masks that records become
+ENCODING = 5  # changes with every change of the tokens or masks that records become
 
 # A record is encoded whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of memory
 # a character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
@@ -29,6 +29,7 @@ NOTHING_LEARNED = "a record in which nothing is learned, left out"
 ANSWERS_NOT_WRITTEN = "a record whose answers the chat template does not write, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
 NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
+UNREAD_FLAG = "a record with true or false in a message, for which neither aliquot nor the chat template has a use"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
 UNKNOWN_PLACE = (
@@ -70,15 +71,17 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
     everything, notes = spec.train_on == "all", Notes()
     encoder = TextEncoder(tokenizer, text, spec.special_tokens_as_text)
     if spec.templated:
-        (messages, context), tools = _messages(record), record.get("tools")
+        messages, context = _messages(record)
         if not everything and not any(_answers(message) for message in messages[context:]):
             raise LeftOut(NO_ANSWER)
-        template = ChatTemplate.of(tokenizer, tools, spec.day)
+        template = ChatTemplate.of(tokenizer, record, spec.day)
         rendered, ids, mask, changed = encode_chat(template, messages, context, everything, encoder)
         empty = any(message["role"] == "assistant" and not has_words(message) for message in messages[context:])
         notes |= {changed: ""} if changed else {}
         notes |= {EMPTY_ANSWER: ""} if empty and not everything else {}
-        notes |= {TEMPLATE_LEAVES_OUT: ""} if leaves_out(messages, tools or [], rendered) else {}
+        notes |= {TEMPLATE_LEAVES_OUT: ""} if leaves_out(messages, template.tools or [], rendered) else {}
+        unread = sorted({flag for message in messages for flag in unread_flags(message, template.source)})
+        notes |= {UNREAD_FLAG: ", ".join(unread)} if unread else {}
         if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
             ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
         if spec.suffix and tuple(ids[-len(spec.suffix) :]) != spec.suffix:

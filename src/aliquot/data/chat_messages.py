@@ -38,8 +38,29 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in _FLAGS)
 
 
+def unread_flags(message: Mapping[str, Any], template: str) -> list[str]:
+    """Return keys with true or false that neither aliquot nor the source of the chat template names."""
+    flags = (key for key, value in message.items() if isinstance(value, bool) and key not in _FLAGS)
+    return [flag for flag in flags if flag not in template]
+
+
 def read_list(value: object, field: str, where: str) -> list[Any]:
     """Return a list, decoded from JSON if the field holds text; empty if the field is null or blank."""
+    decoded = _decoded(value, field, where) or []
+    if not isinstance(decoded, list):
+        raise BadRecordError(f"field {field!r} holds {type(decoded).__name__}, not a list", where)
+    return decoded
+
+
+def read_object(value: object, field: str, where: str) -> dict[str, Any]:
+    """Return an object, decoded from JSON if the field holds text; empty if the field is null or blank."""
+    decoded = _decoded(value, field, where) or {}
+    if not isinstance(decoded, dict):
+        raise BadRecordError(f"field {field!r} holds {type(decoded).__name__}, not an object", where)
+    return decoded
+
+
+def _decoded(value: object, field: str, where: str) -> object:
     if isinstance(value, str) and value.strip():
         try:
             value = decode_json(value)
@@ -48,11 +69,7 @@ def read_list(value: object, field: str, where: str) -> list[Any]:
                 f"field {field!r} holds text that is not JSON ({error}): name it otherwise if it is for no template",
                 where,
             ) from error
-    if not value or isinstance(value, str):
-        return []
-    if not isinstance(value, list):
-        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list", where)
-    return value
+    return None if isinstance(value, str) else value
 
 
 def read_messages(value: object, field: str, where: str, plain: str | None = None) -> list[dict[str, Any]]:

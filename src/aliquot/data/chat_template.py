@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
@@ -18,10 +18,15 @@ from aliquot.models.untrusted_code import limit_rendering
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 
+RESERVED = "a record whose chat_template_kwargs set a variable that aliquot sets, left out"
 CHANGED = "a record that the chat template accepts only"
 _GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 _CLOCK = "strftime_now"
 _TIME_FORMAT = re.compile(r"""(["'])((?:(?!\1).)*%(?:(?!\1).)*)\1""")
+_RESERVED = {
+    "conversations", "messages", "tools", "times", "chat_template", "add_generation_prompt", "continue_final_message",
+    "return_assistant_tokens_mask",
+}  # fmt: skip
 # Jinja drops the newline after a block (trim_blocks), so that the template itself begins on a new line.
 _FIXED_CLOCK = "{% macro strftime_now(format) %}{{ times[format] }}{% endmacro %}\n"
 
@@ -39,14 +44,19 @@ class ChatTemplate:
     tokenizer: Any  # of transformers
     source: str  # Jinja
     tools: list[Any] | None
+    values: dict[str, Any]  # of the record, for variables of the template
     times: dict[str, str]  # the day, by the formats that the template uses; empty if it writes no date
 
     @classmethod
-    def of(cls, tokenizer: Any, tools: list[Any] | None = None, day: str | None = None) -> ChatTemplate:
-        """Return the tokenizer's chat template for a record with `tools`; `day` (ISO 8601) is the date that it writes.
+    def of(cls, tokenizer: Any, record: Mapping[str, Any], day: str | None = None) -> ChatTemplate:
+        """Return the tokenizer's chat template for the `tools` and `chat_template_kwargs` of a record.
 
-        Raises TokenizerError if the tokenizer has several templates and no default.
+        `day` (ISO 8601) is the date that the template writes. Raises TokenizerError if the tokenizer has several
+        templates and no default, LeftOut if the record sets what aliquot sets.
         """
+        tools, values = record.get("tools"), record.get("chat_template_kwargs", {})
+        if reserved := _RESERVED & values.keys():
+            raise LeftOut(RESERVED, min(reserved))
         try:
             source = tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
@@ -54,10 +64,10 @@ class ChatTemplate:
                 f"no chat template is the tokenizer's default: {' '.join(str(error).split())}"
             ) from error
         if day is None or not writes_date(source):
-            return cls(tokenizer, source, tools, {})
+            return cls(tokenizer, source, tools, values, {})
         formats = {match[2] for match in _TIME_FORMAT.finditer(source)}
         times = {match: datetime.fromisoformat(day).strftime(match) for match in formats}
-        return cls(tokenizer, _FIXED_CLOCK + source, tools, times)
+        return cls(tokenizer, _FIXED_CLOCK + source, tools, values, times)
 
     @property
     def is_marked(self) -> bool:
@@ -98,8 +108,7 @@ class ChatTemplate:
                     tools=self.tools,
                     chat_template=self.source,
                     times=self.times,
-                    **self.tokenizer.special_tokens_map,
-                    **options,
+                    **(self.tokenizer.special_tokens_map | self.values | options),
                 )
         except TimeoutError as error:  # the template would take as long for another form
             raise TokenizerError(f"the chat template fails: {error}. Set data.chat_template to another one") from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from aliquot.core.errors import DataError, one_line
-from aliquot.core.small_files import LFS_POINTER, is_lfs_pointer
+from aliquot.core.small_files import pointer_message
 
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 IN_DIRECTORIES = {
@@ -165,6 +165,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             _refuse_no_text(file.peek(_START_BYTES)[:_START_BYTES], path)
             yield file, file.tell
         return
+    refuse_pointer(path)
     import pyarrow
 
     with pyarrow.CompressedInputStream(pyarrow.OSFile(str(path), "rb"), codec) as stream:
@@ -176,10 +177,10 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise UserError if the file is a git-lfs pointer."""
+    """Raise UserError if the file is a pointer of git-lfs or git-annex."""
     with path.open("rb") as file:
-        if is_lfs_pointer(file.read(64)):
-            raise DataError(LFS_POINTER, path)
+        if (message := pointer_message(file.read(64))) is not None:
+            raise DataError(message, path)
 
 
 def _refuse_no_text(start: bytes, path: Path) -> None:
@@ -187,9 +188,7 @@ def _refuse_no_text(start: bytes, path: Path) -> None:
 
     UTF-16 without a byte order mark may be valid UTF-8, in which half of the bytes are NULs.
     """
-    if is_lfs_pointer(start):
-        raise DataError(LFS_POINTER, path)
-    if (message := _name_of_format(start)) is not None:
+    if (message := pointer_message(start) or _name_of_format(start)) is not None:
         raise DataError(message, path)
     even, odd = start[::2], start[1::2]
     coding = None

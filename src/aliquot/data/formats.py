@@ -2,7 +2,8 @@
 
 A record with an answer becomes one JSON object, which chat.py encodes:
 `{"messages": [...], "context": n}` (the first n are not learned), `{"prompt": ..., "completion": ...}`, or
-`{"instruction": ..., "input": ..., "output": ...}`; with `"system": ...` and `"tools": [...]` if the record has them.
+`{"instruction": ..., "input": ..., "output": ...}`; with `"system": ...`, `"tools": [...]` and
+`"chat_template_kwargs": {...}` if the record has them.
 Messages stay unchanged, because the chat template decides how to write them. A chat that cannot be learned as its
 author means it has `"left_out": reason`.
 """
@@ -24,6 +25,7 @@ from aliquot.data.chat_messages import (
     read_list,
     read_message,
     read_messages,
+    read_object,
     text_parts,
 )
 from aliquot.data.documents import MISSING_FIELD, TOO_DEEP, BadRecordError, Kind
@@ -36,7 +38,7 @@ TITLES: dict[str, str] = {
     "instruction": "instructions (Alpaca)",
 }
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # names of Alpaca and of Dolly
-_CONTEXT_FIELDS = ("system", "tools")  # optional fields of all formats with answers
+_CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs")  # optional fields of all formats with answers
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _prompted(prompt: str, completion: str, record: Mapping[str, Any], where: st
         questions = read_messages(record[prompt] or [], prompt, where, plain="user")
         answers = read_messages(record[completion] or [], completion, where, plain="assistant")
         whole = _with_system(questions + answers, record, where)
-        return _conversation(whole, len(whole) - len(answers), _tools(record.get("tools"), where))
+        return _conversation(whole, len(whole) - len(answers), _template_values(record, where))
     parts = {"prompt": _text(record[prompt], prompt, where), "completion": _text(record[completion], completion, where)}
     return _with_context(parts, record, where)
 
@@ -199,20 +201,19 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
             messages.append({"role": role, "content": _text(text, "history", where)})
     asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": parts["output"]}]
-    return _conversation(_with_system(messages, record, where), 0, _tools(record.get("tools"), where))
+    return _conversation(_with_system(messages, record, where), 0, _template_values(record, where))
 
 
 def _with_context(parts: dict[str, str], record: Mapping[str, Any], where: str) -> str:
     if not any(part.strip() for part in parts.values()):
         return ""
     context: dict[str, Any] = {"system": _text(record.get("system"), "system", where)}
-    context["tools"] = _tools(record.get("tools"), where)
-    return _as_json(parts | {key: part for key, part in context.items() if part})
+    return _as_json(parts | {key: part for key, part in context.items() if part} | _template_values(record, where))
 
 
 def _chat(value: object, record: Mapping[str, object], field: str, where: str) -> str:
     messages = _with_system(read_messages(value or [], field, where), record, where)
-    return _conversation(messages, 0, _tools(record.get("tools"), where))
+    return _conversation(messages, 0, _template_values(record, where))
 
 
 def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], where: str) -> list[dict[str, Any]]:
@@ -224,10 +225,10 @@ def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], w
     return messages if text_parts(messages[0]) == text_parts(system) else [system, *messages]
 
 
-def _conversation(messages: list[dict[str, Any]], context: int, tools: list[Any]) -> str:
+def _conversation(messages: list[dict[str, Any]], context: int, template_values: dict[str, Any]) -> str:
     if not messages:
         return ""
-    extras: dict[str, Any] = {"tools": tools} if tools else {}
+    extras = dict(template_values)
     if not all(map(has_readable_calls, messages)):
         extras["left_out"] = UNREADABLE_CALL
     return _as_json({"messages": messages, "context": context, **extras})
@@ -244,6 +245,8 @@ def _as_text(value: Any) -> str:
     return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
-def _tools(value: object, where: str) -> list[Any]:
-    """Return the tools that the assistant may call; tables often hold them as JSON."""
-    return read_list(value, "tools", where)
+def _template_values(record: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Return what the record gives its chat template beside messages, as TRL does; tables often hold it as JSON."""
+    tools = read_list(record.get("tools"), "tools", where)
+    values = read_object(record.get("chat_template_kwargs"), "chat_template_kwargs", where)
+    return {name: value for name, value in (("tools", tools), ("chat_template_kwargs", values)) if value}

@@ -83,7 +83,7 @@ def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> F
         return format_of(section, record, where)
     except BadRecordError as error:
         lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        key = next((key for key, value in lists.items() if all(isinstance(item, dict) for item in value)), None)
+        key = next((key for key, value in lists.items() if all(map(_may_be_record, value))), None)
         if key is None:
             raise
         raise BadRecordError(
@@ -92,6 +92,10 @@ def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> F
             where,
             error.reason,
         ) from error
+
+
+def _may_be_record(item: object) -> bool:
+    return isinstance(item, dict) and not {"role", "from"} & item.keys()  # no message of a chat
 
 
 def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:

@@ -89,7 +89,10 @@ class TextEncoder:
             as_json = json.dumps(value, ensure_ascii=False)
             return json.loads(self._special.sub(f"{_MARKS[0]}\\g<0>{_MARKS[1]}", as_json))
 
-        marked_text = replace(template, tools=marked(template.tools)).attempt(marked(messages)) or ""
+        marked_text = (
+            replace(template, tools=marked(template.tools), values=marked(template.values)).attempt(marked(messages))
+            or ""
+        )
         if re.sub(f"[{_MARKS}]", "", marked_text) != text:
             raise LeftOut(
                 "a record of which the chat template changes the special tokens in its texts, left out: see"

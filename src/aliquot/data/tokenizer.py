@@ -17,7 +17,7 @@ from typing import Any
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import MissingToolError, TokenizerError, UnsupportedModelError
 from aliquot.core.paths import with_home
-from aliquot.core.small_files import LFS_POINTER, check_small, is_lfs_pointer, read_small_file
+from aliquot.core.small_files import check_small, pointer_message, read_small_file
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
@@ -57,9 +57,9 @@ def load_tokenizer(name: str | Path) -> Any:
     except UnsupportedModelError as error:  # which names the directory
         raise TokenizerError(str(error)) from error
     except Exception as error:  # tokenizers raises plain Exception
-        pointer = next((file for file, start in _starts(path) if is_lfs_pointer(start)), None)
-        if pointer is not None:
-            raise TokenizerError(LFS_POINTER, pointer) from error
+        for file, start in _starts(path):
+            if (message := pointer_message(start)) is not None:
+                raise TokenizerError(message, file) from error
         if path.is_dir() and not any(path.glob("tokenizer*")):
             raise TokenizerError(
                 "no tokenizer here: set data.tokenizer to a directory, a tokenizer.json or a hub id", name

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from aliquot.core.errors import WeightsFileError, reading
-from aliquot.core.small_files import LFS_POINTER, LIMIT_BYTES, is_lfs_pointer
+from aliquot.core.small_files import LIMIT_BYTES, pointer_message
 from aliquot.tensor_io.jsonfile import parse_json
 
 DTYPES: dict[str, torch.dtype] = {
@@ -73,8 +73,8 @@ def read_header(path: Path) -> Header:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise WeightsFileError("not a regular file", path)
-        if is_lfs_pointer(file.read(64)):
-            raise WeightsFileError(LFS_POINTER, path)
+        if (message := pointer_message(file.read(64))) is not None:
+            raise WeightsFileError(message, path)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if status.st_size < 8 or length > status.st_size - 8:
