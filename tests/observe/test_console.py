@@ -59,7 +59,7 @@ def test_plain_lines(kind: Literal["auto", "live", "plain"]) -> None:
     assert err == "warning: careful\n"
 
 
-def test_a_long_evaluation_says_how_far_it_is_and_a_short_one_nothing() -> None:
+def test_only_long_evaluations_show_progress() -> None:
     out = Console(file=io.StringIO(), width=200)
     display = Display("plain", console=out)
     for done in range(5):
@@ -104,7 +104,7 @@ def test_plain_on_a_terminal_stays_plain() -> None:
     assert "\x1b[2K" not in shown("plain", terminal=True)[0]
 
 
-def test_traffic_is_part_of_the_line_once_there_is_some() -> None:
+def test_step_line_shows_traffic_if_any() -> None:
     moved = {name: {"received": 0, "sent": sent} for name, sent in (("lo", 2 * 10**9), ("eth0", 10**7), ("a", 5))}
     console = Console(file=io.StringIO(), width=200)
     display = Display("plain", console=console)

@@ -87,7 +87,7 @@ def attempt(run: Path, service: str, steps: range, how: str | None = "end", last
 
 
 @pytest.mark.long
-def test_a_server_that_never_answers_holds_nothing_up_and_the_next_attempt_sends_what_it_missed(
+def test_silent_server_delays_nothing_and_next_attempt_resends(
     run: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     from mlflow import MlflowClient
@@ -135,7 +135,7 @@ def points(directory: Path) -> list[dict[str, float]]:
     return [items for items in found if items]
 
 
-def test_wandb_offline_has_one_run_of_two_attempts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_joins_two_attempts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert attempt(run, "wandb", range(1, 4)) == []
     time.sleep(1)  # wandb names directories by the second: where it starts quickly, two would have one name
@@ -147,14 +147,14 @@ def test_wandb_offline_has_one_run_of_two_attempts(run: Path, monkeypatch: pytes
     assert {"config.yaml", "ledger.json"} <= {file.name for file in (second / "files").iterdir()}
 
 
-def test_a_missing_client_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_is_refused_before_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_installed(["tensorboard"])
     with pytest.raises(UserError, match=r"observe.report_to: wandb is not installed: pip install 'aliquot\[wandb\]'"):
         check_installed(["tensorboard", "wandb"])
 
 
-def test_the_key_of_before_names_the_new_one(tmp_path: Path) -> None:
+def test_renamed_key_names_its_replacement(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"observe.tensorboard is observe.report_to now: \[tensorboard\], or \[\] for"):
         read_config(runs.write_config(tmp_path), ["observe.tensorboard=false"])
     assert read_config(runs.write_config(tmp_path), ["observe.report_to=wandb"]).observe.report_to == ["wandb"]

@@ -46,7 +46,7 @@ def test_plan_and_measurement_are_of_the_same_memory() -> None:
     assert gpu.resets == 2  # the last mark of the steady peak covers every step after the first
 
 
-def test_what_is_offloaded_is_accounted_to_the_machine() -> None:
+def test_offloaded_states_count_as_machine_memory() -> None:
     for offloads in (False, True):
         _, rows = marked(offloads)
         on_host = {"weights": 7 * MIB, "moments": 14 * MIB} if offloads else {}

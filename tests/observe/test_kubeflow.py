@@ -48,7 +48,7 @@ def values(post: dict[str, Any]) -> dict[str, str]:
     return {each["name"]: each["value"] for each in post["trainerStatus"]["metrics"]}
 
 
-def test_what_is_posted(endpoint: tuple[dict[str, str], list[dict[str, Any]]]) -> None:
+def test_posted_status(endpoint: tuple[dict[str, str], list[dict[str, Any]]]) -> None:
     environ, posts = endpoint
     now = [0.0]
     status = KubeflowStatus(environ, total_steps=200, clock=lambda: now[0])
@@ -108,7 +108,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
     status.close()
 
 
-def test_what_answers_is_no_http(tmp_path: Path) -> None:
+def test_non_http_server_is_survived(tmp_path: Path) -> None:
     """The thread outlives it and posts again."""
     (tmp_path / "token").write_text("abc")
     asked = []
@@ -133,6 +133,6 @@ def test_what_answers_is_no_http(tmp_path: Path) -> None:
     assert len(asked) == 2
 
 
-def test_only_where_asked_for() -> None:
+def test_status_is_off_by_default() -> None:
     assert kubeflow_status(1, {}) is None
     assert kubeflow_status(1, {URL: "http://127.0.0.1:9", "DISABLE_KUBEFLOW_INTEGRATION": "TRUE"}) is None

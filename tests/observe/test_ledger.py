@@ -24,7 +24,7 @@ def occupy(size: int) -> None:
         memory.write(b"x" * size)
 
 
-def test_peak_belongs_to_the_phase_in_which_it_was() -> None:
+def test_peak_belongs_to_its_phase() -> None:
     if not reset_peak_rss():
         pytest.skip("this kernel does not permit resetting the peak")
     ledger = Ledger(0)
@@ -37,7 +37,7 @@ def test_peak_belongs_to_the_phase_in_which_it_was() -> None:
     assert loaded["peak_bytes"] < built["peak_bytes"] - 50 * MIB
 
 
-def test_first_mark_stays_and_the_steady_peak_is_that_of_all_steps() -> None:
+def test_steady_peak_covers_all_steps() -> None:
     ledger = Ledger(1)
     ledger.mark("first step", {"weights": 1})
     ledger.mark("first step", {"weights": 2})
@@ -85,7 +85,7 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mib", "number"), [(800, "800"), (9_000, "9,000"), (12_345, "12.1"), (700_000, "683.6")])
 @pytest.mark.parametrize("last", ["shared", "gathered"])  # no engine has both
-def test_on_a_terminal_of_80_columns_no_word_and_no_number_is_cut(mib: int, number: str, last: str) -> None:
+def test_ledger_fits_80_columns(mib: int, number: str, last: str) -> None:
     ledger = Ledger(0)
     named = ["weights", "gradients", "moments", "activations", last]
     ledger.mark("optimizer state", dict.fromkeys(named, mib * MIB))

@@ -72,7 +72,7 @@ def test_tensorboard_curve_is_clean_after_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # a traceback on the console
-def test_tensorboard_goes_on_where_a_full_disk_has_room_again(tmp_path: Path) -> None:
+def test_tensorboard_resumes_after_a_full_disk(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path)
@@ -114,7 +114,7 @@ def test_a_full_disk_is_named_and_no_line_is_torn(tmp_path: Path) -> None:
             metrics.close()
 
 
-def test_what_needs_no_disk_is_written_all_the_same(tmp_path: Path) -> None:
+def test_full_disk_does_not_stop_prometheus(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -134,7 +134,9 @@ def test_what_needs_no_disk_is_written_all_the_same(tmp_path: Path) -> None:
     ("enabled", "tensorboard", "expected"),
     [(True, True, {"metrics.jsonl", "tensorboard"}), (True, False, {"metrics.jsonl"}), (False, True, set())],
 )
-def test_curve_writes_what_is_asked_for(tmp_path: Path, enabled: bool, tensorboard: bool, expected: set[str]) -> None:
+def test_writer_creates_only_the_enabled_files(
+    tmp_path: Path, enabled: bool, tensorboard: bool, expected: set[str]
+) -> None:
     observe = ObserveSection(report_to=["tensorboard"] if tensorboard else [])
     targets = MetricsTargets(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe.report_to)
     curve = MetricsWriter(targets, 0, enabled)
@@ -175,7 +177,7 @@ def test_the_last_numbers_are_served() -> None:
         collected(port)
 
 
-def test_names_that_prometheus_cannot_tell_apart_are_numbered() -> None:
+def test_colliding_prometheus_names_are_numbered() -> None:
     port = free_port()
     exporter = Exporter(ObserveSection(prometheus=port), 'a"run')
     exporter.listen()

@@ -27,7 +27,7 @@ def test_memory_time_and_traffic() -> None:
     )
 
 
-def test_money_where_it_is_known() -> None:
+def test_summary_shows_known_cost() -> None:
     assert "1 min 20 s in all, 1.00 USD;" in foreseen(plan(45.0).as_json())[1]
 
 

@@ -47,7 +47,7 @@ def one_step(clock: StepClock, machine: Machine) -> None:
     clock.leave()
 
 
-def test_the_parts_of_a_step_add_up_to_it() -> None:
+def test_step_parts_add_up() -> None:
     machine = Machine()
     clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
     one_step(clock, machine)
@@ -59,7 +59,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert clock.reduce_known
 
 
-def test_an_engine_that_cannot_tell_reducing_apart() -> None:
+def test_engine_without_separate_reduce_time() -> None:
     machine = Machine()
     machine.reduced = None
     clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
@@ -102,7 +102,7 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-def test_kernels_count_where_they_run_and_only_one_moment_of_a_step_is_waited_for(
+def test_step_clock_times_kernels_with_one_synchronisation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine()
@@ -148,7 +148,7 @@ def test_phases_outside_of_a_step_are_not_counted() -> None:
     assert clock.seconds() == dict.fromkeys(PARTS, 0.0)
 
 
-def test_each_part_is_a_range_of_a_profile() -> None:
+def test_step_parts_are_profiler_ranges() -> None:
     machine, open_ranges, seen = Machine(), [], []
     clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
 
@@ -211,7 +211,7 @@ def test_a_full_disk(tmp_path: Path, full: str, monkeypatch: pytest.MonkeyPatch)
     assert not list(tmp_path.iterdir()) and not profile.missed
 
 
-def test_a_file_where_the_directory_would_be(tmp_path: Path) -> None:
+def test_profile_directory_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("mine")
     profile = Profile(tmp_path / "profile", 0, 1, StepClock(lambda: (0.0, 0.0)))
     for _ in range(3):

@@ -46,7 +46,7 @@ def test_warm_up_and_pauses_are_not_counted() -> None:
     assert meter.steps_s(5) == pytest.approx(10.0)
 
 
-def test_steps_to_come_do_not_wait_for_the_save_that_a_step_waited_for() -> None:
+def test_remaining_steps_exclude_time_of_past_saves() -> None:
     """RemainingWork counts the saves that are left."""
     now = [0.0]
     meter = Meter(None, warmup_steps=0, clock=lambda: now[0])
@@ -58,14 +58,14 @@ def test_steps_to_come_do_not_wait_for_the_save_that_a_step_waited_for() -> None
     assert meter.overall().tokens_per_s == pytest.approx(200 / 170)
 
 
-def test_without_a_ceiling_there_is_no_mfu() -> None:
+def test_mfu_needs_a_ceiling() -> None:
     clock = Clock()
     meter = Meter(None, clock=clock)
     do_step(meter, clock, 1.0, 1)
     assert meter.overall().mfu is None
 
 
-def test_a_step_that_beats_the_ceiling_shows_that_it_was_measured_too_low() -> None:
+def test_step_above_the_ceiling_raises_the_ceiling() -> None:
     clock = Clock()
     meter = Meter(ceiling_flops_per_s=5.0, clock=clock)
     do_step(meter, clock, 1.0, 1)
@@ -77,7 +77,7 @@ def test_a_step_that_beats_the_ceiling_shows_that_it_was_measured_too_low() -> N
 
 
 @given(st.lists(st.integers(1, 40), max_size=20), st.none() | st.integers(1, 50))
-def test_attention_pairs_are_those_of_a_causal_mask(lengths: list[int], window: int | None) -> None:
+def test_attention_pairs_equal_a_causal_mask(lengths: list[int], window: int | None) -> None:
     seen = [min(query + 1, window or query + 1) for length in lengths for query in range(length)]
     assert attention_pairs(lengths, window) == sum(seen)
 
@@ -92,7 +92,7 @@ def test_model_flops_of_two_layers_by_hand() -> None:
     )
 
 
-def test_numbers_that_are_rounded_to_the_next_prefix() -> None:
+def test_rounding_moves_to_the_next_prefix() -> None:
     assert (rate(999.7e9, "B"), rate(999.4e9, "B"), rate(0.0, "B")) == ("1 TB", "999 GB", "0 B")
     assert (short(17_300.4), short(1_234.0), short(42.34)) == ("17,300", "1,234", "42.3")
 
@@ -121,7 +121,7 @@ def remaining(eval_steps: int, every: int, total: int, **checkpoint: object) -> 
     return RemainingWork(config, total, {"evaluation_s": 10.0, "save_s": 3.0, "export_s": 1.0})
 
 
-def test_what_is_left_of_evaluations_and_saves() -> None:
+def test_remaining_seconds_of_evaluations_and_saves() -> None:
     left = remaining(eval_steps=10, every=0, total=25)  # evaluations after 10, 20 and 25; a save after 25
     assert [left.seconds(done) for done in (0, 10, 11, 20, 21, 25)] == [34, 34, 24, 24, 14, 14]
     left.evaluation_s = 2.0  # as it took
@@ -131,31 +131,31 @@ def test_what_is_left_of_evaluations_and_saves() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_saves_count_with_what_training_waits_for_them(asynchronous: bool) -> None:
+def test_saves_count_by_blocked_training_time(asynchronous: bool) -> None:
     left = remaining(eval_steps=0, every=5, total=20, **{"async": asynchronous})
     assert left.seconds(1) == 10 + (0 if asynchronous else 9) + 3 + 1  # the last is waited for
     left.saved(4.0, 0.5)
     assert left.seconds(1) == 10 + 1.5 + 4 + 1
 
 
-def test_a_run_that_ends_with_its_export_alone_does_not_wait_for_a_save() -> None:
+def test_final_export_alone_adds_no_save_time() -> None:
     assert remaining(eval_steps=0, every=0, total=20, last=False).seconds(1) == 10 + 1
     assert remaining(eval_steps=0, every=5, total=20, last=False, **{"async": False}).seconds(1) == 10 + 4 * 3 + 1
     assert remaining(eval_steps=0, every=6, total=20, last=False, **{"async": False}).seconds(7) == 10 + 2 * 3 + 1
 
 
-def test_without_a_plan_there_is_nothing_to_go_by_yet() -> None:
+def test_remaining_time_is_unknown_without_a_plan() -> None:
     config = RunConfig.model_validate({"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}})
     assert RemainingWork(config, 10, {}).seconds(0) == 0
 
 
-def test_where_the_best_is_kept_every_evaluation_may_be_saved() -> None:
+def test_keeping_the_best_counts_a_save_per_evaluation() -> None:
     kept = {"best": True, "last": False, "async": False}
     left = remaining(eval_steps=4, every=6, total=13, **kept)  # saves after 4, 6, 8, 12, and 13, which is evaluated
     assert [left.seconds(done) for done in (0, 5, 13)] == [4 * 10 + 5 * 3 + 1, 3 * 10 + 4 * 3 + 1, 10 + 3 + 1]
 
 
-def test_traffic_is_since_the_start_and_of_those_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traffic_counts_active_interfaces_since_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(*rows: tuple[str, int, int]) -> None:
         lines = ["Inter-|   Receive", " face |bytes packets"]
         lines += [f"{name}: {got} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0" for name, got, sent in rows]
@@ -178,7 +178,7 @@ def test_traffic_is_since_the_start_and_of_those_that_moved(tmp_path: Path, monk
     assert InterfaceTraffic().readings() == {"interface_bytes": {}}
 
 
-def test_what_this_process_sends_to_itself_is_seen_on_lo() -> None:
+def test_loopback_traffic_is_counted() -> None:
     traffic = InterfaceTraffic()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         connection, _ = server.accept()

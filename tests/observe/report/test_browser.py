@@ -88,7 +88,7 @@ def test_colours_follow_the_scheme_and_paper_is_white(browser: Any, pages: dict[
     page.close()
 
 
-def test_pointing_at_a_picture_shows_the_numbers_there(browser: Any, pages: dict[str, Path]) -> None:
+def test_hover_shows_the_numbers_of_a_chart(browser: Any, pages: dict[str, Path]) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(pages["whole"].as_uri())
     plot = page.query_selector("#loss .plot")

@@ -144,7 +144,7 @@ def test_a_killed_run_with_half_a_line(tmp_path: Path) -> None:
     assert "ledger.json" in text and "no evaluation" in text and "no checkpoint" in text
 
 
-def test_a_run_that_went_back_shows_each_step_once(tmp_path: Path) -> None:
+def test_rolled_back_run_shows_steps_once(tmp_path: Path) -> None:
     """Resumed at 4, then from before that, as its checkpoint of step 4 was damaged, and again."""
     slow = {"forward_s": 100.0, "backward_s": 100.0}  # of the first step of an attempt
     steps = [step(n, **(slow if n in (1, 3) else {})) for n in range(1, 7)]
@@ -171,7 +171,7 @@ def test_an_evaluation_between_logged_steps_is_in_the_table(tmp_path: Path) -> N
     assert [row[1:] for row in table.rows][2:] == [["", "1.5000"], [f"{step(6)['loss']:.4f}", "1.2500"]]
 
 
-def test_a_step_s_parts_are_the_mean_over_the_steps_that_were_logged(tmp_path: Path) -> None:
+def test_step_parts_are_means_over_logged_steps(tmp_path: Path) -> None:
     """What a first step took counts neither itself nor for the next."""
     steps = [step(1), step(2, data_s=1.0), step(10, data_s=2.0), step(11), step(12, data_s=3.0)]
     again = start(event="resume", step=10, resumed_from="x")
@@ -186,12 +186,12 @@ def test_a_run_of_a_single_step(tmp_path: Path, changes: dict[str, Any]) -> None
     assert "1 of 1" in text and re.search(r"\b1 s\b", text)
 
 
-def test_a_run_that_has_not_logged_a_step(tmp_path: Path) -> None:
+def test_run_without_a_logged_step(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path / "run")).text
     assert "empty" in text and "no step" in text and "not recorded" in text and "events.jsonl" in text
 
 
-def test_a_run_that_is_going_on_is_told_by_its_lock(tmp_path: Path) -> None:
+def test_lock_marks_a_run_in_progress(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", steps=[step(1)], events=[start()])
     with (directory / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -231,7 +231,7 @@ def test_without_a_plan_or_a_ceiling_the_page_says_so(tmp_path: Path) -> None:
     assert "no plan" in text.lower() and "ledger.json" in text and "not measured" in text
 
 
-def test_collectives_that_cannot_be_told_apart(tmp_path: Path) -> None:
+def test_indistinguishable_collectives(tmp_path: Path) -> None:
     lines = [step(n, reduce_s=None) for n in range(1, 9)]
     text = page_of(write_run(tmp_path / "run", steps=lines, events=[start()])).text
     assert "Reducing is not" in text and "Reducing is not" not in page_of(whole_run(tmp_path / "whole")).text
@@ -249,7 +249,7 @@ def test_findings_of_the_doctor(tmp_path: Path) -> None:
     assert "holds no findings" in page_of(directory).text
 
 
-def test_the_speed_is_what_the_run_itself_said_at_its_end(tmp_path: Path) -> None:
+def test_speed_is_the_final_figure_of_the_run(tmp_path: Path) -> None:
     ended = {"event": "end", "step": 100, "time": 1_700_000_150.0, "tokens_per_s": 3200.0, "mfu": 0.4}
     text = page_of(whole_run(tmp_path / "run", events=[start(), ended])).text
     assert "real tokens/s 3,200 over all steps since the last start but the first" in text
@@ -264,7 +264,7 @@ def test_the_plan_beside_the_measurement(tmp_path: Path) -> None:
     assert "compute-bound; rates: measured here" in text
 
 
-def test_the_planned_network_includes_loopback_as_the_measured_does(tmp_path: Path) -> None:
+def test_planned_network_includes_loopback(tmp_path: Path) -> None:
     lines = [step(n, wire_bytes=5_000_000 * n) for n in range(1, 11)]
     foreseen = plan() | {"wire_bytes_per_step": 2_000_000, "local_bytes_per_step": 9_000_000}
     events = [start(engine="fsdp", world_size=2)]
@@ -347,12 +347,12 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert "Not logged by two" in text  # nothing was evaluated there
 
 
-def test_runs_of_the_same_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_labelled_by_directory(tmp_path: Path) -> None:
     text = page_of(whole_run(tmp_path / "a"), whole_run(tmp_path / "b")).text
     assert str(tmp_path / "a") in text and "the configs are the same" in text
 
 
-def test_only_run_directories_are_reported_and_only_reports_replaced(tmp_path: Path) -> None:
+def test_report_needs_run_directory_and_replaces_only_reports(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run directory"):
         write_report([tmp_path], tmp_path / "report.html")
     directory = whole_run(tmp_path / "run")
@@ -367,7 +367,7 @@ def test_only_run_directories_are_reported_and_only_reports_replaced(tmp_path: P
     assert not list(directory.glob(".report*"))
 
 
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_report_is_one_line(tmp_path: Path) -> None:
     directory, out = whole_run(tmp_path / "run"), tmp_path / "no/x.html"
     told = CliRunner().invoke(app, ["report", str(directory), "--out", str(out)])
     assert (told.exit_code, told.stderr) == (2, f"aliquot: {out}: cannot write: No such file or directory [disk]\n")
@@ -393,7 +393,7 @@ def test_thinning_keeps_the_extremes(values: list[float]) -> None:
     assert kept == sorted(kept) and set(kept) <= set(points)
 
 
-def test_of_a_gpu_its_own_memory_is_drawn_beside_the_machines(tmp_path: Path) -> None:
+def test_report_draws_gpu_and_machine_memory(tmp_path: Path) -> None:
     told = [
         row | {"gpu": {
             "allocated_bytes": 700 * MIB, "reserved_bytes": 800 * MIB, "beside_bytes": 600 * MIB,
