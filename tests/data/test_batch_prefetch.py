@@ -31,7 +31,7 @@ class Noted(Batches):
         return batch
 
 
-def test_the_same_batches_one_step_ahead() -> None:
+def test_prefetched_batches_equal_direct_batches() -> None:
     made = Noted(batches(numbered([3, 17, 2, 9, 40, 5, 5, 8, 12, 31])))
     with BatchPrefetcher(made, 1, 2, first=3, stop=7) as ahead:
         for step in range(3, 7):
@@ -46,7 +46,7 @@ def test_the_same_batches_one_step_ahead() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("aliquot-batches")]
 
 
-def test_what_fails_ahead_is_raised_where_it_is_needed() -> None:
+def test_prefetch_error_is_raised_at_its_step() -> None:
     with BatchPrefetcher(Noted(batches(numbered([16] * 20)), fails_at=1), 0, 1, first=0, stop=3) as ahead:
         ahead.take(0)
         with pytest.raises(OSError, match="Input/output"):

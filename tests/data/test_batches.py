@@ -59,7 +59,7 @@ def test_the_global_batch_does_not_depend_on_the_world_size(world_size: int, pac
     assert seen == 2 * sum(size - 1 for size in SIZES)
 
 
-def test_a_rank_with_fewer_micro_batches_gets_none_at_the_end() -> None:
+def test_short_rank_ends_with_empty_micro_batches() -> None:
     made = batches(numbered([16] * 20), micro_batch_size=1)
     lists = [made.step_batch(0, rank, 3).micro_batches for rank in range(3)]
     assert [[micro is None for micro in share] for share in lists] == [[False, False], [False, False], [False, True]]
@@ -71,7 +71,7 @@ def test_a_rank_with_fewer_micro_batches_gets_none_at_the_end() -> None:
     st.booleans(),
     st.data(),
 )
-def test_labels_are_the_next_token_of_the_same_document_or_nothing(
+def test_labels_are_next_tokens_within_a_document(
     documents: list[list[int]], length: int, packing: bool, data: st.DataObject
 ) -> None:
     """Token ids are from a handful, so that pad, bos and eos all occur inside of documents."""
@@ -107,7 +107,7 @@ def test_labels_are_the_next_token_of_the_same_document_or_nothing(
 
 
 @given(st.lists(st.integers(2, 600), min_size=1, max_size=60), st.integers(1, 40))
-def test_micro_batches_that_are_not_packed_have_few_lengths(sizes: list[int], micro: int) -> None:
+def test_padded_micro_batches_have_few_lengths(sizes: list[int], micro: int) -> None:
     """oneDNN keeps a kernel of each, with AMX of nearly a MiB."""
     made = batches(numbered(sizes), packing=False, sequence_length=512, micro_batch_size=micro, epochs=1, fills_up=True)
     found = [each for step in range(made.total_steps(None)) for each in made.step_batch(step, 0, 1).micro_batches]
@@ -121,7 +121,7 @@ def test_micro_batches_that_are_not_packed_have_few_lengths(sizes: list[int], mi
         assert all(b - a <= 64 for a, b in pairwise(each.edges) if a >= real)
 
 
-def test_a_pad_that_is_eos_hides_no_real_eos() -> None:
+def test_pad_equal_to_eos_hides_no_real_eos() -> None:
     eos = 2
     made = batches(memory_store([[1, 5, eos], [1, 6, 7, eos]]), pad_id=eos, sequence_length=5)
     rows = {
@@ -135,7 +135,7 @@ def test_a_pad_that_is_eos_hides_no_real_eos() -> None:
     }
 
 
-def test_where_each_document_is_a_call_ranks_make_equally_many() -> None:
+def test_ranks_make_equal_document_calls() -> None:
     made = batches(numbered(SIZES), packs=False, micro_batch_size=1)
     lists = [made.step_batch(0, rank, 3).micro_batches for rank in range(3)]
     for turn in zip(*lists, strict=True):
@@ -145,14 +145,14 @@ def test_where_each_document_is_a_call_ranks_make_equally_many() -> None:
         assert [micro.predicted for micro in equal] == [micro.predicted for micro in turn]
 
 
-def test_what_is_dropped_depends_on_the_data_alone() -> None:
+def test_dropout_seeds_depend_only_on_data() -> None:
     made = batches(numbered(SIZES))
     seeds = [micro.seed for micro in in_order([made.step_batch(1, rank, 2).micro_batches for rank in range(2)])]
     assert seeds == [micro.seed for micro in made.step_batch(1, 0, 1).micro_batches]
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_chat_learns_only_what_its_mask_shows() -> None:
+def test_chat_labels_follow_the_mask() -> None:
     made = batches(memory_store([[1, 2, 3, 4, 5]], [[0, 0, 1, 0, 1]]), sequence_length=6, global_batch_size=1)
     batch = made.step_batch(0, 0, 1)
     (micro,) = batch.micro_batches
@@ -160,7 +160,7 @@ def test_a_chat_learns_only_what_its_mask_shows() -> None:
     assert (batch.predicted, batch.tokens) == (2, 5)
 
 
-def test_any_step_is_found_without_those_before_it() -> None:
+def test_step_batch_needs_no_earlier_steps() -> None:
     store = numbered(SIZES * 3)
     through = batches(store)
     steps = [through.step_batch(step, 0, 1) for step in range(25)]
@@ -175,7 +175,7 @@ def test_any_step_is_found_without_those_before_it() -> None:
     assert content(batches(store, seed=2).step_batch(0, 0, 1)) != content(steps[0])
 
 
-def test_epochs_follow_each_other_and_a_batch_may_straddle_several() -> None:
+def test_batches_may_straddle_epochs() -> None:
     store = numbered([4] * 6)
     made = batches(store, sequence_length=4, global_batch_size=15, micro_batch_size=1)
     stream = [micro.input_ids.tolist()[0] for step in range(2) for micro in made.step_batch(step, 0, 1).micro_batches]
@@ -215,7 +215,7 @@ def test_evaluation_sees_every_token_once_in_a_fixed_order(world_size: int) -> N
 
 
 @pytest.mark.parametrize(("micro", "world_size"), [(2, 1), (2, 2), (3, 2), (2, 4), (100, 2)])
-def test_the_first_and_the_last_micro_batch_are_those_of_an_evaluation(micro: int, world_size: int) -> None:
+def test_first_and_last_equal_those_of_the_evaluation(micro: int, world_size: int) -> None:
     made = EvalBatches(numbered(SIZES), SequenceFormat(16, 0, packed=True), micro)
     for rank in range(world_size):
         whole = list(made.micro_batches(rank, world_size))
@@ -226,7 +226,7 @@ def test_the_first_and_the_last_micro_batch_are_those_of_an_evaluation(micro: in
             assert one is None or other is None or facts(one) == facts(other)
 
 
-def test_a_rank_reads_only_its_own_sequences() -> None:
+def test_ranks_read_only_their_sequences() -> None:
     store = numbered(SIZES)
     read: list[int] = []
 

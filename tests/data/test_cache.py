@@ -26,7 +26,7 @@ def sha(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def test_kept_until_a_file_changes(tmp_path: Path) -> None:
+def test_cache_lasts_until_a_file_changes(tmp_path: Path) -> None:
     cache, file, other = tmp_path / "cache", tmp_path / "a.txt", tmp_path / "b.txt"
     other.write_text("other")
     settled(file, "old")
@@ -42,9 +42,7 @@ def test_kept_until_a_file_changes(tmp_path: Path) -> None:
     assert digests([file, other], cache) == [sha("new"), sha("other")]
 
 
-def test_kept_whatever_mtime_a_file_came_with_and_this_machines_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_ignores_mtime_and_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of an archive of another machine may lie years ahead; a server's clock may be ahead of this one's."""
     file = tmp_path / "a.txt"
     file.write_text("one")
@@ -58,7 +56,7 @@ def test_kept_whatever_mtime_a_file_came_with_and_this_machines_clock_says(
     assert list(json.loads(kept_in.read_text())) == [str(file)]
 
 
-def test_not_kept_of_a_file_that_was_just_written(tmp_path: Path) -> None:
+def test_digest_of_a_fresh_file_is_not_cached(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one")
     assert digests([file], tmp_path / "cache") == [sha("one")]

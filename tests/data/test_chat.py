@@ -80,7 +80,7 @@ def test_only_the_assistants_words_and_their_end_are_learned() -> None:
     assert said(CHATML, TALK[1:]) == ["dog é 12345</s>\n", "stop</s>\n"]
 
 
-def test_templates_that_do_not_grow_or_fail_are_named() -> None:
+def test_shrinking_or_failing_templates_are_named() -> None:
     with pytest.raises(LeftOut, match=r"the chat template renders earlier turns .* data\.chat_template"):
         said(CHATML.replace("</s>", "{{ loop.length }}"), TALK)
     assert said(FORGETFUL, TALK) == ["<|assistant|>stop"], "of the earlier answer nothing is written"
@@ -107,7 +107,7 @@ ASKED = {"prompt": "The quick", "completion": " brown fox"}
 INSTRUCTION = {"instruction": "It's now?", "input": "12345", "output": "stop"}
 
 
-def test_a_completion_without_a_template_follows_its_prompt_between_bos_and_eos() -> None:
+def test_completion_without_template_follows_its_prompt() -> None:
     assert learned(ASKED, prefix=(0,), suffix=(1,)) == ("<s>The quick brown fox</s>", [" brown fox</s>"], None)
     # A token over the border is learned: without it the answer would have no beginning.
     assert learned({"prompt": "The quick ", "completion": "brown"}) == ("The quick brown", [" brown"], None)
@@ -138,7 +138,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 WITH_TOOLS = "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}" + CHATML
 
 
-def test_the_template_is_told_of_tools() -> None:
+def test_template_gets_tools() -> None:
     record: dict[str, object] = {"messages": TALK, "context": 0, "tools": TOOLS}
     plain, said, _ = learned({"messages": TALK, "context": 0}, WITH_TOOLS)
     assert learned(record, WITH_TOOLS) == (f"<tool>weather{plain}", said, None)
@@ -166,7 +166,7 @@ def test_unread_flags_of_messages_are_counted() -> None:
     assert learned(chat, CHATML + "{{ messages[1].learn }}")[2] is None
 
 
-def test_special_tokens_that_an_author_has_written_are_text() -> None:
+def test_special_tokens_in_author_text_are_text() -> None:
     """Those of the template stay what they are; the text and what is learned of it are the same."""
     forged = [
         {"role": "user", "content": "fox?</s>\n<|assistant|>dog"},
@@ -200,7 +200,7 @@ def test_special_tokens_that_an_author_has_written_are_text() -> None:
     assert "changes the special tokens" in next(iter(ids_of(record, cut, special_tokens_as_text=True)[2]))
 
 
-def test_added_tokens_that_are_not_special_are_always_tokens() -> None:
+def test_added_non_special_tokens_stay_tokens() -> None:
     made = tokenizer(CHATML)
     made.add_tokens(["<think>"])
     record = {"messages": [TALK[0], {"role": "assistant", "content": "<think></s>"}], "context": 0}
@@ -210,7 +210,7 @@ def test_added_tokens_that_are_not_special_are_always_tokens() -> None:
     assert ids.count(1) == 2, "the template's own"
 
 
-def test_a_template_takes_the_day_that_it_is_told_for_today() -> None:
+def test_template_uses_the_given_date() -> None:
     dated = "{% set f = '%d %b %Y' %}{{ strftime_now(f) }} {{ strftime_now(\"%j\") }}\n" + CHATML
     record = {"messages": TALK[:2], "context": 0}
     assert learned(record, dated, day="2024-02-03")[0].startswith("03 Feb 2024 034\n<|user|>")
@@ -218,7 +218,7 @@ def test_a_template_takes_the_day_that_it_is_told_for_today() -> None:
     assert today == tokenizer(dated).apply_chat_template(TALK[:2], tokenize=False)
 
 
-def test_answers_that_nothing_ends_are_counted() -> None:
+def test_unterminated_answers_are_counted() -> None:
     ended, headed = (
         {"messages": TALK, "context": 0},
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
@@ -229,13 +229,13 @@ def test_answers_that_nothing_ends_are_counted() -> None:
     assert NO_END not in ids_of(ended, headed, train_on="all")[2]
 
 
-def test_all_of_a_record_is_learned_where_that_is_asked_for() -> None:
+def test_whole_record_is_learned_on_request() -> None:
     whole, said, _ = learned({"messages": TALK[:1], "context": 0}, FORGETFUL, train_on="all")
     assert said == [whole] == ["<|user|>fox?"]
     assert learned(ASKED, train_on="all")[1] == ["The quick brown fox"]
 
 
-def test_what_nothing_is_learned_from_has_a_reason() -> None:
+def test_records_without_labels_have_a_reason() -> None:
     assert learned({"messages": TALK[:1], "context": 0}, CHATML) == ("", [], NO_ANSWER)
     assert learned({"messages": TALK, "context": 4}, CHATML) == ("", [], NO_ANSWER)
     assert learned({"prompt": "fox?", "completion": " "}) == learned({"prompt": "fox?", "completion": ""}, CHATML)
@@ -289,7 +289,7 @@ def encoded(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) 
     return encode_chat(ChatTemplate.of(tokenizer, {}), messages, 0, False, TextEncoder(tokenizer, "", False))
 
 
-def test_an_answer_that_begins_the_chat_is_learned_without_what_is_before_it() -> None:
+def test_leading_answer_is_learned_without_its_prefix() -> None:
     talk = [GREETING, *TALK]
     for template, end in ((CHATML, "</s>\n"), (MARKED, "</s>"), (CLOSED, "</s>\n"), (THINKING, "</s>\n")):
         assert said(DEFAULT + template, talk)[0] == f"dog{end}"
@@ -297,7 +297,7 @@ def test_an_answer_that_begins_the_chat_is_learned_without_what_is_before_it() -
     assert said(DEFAULT + CHATML.partition("{% if add")[0], talk)[0] == "dog</s>\n"
 
 
-def test_templates_that_end_a_text_or_render_the_last_answer_otherwise() -> None:
+def test_templates_with_special_last_answers() -> None:
     assert said(CLOSED, TALK) == ["dog é 12345</s>\n", "stop</s>\n</s>"]
     assert said(CLOSED, TALK[:3]) == ["dog é 12345</s>\n"]
     assert said(THINKING, TALK) == ["dog é 12345</s>\n", "<think></think>stop</s>\n"]
@@ -306,7 +306,7 @@ def test_templates_that_end_a_text_or_render_the_last_answer_otherwise() -> None
         said(THINKING.replace("</s>\n", "{{ loop.length }}"), TALK)
 
 
-def test_a_prompt_may_open_a_thought_that_an_answer_has_not() -> None:
+def test_prompt_may_open_a_thought() -> None:
     """Its header is not learned, and where an earlier answer begins is known."""
     opened = "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
     bare, _, _ = CHATML.partition("{% if add")
@@ -341,7 +341,7 @@ def test_offsets_without_their_spaces_change_no_mask() -> None:
     assert made.decode([token for token, bit in zip(ids, mask, strict=True) if bit]) == " dog   \U0001f916\u00e9"
 
 
-def test_calls_that_the_template_does_not_know_are_no_answers() -> None:
+def test_calls_unknown_to_the_template_are_no_answers() -> None:
     asked, told = TALK[0], {"role": "tool", "content": '{"t": "now"}'}
     record: dict[str, Any] = {"messages": [asked, call(), told, GREETING], "context": 0}
     for template, end in ((CHATML, "</s>\n"), (MARKED, "</s>")):
@@ -356,7 +356,7 @@ def test_calls_that_the_template_does_not_know_are_no_answers() -> None:
     assert learned({**record, "messages": thoughtful}, CHATML)[2] == TEMPLATE_LEAVES_OUT
 
 
-def test_a_template_that_takes_arguments_as_json_alone_gets_them_so() -> None:
+def test_template_gets_json_arguments_if_required() -> None:
     adding = CALLING.replace("{{ c.function.arguments | tojson }}", "{{ ' with ' + c.function.arguments }}")
     record: dict[str, Any] = {"messages": [TALK[0], call()], "context": 0}
     told = ['weather  with {"city": "fox"}</s>\n'], f"{CHANGED} with arguments as JSON text"
@@ -370,7 +370,7 @@ def test_an_empty_answer_teaches_nothing_and_is_counted() -> None:
         assert learned({"messages": talk[:2], "context": 0}, template) == ("", [], NO_ANSWER)
 
 
-def test_an_eos_that_is_added_is_learned_where_the_last_message_is() -> None:
+def test_added_eos_is_learned_with_the_last_message() -> None:
     lined = MARKED.replace("\n{% endfor %}", "{{ '\\n' }}{% endfor %}")
     for template in (lined, CHATML):
         assert learned({"messages": TALK, "context": 0}, template, suffix=(1,))[1][-1].endswith("</s>")
@@ -407,7 +407,7 @@ def test_turns_before_a_later_question_and_calls_with_thoughts() -> None:
     assert learned({"messages": [GREETING, *TALK[:2]], "context": 0}, opened)[1][0] == "dog</s>\n"
 
 
-def test_a_record_is_changed_only_where_the_template_does_not_take_it() -> None:
+def test_records_are_changed_only_if_the_template_fails() -> None:
     """The first that it takes, in the order of what is changed."""
     parts = [{"type": "text", "text": "dog"}, {"type": "text", "text": "now"}]
     lined = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}\n{% endfor %}")
@@ -438,7 +438,7 @@ def test_a_record_is_changed_only_where_the_template_does_not_take_it() -> None:
     assert learned(calling, CHATML.replace("{{ m.content }}", written))[1:] == (['weather {"city": "fox"}</s>\n'], told)
 
 
-def test_an_answer_of_which_the_template_writes_no_word_is_not_learned() -> None:
+def test_unrendered_answers_are_not_learned() -> None:
     parts = [{"type": "text", "text": "dog"}]
     for template in (CHATML, MARKED):
         template = template.replace("{{ m.content }}", "{{ m.content if m.content is string }}")

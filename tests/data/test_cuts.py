@@ -102,7 +102,7 @@ def test_real_tokenizers_and_text(shared: Path, path: str) -> None:
     assert in_pieces(real, TEXT * 20, 30) == real.encode(TEXT * 20, add_special_tokens=False)
 
 
-def test_what_is_not_known_to_be_exact_is_not_cut() -> None:
+def test_unproven_tokenizers_are_not_cut() -> None:
     spec = json.loads(tokenizer("byte level").backend_tokenizer.to_str())
     lower = {"type": "Lowercase"}
     newline = {**spec["added_tokens"][0], "content": "x\ny"}
@@ -145,7 +145,7 @@ def test_what_is_not_known_to_be_exact_is_not_cut() -> None:
         assert cut_of(json.dumps({**spec, "model": {**spec["model"], **change}})) is None
 
 
-def test_what_has_no_such_place_is_cut_once_it_is_too_long() -> None:
+def test_text_without_cut_places_is_cut_at_the_limit() -> None:
     def cut(text: str, cut: Cut | None) -> tuple[list[str], int]:
         forced: list[None] = []
         parts = list(pieces(text, cut, 10, longest=200, forced=lambda: forced.append(None)))
@@ -175,7 +175,7 @@ def test_what_has_no_such_place_is_cut_once_it_is_too_long() -> None:
     assert all(part[0] in (nowhere.drop_before or "") for part in parts[1:])
 
 
-def test_letters_that_normalization_takes_apart_are_not_cut_from_what_follows() -> None:
+def test_decomposed_letters_stay_with_their_successors() -> None:
     whole = splitting(_WORDS[1])
     plain = cut_by(whole)
     whole.backend_tokenizer.normalizer = normalizers.NFC()
@@ -191,7 +191,7 @@ def test_letters_that_normalization_takes_apart_are_not_cut_from_what_follows() 
 @pytest.mark.parametrize("added", ["foo>", "½>", "\u2039½", "m²", "x▁y>", "a.b>", "<e\u0301.>", "a\u037e"])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("name", ["sentencepiece", "gemma", "byte level"])
-def test_added_tokens_keep_what_is_around_them(added: str, normalized: bool, name: str) -> None:
+def test_added_tokens_keep_their_surroundings(added: str, normalized: bool, name: str) -> None:
     whole = TOKENIZERS[name]()
     whole.backend_tokenizer.add_tokens([AddedToken(added, normalized=normalized)])
     if cut_of(whole.backend_tokenizer.to_str()) is None:

@@ -32,7 +32,7 @@ def mixture(sources: list[tuple[float, int, int | None]]) -> Mixture:
 
 
 @given(SOURCES, st.integers(0, 300), st.integers(0, 60))
-def test_any_stretch_is_what_counting_from_the_beginning_gives(
+def test_ranges_equal_counting_from_the_start(
     sources: list[tuple[float, int, int | None]], first: int, length: int
 ) -> None:
     made = mixture(sources)
@@ -49,9 +49,7 @@ def test_any_stretch_is_what_counting_from_the_beginning_gives(
 
 
 @given(SOURCES, st.integers(1, 10**9))
-def test_each_source_has_had_its_share_to_within_about_one(
-    sources: list[tuple[float, int, int | None]], count: int
-) -> None:
+def test_sources_get_their_share_within_one(sources: list[tuple[float, int, int | None]], count: int) -> None:
     endless = [(weight, tokens, None) for weight, tokens, _ in sources]
     rates = [Fraction(weight) / tokens for weight, tokens, _ in endless]
     for rate, drawn in zip(rates, mixture(endless).drawn(count), strict=True):
@@ -102,7 +100,7 @@ def test_ranks_have_as_much_of_a_mixture_as_the_plan_counts_on() -> None:
     assert of_ranks == [19, 14] and max(of_ranks) == BatchSize(33, 8).sequences(2, sources=3)
 
 
-def test_a_source_repeats_shuffled_anew_or_ends_and_the_others_go_on() -> None:
+def test_sources_repeat_reshuffled_or_end() -> None:
     made = mixed()
     seen: list[list[int]] = [[], [], []]
     for step in range(40):
@@ -140,7 +138,7 @@ def test_two_sources_of_the_same_data_are_shuffled_apart() -> None:
     assert sorted(orders[0]) == sorted(orders[1])
 
 
-def test_where_all_sources_end_the_run_ends() -> None:
+def test_run_ends_with_all_sources() -> None:
     sources = [dataclasses.replace(source, repeat=False) for source in mixed().sources]
     made = make_batches(
         sources, sequence_length=4, packing=True, seed=1, global_batch_size=10, micro_batch_size=1, pad_id=0
@@ -160,7 +158,7 @@ def test_where_all_sources_end_the_run_ends() -> None:
         )  # fmt: skip
 
 
-def test_what_the_order_depends_on_is_told() -> None:
+def test_determinants_of_the_data_order() -> None:
     found = mixed().determinants()
     sources = mixed().sources
     heavier = [dataclasses.replace(sources[0], weight=0.7), *sources[1:]]
@@ -190,7 +188,7 @@ def test_shares_of_real_text_are_the_weights(shared: Path, tmp_path: Path) -> No
 
 
 @given(size=st.integers(1, 9), stages=st.lists(st.integers(1, 40), min_size=1, max_size=4))
-def test_stages_take_each_sequence_once_in_order(size: int, stages: list[int]) -> None:
+def test_stages_take_sequences_once_in_order(size: int, stages: list[int]) -> None:
     """A run that ends at one sequence after the other, each time told to go on from where it was."""
     taken: list[range] = []
     ends: tuple[int, ...] = ()
@@ -211,13 +209,13 @@ def test_stages_take_each_sequence_once_in_order(size: int, stages: list[int]) -
 
 
 @given(size=st.integers(1, 9), step=st.integers(0, 50))
-def test_a_run_that_ends_between_batches_goes_on_as_if_it_had_not(size: int, step: int) -> None:
+def test_run_ended_between_batches_continues_unchanged(size: int, step: int) -> None:
     assert Steps(size).continued_at(step, step * size) == Steps(size)
     assert Steps(size).of(step) == range(step * size, (step + 1) * size)
 
 
 @pytest.mark.parametrize(("step", "sequence"), [(0, 1), (2, 5), (2, 11), (3, 0)])
-def test_where_a_run_cannot_have_ended(step: int, sequence: int) -> None:
+def test_impossible_end_positions(step: int, sequence: int) -> None:
     with pytest.raises(ValueError, match=f"{step} steps do not end at sequence {sequence}"):
         Steps(5).continued_at(step, sequence)
 

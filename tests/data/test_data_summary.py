@@ -7,7 +7,7 @@ from aliquot.data.data_summary import examples
 from tests.data.stores import byte_level, memory_store
 
 
-def test_what_is_learned_is_marked_and_the_rest_is_shortened() -> None:
+def test_summary_marks_labels_and_shortens_the_rest() -> None:
     tokenizer = byte_level()
     words = [tokenizer.encode(word, add_special_tokens=False) for word in ("fox\n", "dog", "now ", "stop")]
     ids = [token for word in words for token in word]
@@ -24,7 +24,7 @@ def test_what_is_learned_is_marked_and_the_rest_is_shortened() -> None:
     assert f"        | [... {rest} more tokens ...]" in short
 
 
-def test_plain_text_is_shown_where_it_is_asked_for() -> None:
+def test_summary_shows_plain_text_on_request() -> None:
     tokenizer = byte_level()
     source = TrainStore(memory_store([tokenizer.encode("fox")]))
     assert list(examples(source, tokenizer)) == []

@@ -29,7 +29,7 @@ def stored(folder: Path) -> TokenStore:
     return replace(numbered([5, 1, 30, 9, 2, 2, 17]), path=folder)
 
 
-def test_mapped_is_what_is_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_packing_equals_in_memory_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = stored(tmp_path / "store")
     held = Packing.of(store, 8, True)
     assert list(store.path.iterdir()) == []
@@ -45,7 +45,7 @@ def test_mapped_is_what_is_held_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
         assert isinstance(mapped.epoch(3, 1).piece, np.memmap)
 
 
-def test_of_many_epochs_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_epochs_are_retained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aliquot.data.packing.MAPPED_PIECES", 3)
     packed = Packing.of(stored(tmp_path / "store"), 8, True)
     first = packed.epoch(1, 0)
@@ -57,7 +57,7 @@ def test_of_many_epochs_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.
     assert first.sequence(0) == before  # whoever has it mapped keeps it
 
 
-def test_processes_make_it_once(tmp_path: Path) -> None:
+def test_one_process_makes_the_arrays(tmp_path: Path) -> None:
     def fill(new: NewArrays) -> None:
         with (tmp_path / "built").open("a") as file:
             file.write("x")
@@ -74,7 +74,7 @@ def test_processes_make_it_once(tmp_path: Path) -> None:
     assert (tmp_path / "built").read_text() == "x"
 
 
-def test_where_nothing_can_be_written_it_is_in_memory(tmp_path: Path) -> None:
+def test_unwritable_cache_falls_back_to_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = cached_arrays(tmp_path / "file" / "index", lambda new: new.keep("numbers", 3, np.int64).fill(7))
     assert found["numbers"].tolist() == [7, 7, 7]
@@ -92,7 +92,7 @@ def test_of_equal_keys_the_first_comes_first(keys: list[int], at_once: int) -> N
     assert out.tolist() == np.argsort(whole, kind="stable").tolist()
 
 
-def test_what_a_killed_process_leaves_goes_a_day_later(tmp_path: Path) -> None:
+def test_remains_of_killed_processes_expire_in_a_day(tmp_path: Path) -> None:
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
@@ -130,7 +130,7 @@ def test_without_room_nothing_is_begun(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_not_a_signal(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

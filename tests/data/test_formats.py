@@ -73,7 +73,7 @@ def read(record: dict[str, Any], **keys: str) -> tuple[Any, str]:
         ),
     ],
 )  # fmt: skip
-def test_formats_are_found_by_their_fields(record: dict[str, Any], document: object, kind: str) -> None:
+def test_fields_determine_the_format(record: dict[str, Any], document: object, kind: str) -> None:
     assert read(record) == (document, kind)
 
 
@@ -102,7 +102,7 @@ def test_keys_name_other_fields() -> None:
         ({"prompt": 1, "completion": "x"}, {}, "x:1: field 'prompt' holds int, not text"),
     ],
 )
-def test_what_is_no_record_gets_one_line(record: dict[str, Any], keys: dict[str, str], message: str) -> None:
+def test_invalid_record_gets_one_line(record: dict[str, Any], keys: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(record, **keys)
 
@@ -114,7 +114,7 @@ def test_a_later_record_without_the_field_is_named(tmp_path: Path) -> None:
     assert bad.where.endswith("a.jsonl:2: no field 'completion'; there are prompt")
 
 
-def test_the_words_of_a_document_are_what_a_tokenizer_learns_from() -> None:
+def test_tokenizer_training_uses_document_words() -> None:
     assert words("a text", "text") == ["a text"]
     assert words(json.dumps(CHAT), "messages") == ["hi", "yes"]
     assert words(json.dumps({"prompt": "hi", "completion": "yes"}), "prompt") == ["hi", "yes"]
@@ -134,12 +134,12 @@ def test_the_words_of_a_document_are_what_a_tokenizer_learns_from() -> None:
         ({"path": "x", "eval_sources": [{"name": "a", "path": "x"}] * 2}, "data.eval_sources: two are called a"),
     ],
 )
-def test_sections_that_contradict_themselves(keys: dict[str, Any], message: str) -> None:
+def test_contradictory_sections(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataSection(**keys)
 
 
-def test_an_input_that_the_first_record_has_not_and_a_system_text_that_is_none() -> None:
+def test_late_input_field_and_null_system_text() -> None:
     found = format_of(DataSection(path="x"), {"instruction": "add", "output": "ok", "system": "be kind"}, "x:1")
     second = {"instruction": "translate", "input": "Guten Tag", "output": "Good day"}
     assert json.loads(found.read(second, "x:2")[0])["input"] == "Guten Tag"
@@ -150,7 +150,7 @@ def test_an_input_that_the_first_record_has_not_and_a_system_text_that_is_none()
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, 2]}'}}
 
 
-def test_calls_stay_as_they_are_and_those_that_are_none_are_left_out() -> None:
+def test_calls_stay_and_null_calls_are_dropped() -> None:
     for given in ('{"a": 1}', "not JSON", "[1]", {"a": 1}):
         flat = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": given}], "k": 1}
         assert read({"messages": [flat]})[0] == {"messages": [flat], "context": 0}
@@ -165,7 +165,7 @@ def test_calls_stay_as_they_are_and_those_that_are_none_are_left_out() -> None:
 @pytest.mark.parametrize(
     "flag", ["weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask"]
 )
-def test_flags_of_other_frameworks_say_what_is_learned(flag: str) -> None:
+def test_label_flags_of_other_frameworks(flag: str) -> None:
     assert [is_learned({**ANSWERED, flag: value}) for value in (0, False, 1, True, None)] == [False] * 2 + [True] * 3
     assert read({"messages": [ASKED, {**ANSWERED, flag: 0}]})[0]["messages"][1] == {**ANSWERED, flag: 0}
 
@@ -187,7 +187,7 @@ def test_messages_may_be_json() -> None:
         read({"messages": "[hello"})
 
 
-def test_what_is_beside_a_prompt_is_read_from_each_record() -> None:
+def test_system_and_tools_are_read_with_prompts() -> None:
     found = format_of(DataSection(path="x"), {"prompt": "hi", "completion": "yes"}, "x:1")
     beside = {"system": "be kind", "tools": json.dumps([CALL])}
     plain = json.loads(found.read({"prompt": "hi", "completion": "yes", **beside}, "x:2")[0])
@@ -198,7 +198,7 @@ def test_what_is_beside_a_prompt_is_read_from_each_record() -> None:
     assert words(json.dumps(plain), "prompt") == ["hi", "yes", "be kind"]
 
 
-def test_the_history_of_an_instruction_comes_before_it() -> None:
+def test_history_precedes_its_instruction() -> None:
     record = {"instruction": "hi", "output": "yes", "history": [["one", "two"], ["three", "four"]], "system": "s"}
     document, kind = read(record)
     assert [message["content"] for message in document["messages"]] == ["s", "one", "two", "three", "four", "hi", "yes"]
@@ -208,7 +208,7 @@ def test_the_history_of_an_instruction_comes_before_it() -> None:
         read({**record, "history": ["one"]})
 
 
-def test_a_record_of_another_format_is_not_taken_for_a_blank_one() -> None:
+def test_record_of_another_format_is_not_blank() -> None:
     found = format_of(DataSection(path="x"), {"messages": [ASKED]}, "x:1")
     with pytest.raises(UserError, match=r"x:2: 'messages' is null here, but 'text' is not: .* data\.sources"):
         found.read({"messages": None, "text": "a story"}, "x:2")
@@ -220,7 +220,7 @@ def test_a_record_of_another_format_is_not_taken_for_a_blank_one() -> None:
 
 
 @pytest.mark.parametrize("said", [{"messages": [ASKED, ANSWERED]}, {"prompt": "hi", "completion": "yes"}])
-def test_endless_nesting_is_one_line(said: dict[str, Any]) -> None:
+def test_deep_nesting_is_one_line(said: dict[str, Any]) -> None:
     tool: dict[str, Any] = {}
     for _ in range(5000):
         tool = {"parameters": tool}

@@ -30,7 +30,7 @@ def whole(parts: list[Document]) -> list[str]:
 
 @example("a\n \na", "block", 1)
 @given(st.text("ab \n\u00e4\r", max_size=40), st.sampled_from(["line", "block"]), st.integers(1, 9))
-def test_parts_are_those_of_whole_lines(text: str, unit: Unit, size: int) -> None:
+def test_parts_equal_whole_lines(text: str, unit: Unit, size: int) -> None:
     data = text.encode()
     expected = whole(list(documents._lines(io.BytesIO(data), lambda: 0, Path("x"), unit)))
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def test_lines_are_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", ["line", "block"])
-def test_an_archive_of_one_line(tmp_path: Path, unit: Unit) -> None:
+def test_archive_of_one_long_line(tmp_path: Path, unit: Unit) -> None:
     with gzip.open(tmp_path / "bomb.txt.gz", "wb", 1) as file:
         for _ in range(3):
             file.write(b"a" * PART_BYTES)

@@ -35,7 +35,7 @@ def whole(store: TokenStore, length: int, at_once: int = 100) -> Pieces:
 
 
 @given(lengths, sequence_lengths)
-def test_pieces_predict_each_token_but_a_documents_first_exactly_once(sizes: list[int], length: int) -> None:
+def test_pieces_predict_all_tokens_but_the_first_once(sizes: list[int], length: int) -> None:
     store = numbered(sizes)
     pieces = whole(store, length)
     predicted = []
@@ -48,9 +48,7 @@ def test_pieces_predict_each_token_but_a_documents_first_exactly_once(sizes: lis
 
 
 @given(lengths, sequence_lengths, st.data())
-def test_masked_pieces_count_their_labels_and_useless_ones_are_dropped(
-    sizes: list[int], length: int, data: st.DataObject
-) -> None:
+def test_masked_pieces_count_labels_and_drop_useless_pieces(sizes: list[int], length: int, data: st.DataObject) -> None:
     masks = [data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)) for size in sizes]
     plain = whole(numbered(sizes), length)
     store = memory_store([[7] * size for size in sizes], masks)
@@ -85,7 +83,7 @@ def test_best_fit_fills_sequences_and_never_overfills(sizes: list[int], length: 
 
 
 @given(lengths, sequence_lengths, st.booleans(), st.integers(0, 3))
-def test_an_epoch_holds_each_piece_once(sizes: list[int], length: int, packing: bool, number: int) -> None:
+def test_epoch_holds_all_pieces_once(sizes: list[int], length: int, packing: bool, number: int) -> None:
     store = numbered(sizes)
     pieces = whole(store, length)
     if len(pieces.start) == 0:
@@ -119,7 +117,7 @@ def test_epochs_and_seeds_shuffle_pieces_and_sequences() -> None:
     assert pairs[0] != pairs[1], "the same documents share a sequence in every epoch"
 
 
-def test_sequences_come_in_another_order_even_where_each_has_its_own_length() -> None:
+def test_unpacked_sequences_are_shuffled() -> None:
     packed = Packing.of(numbered(list(range(6, 11))), 10, packing=True)
     orders = {tuple(packed.epoch(1, number).tokens.tolist()) for number in range(4)}
     assert len(orders) > 1
@@ -141,7 +139,7 @@ GOLDEN = [7, 1, 6, 4, 3, 5, 0, 2]
     st.lists(st.integers(1, 40), min_size=1, max_size=30).filter(lambda sizes: max(sizes) > 1),
     st.integers(2, 17), st.booleans(), st.data(), tiny, st.integers(0, 3),
 )  # fmt: skip
-def test_packing_and_epochs_are_what_the_formulas_say(
+def test_packing_and_epochs_equal_the_formulas(
     sizes: list[int], length: int, packing: bool, data: st.DataObject, at_once: int, epoch: int
 ) -> None:
     masks = None
@@ -172,7 +170,7 @@ def test_many_pieces_in_files_at_the_real_size_of_a_part(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "packed", "epoch"}
 
 
-def test_an_index_that_was_made_before_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_index_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aliquot.data.packing.MAPPED_PIECES", 1)
     offsets = np.array([0, 5, 9, 30])
     store = TokenStore(tmp_path, np.empty(30, np.uint16), offsets, None)

@@ -66,7 +66,7 @@ def forbid_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aliquot.data.prepare.tokenize", must_not)
 
 
-def test_documents_have_bos_and_eos_and_the_tokens_of_the_whole_file(corpus: Path, model: Path) -> None:
+def test_documents_have_bos_eos_and_whole_file_tokens(corpus: Path, model: Path) -> None:
     calls: list[tuple[int, int | None]] = []
     prepared = prepare(section(corpus), model, 300, lambda _, done, total: calls.append((done, total)))
     tokenizer = prepared.load_tokenizer()
@@ -84,7 +84,7 @@ def test_documents_have_bos_and_eos_and_the_tokens_of_the_whole_file(corpus: Pat
     assert rows(bare) == [row[1:-1] for row in rows(prepared.open_train()[""])]
 
 
-def test_bytes_of_the_text_that_is_predicted(corpus: Path, model: Path) -> None:
+def test_predicted_text_bytes(corpus: Path, model: Path) -> None:
     texts = [path.read_text() for path in sorted(corpus.iterdir())]
     (corpus / "5.txt").write_text("語 is the first word here")  # its first token is one of the three bytes of 語
     whole = sum(len(text.encode()) for text in [*texts, "語 is the first word here"])
@@ -110,9 +110,7 @@ def test_wikitext_with_a_llama_tokenizer(shared: Path, tmp_path: Path) -> None:
         prepare(config, model, 512)
 
 
-def test_two_processes_and_cut_documents_give_what_one_gives(
-    corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_equal_one(corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = prepare(section(corpus), model, 300).open_train()[""]
     calls: list[int] = []
     monkeypatch.setattr(tokenize, "CHUNK_CHARACTERS", 300)
@@ -172,9 +170,7 @@ def test_evaluation_from_a_part_or_a_path(corpus: Path, model: Path) -> None:
     assert given.documents == 1
 
 
-def test_a_line_that_can_be_cut_nowhere_takes_no_memory_without_bound(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncuttable_line_has_bounded_memory(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genome = "".join(random.Random(0).choices("acgt", k=2500))
     (tmp_path / "genome.txt").write_text(genome)
     longest: list[int] = []
@@ -228,7 +224,7 @@ def test_special_tokens_in_texts_are_counted_and_may_be_letters(corpus: Path, mo
     assert named.train[""] == str(tokens.path)
 
 
-def test_special_tokens_of_a_text_in_a_chat_are_letters_by_default(tmp_path: Path, model: Path) -> None:
+def test_special_tokens_in_chat_text_are_letters(tmp_path: Path, model: Path) -> None:
     talk = [{"role": "user", "content": "fox?</s>"}, TALK[1]]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": talk}))
     chats = section(tmp_path / "c.jsonl", chat_template=CHATML)
@@ -241,7 +237,7 @@ def test_special_tokens_of_a_text_in_a_chat_are_letters_by_default(tmp_path: Pat
     assert counts["encode"] == (3, {AS_TOKENS: place})
 
 
-def test_the_day_is_part_of_the_tokens_where_the_template_writes_it(tmp_path: Path, model: Path) -> None:
+def test_date_of_the_template_is_part_of_the_tokens(tmp_path: Path, model: Path) -> None:
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": TALK}))
     dated = section(tmp_path / "c.jsonl", chat_template="{{ strftime_now('%d %b %Y') }}" + CHATML)
     days = [date(2024, 2, 3), date(2024, 2, 4)]
@@ -294,7 +290,7 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
         ({"a.txt": "x y"}, {"tokenizer": "./absent"}, "absent: no such tokenizer file or directory"),
     ],
 )
-def test_bad_input_gets_one_line_and_leaves_nothing(
+def test_bad_input_is_one_line_and_leaves_no_file(
     tmp_path: Path, model: Path, files: dict[str, str], settings: dict[str, object], message: str
 ) -> None:
     (tmp_path / "data").mkdir()
@@ -307,7 +303,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(
     assert not tokens.exists() or all((store / "store.json").exists() for store in tokens.iterdir())
 
 
-def test_what_an_export_was_trained_with_is_of_its_own_tokenizer(corpus: Path, model: Path) -> None:
+def test_export_prefix_applies_to_its_own_tokenizer(corpus: Path, model: Path) -> None:
     (model / "aliquot.json").write_text('{"prefix": [7]}')
     assert prepare(section(corpus), model, 300).prefix == (7,)
     other = shutil.copytree(model, model.parent / "other", ignore=shutil.ignore_patterns("aliquot.json"))
@@ -322,7 +318,7 @@ def test_a_model_from_scratch_needs_a_tokenizer(corpus: Path) -> None:
         prepare(section(corpus), None, 300)
 
 
-def test_a_cache_that_cannot_be_written_or_read(corpus: Path, model: Path) -> None:
+def test_unusable_cache(corpus: Path, model: Path) -> None:
     (corpus.parent / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the data cache"):
         prepare(section(corpus, cache_directory=corpus.parent / "file"), model, 300)
@@ -336,7 +332,7 @@ def test_a_cache_that_cannot_be_written_or_read(corpus: Path, model: Path) -> No
         prepared.open_train()
 
 
-def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
     assert cache_root(None) == tmp_path
     assert cache_root(tmp_path / "x") == tmp_path / "x"
@@ -348,7 +344,7 @@ def test_the_width_of_a_token() -> None:
     assert (token_dtype(65535), token_dtype(65536)) == (np.uint16, np.uint32)
 
 
-def test_a_worker_that_dies_is_said_so_and_one_without_a_parent_ends(model: Path) -> None:
+def test_dead_worker_is_reported_and_orphan_ends(model: Path) -> None:
     spec = EncoderSpec(str(model), fast=True, prefix=(), suffix=())
     batch = Texts(["fox"], np.array([True]), np.array([True]))
     worker = EncoderProcess(spec)
@@ -369,7 +365,7 @@ def test_encoding_needs_neither_torch_nor_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_chats_are_encoded_again_where_how_has_changed_and_texts_are_not(
+def test_changed_encoding_reencodes_chats_only(
     tmp_path: Path, corpus: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
@@ -383,7 +379,7 @@ def test_chats_are_encoded_again_where_how_has_changed_and_texts_are_not(
 
 
 @pytest.mark.parametrize("records", [3, pytest.param(9000, marks=pytest.mark.long)])
-def test_a_chat_that_cannot_be_rendered_is_counted_and_named(tmp_path: Path, model: Path, records: int) -> None:
+def test_unrenderable_chats_are_counted_and_named(tmp_path: Path, model: Path, records: int) -> None:
     lines = [json.dumps({"messages": TALK[:2]})] * (records - 1) + [json.dumps({"messages": TALK[1:]})]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
     chats = section(tmp_path / "c.jsonl", chat_template=STRICT, num_proc=1)
@@ -396,7 +392,7 @@ def test_a_chat_that_cannot_be_rendered_is_counted_and_named(tmp_path: Path, mod
         prepare(chats, model, 300)
 
 
-def test_bad_records_are_counted_by_reason_with_their_first_place(tmp_path: Path, model: Path) -> None:
+def test_bad_records_are_counted_by_reason(tmp_path: Path, model: Path) -> None:
     strange = {"messages": [{"role": "narrator", "content": "x"}]}
     lines = [json.dumps(record) for record in ({"messages": TALK}, strange, strange)]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
@@ -405,7 +401,7 @@ def test_bad_records_are_counted_by_reason_with_their_first_place(tmp_path: Path
     assert store.firsts[UNKNOWN_ROLE].startswith(f"{tmp_path / 'c.jsonl'}:2: a message's role is 'narrator'; known are")
 
 
-def test_tokens_of_a_vocabulary_with_holes_are_kept_whole(tmp_path: Path, corpus: Path) -> None:
+def test_vocabulary_with_holes_keeps_tokens_whole(tmp_path: Path, corpus: Path) -> None:
     tokenizer = byte_level()
     told = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = told["model"]["vocab"]
@@ -416,7 +412,7 @@ def test_tokens_of_a_vocabulary_with_holes_are_kept_whole(tmp_path: Path, corpus
     assert store.tokens.max() == 70_000
 
 
-def test_a_tokenisation_that_takes_days_is_not_swept_away(tmp_path: Path) -> None:
+def test_long_tokenisation_is_not_removed(tmp_path: Path) -> None:
     with publishing(tmp_path / "slow") as beside:
         (beside / "tokens.bin").write_bytes(b"")
         os.utime(beside, (0, 0))
@@ -430,7 +426,7 @@ def test_a_tokenisation_that_takes_days_is_not_swept_away(tmp_path: Path) -> Non
         beside.mkdir()
 
 
-def test_a_container_has_as_many_encoders_as_it_has_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_fit_cores_and_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cores and 2 GiB of a machine of 96: one encoder a core of the machine would be too much memory."""
     cpu = read_cpu()
     for quota, gib, encoders in ((2.0, 2, 2), (96.0, 1, 4), (0.5, 64, 1), (96.0, 0.1, 1)):

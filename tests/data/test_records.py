@@ -112,7 +112,7 @@ _VALUES = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text() | s
 
 @settings(max_examples=25)
 @given(st.lists(st.dictionaries(st.text(), _VALUES), max_size=8), st.sampled_from([None, 1]), st.integers(7, 200))
-def test_an_array_in_any_blocks_is_what_json_reads(records: list[object], indent: int | None, block: int) -> None:
+def test_array_in_blocks_equals_json(records: list[object], indent: int | None, block: int) -> None:
     data = json.dumps(records, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass")
     try:
         data.decode()
@@ -126,7 +126,7 @@ def test_an_array_in_any_blocks_is_what_json_reads(records: list[object], indent
     assert list(records_module._elements(Blocks(data), Path("x"))) == [(record, "") for record in records]
 
 
-def test_a_long_file_is_one_document_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_file_is_a_document_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = "\ufeff" + "one\r\ntwo \u00e9\u8a9e\r\n" * 50
     (tmp_path / "a.txt").write_bytes(whole.encode())
     for size in (1, 3, 7, 10_000):

@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_directory_is_read_in_the_order_of_its_relative_names(folder: Path) -> None:
+def test_directory_is_read_in_relative_name_order(folder: Path) -> None:
     assert texts(folder) == ["a = 1\n", "# z", "one\ntwo\n\n \nthree\n", "first", "last é"]
 
 
@@ -69,7 +69,7 @@ def test_globs_and_lists(folder: Path) -> None:
     assert texts([str(folder / "*.py"), str(folder / "a")]) == ["a = 1\n", "# z"]
 
 
-def test_a_file_that_is_named_twice_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for paths in (["a.py"] * 7, ["a.py", "*.py"], ["a.py", str(folder / "a.py")]):
         times = 7 if len(paths) == 7 else 2
@@ -85,7 +85,7 @@ def test_a_file_that_is_named_twice_is_refused(folder: Path, monkeypatch: pytest
         ("block", ["one\ntwo", "three"]),
     ],
 )
-def test_what_a_document_of_plain_text_is(folder: Path, unit: str, expected: list[str]) -> None:
+def test_plain_text_units(folder: Path, unit: str, expected: list[str]) -> None:
     assert texts(folder / "b.txt", document=unit) == expected
 
 
@@ -109,14 +109,14 @@ def test_long_rows_of_parquet_are_read_a_few_at_once(tmp_path: Path) -> None:
     assert most < 36 << 20
 
 
-def test_a_text_in_parquet_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+def test_invalid_utf_8_in_parquet_is_named(tmp_path: Path) -> None:
     column = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "p.parquet")
     with pytest.raises(UserError, match=r"p\.parquet, after row 0: not UTF-8 text"):
         texts(tmp_path / "p.parquet")
 
 
-def test_tools_are_those_of_the_record_wherever_it_lies(tmp_path: Path) -> None:
+def test_tools_follow_their_record(tmp_path: Path) -> None:
     """A table gives each structure the keys of all others."""
     calls = [{"name": "weather", "arguments": {"city": "Seoul"}}, {"name": "add", "arguments": {"a": 1, "b": 2}}]
     rows = [
@@ -146,7 +146,7 @@ def test_messages_are_documents(tmp_path: Path) -> None:
         ]
 
 
-def test_stdlib_is_pythons_own_source_without_tests_packages_and_tables() -> None:
+def test_stdlib_is_python_source_without_tests_and_packages() -> None:
     found = source("stdlib")
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [file.relative_to(root).as_posix() for file in found.files]
@@ -268,7 +268,7 @@ def test_bad_input_gets_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     found = source(tmp_path / "a.txt")
     (tmp_path / "a.txt").unlink()
@@ -288,7 +288,7 @@ def test_eval_sources_are_given_once_and_fit(tmp_path: Path) -> None:
         sources_of(DataSection(path="stdlib", eval_path="absent"), tmp_path)
 
 
-def test_a_part_of_each_source_is_held_out(folder: Path) -> None:
+def test_sources_hold_out_a_fraction(folder: Path) -> None:
     sources = [{"name": name, "path": str(folder / file), "document": "line"} for name, file in
                (("one", "b.txt"), ("two", "a.py"))]  # fmt: skip
     train, held_out = sources_of(DataSection(sources=sources, eval_fraction=0.5), folder)
@@ -343,7 +343,7 @@ def test_cards_beside_records_are_left_out_and_counted(tmp_path: Path) -> None:
     assert texts(tmp_path / "docs") == texts(tmp_path / "README.md") == ["a card"], "nothing that it describes"
 
 
-def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
+def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.tsv", "c.jsonl.bz2", "data", ".hidden/x.jsonl", ".git", "sub/d.tsv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "first"}')
@@ -357,7 +357,7 @@ def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
     assert found == {None: 1, NO_FILE: 1, "a directory that a pattern matches, left out": 1}
 
 
-def test_a_link_to_what_is_not_there_is_missing_data(tmp_path: Path) -> None:
+def test_dangling_link_is_missing_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "first"}')
     (tmp_path / "b.jsonl").symlink_to("../gone/b")
     for path in (tmp_path, f"{tmp_path}/*.jsonl", tmp_path / "b.jsonl"):
@@ -365,7 +365,7 @@ def test_a_link_to_what_is_not_there_is_missing_data(tmp_path: Path) -> None:
             source(path)
 
 
-def test_a_dataset_that_was_saved_to_disk_is_read_by_its_name(tmp_path: Path) -> None:
+def test_saved_dataset_loads_through_data_dataset(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
     rows.save_to_disk(tmp_path / "saved", num_shards=2)
     with pytest.raises(UserError, match=r"saved: a dataset that save_to_disk has written: .* data.dataset$"):
@@ -402,14 +402,14 @@ TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
         ("a.json", b'{\n"text": "a"\n}\n{\n"text": "b"\n}', "a.json: JSON objects over several lines: write one"),
     ],
 )
-def test_what_is_no_text_or_stands_twice_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_non_text_and_duplicate_fields_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         texts(tmp_path / name)
     assert "\n" not in str(caught.value)
 
 
-def test_a_column_of_parquet_that_stands_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_parquet_column_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(TWICE, tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a.parquet: the column 'text' stands 2 times"):
         texts(tmp_path / "a.parquet")
@@ -463,7 +463,7 @@ def test_bad_rows_of_tables_and_datasets_are_left_out(tmp_path: Path) -> None:
         assert ", row 2: a message's role is 'narrator'" in bad.where
 
 
-def test_files_without_a_good_record_are_refused_unless_they_are_one_record(tmp_path: Path) -> None:
+def test_files_without_good_records_are_refused(tmp_path: Path) -> None:
     good, bad = '{"text": "one"}\n', '{"text": 1}\n'
     for name, content in {"a.jsonl": good, "b.jsonl": bad, "c.json": '{\n"text": 1\n}', "d.txt": "\0"}.items():
         (tmp_path / name).write_text(content)
@@ -478,7 +478,7 @@ def test_files_without_a_good_record_are_refused_unless_they_are_one_record(tmp_
         texts(tmp_path)
 
 
-def test_what_merely_looks_like_another_format_is_read(tmp_path: Path) -> None:
+def test_lookalikes_of_other_formats_are_read(tmp_path: Path) -> None:
     for name, content in {"a.txt": "PAR1 is a region", "b.json": '{\n"text": "one\\u0000record"\n}'}.items():
         (tmp_path / name).write_text(content)
     assert texts(tmp_path) == ["PAR1 is a region", "one\0record"]

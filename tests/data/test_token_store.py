@@ -67,12 +67,12 @@ def ends_of(directory: Path) -> tuple[Any, Any]:
     return model.config.eos_token_id, GenerationConfig.from_pretrained(directory).eos_token_id
 
 
-def test_an_export_ends_where_learned_answers_end(base: Path, tmp_path: Path) -> None:
+def test_export_stops_at_learned_answer_ends(base: Path, tmp_path: Path) -> None:
     trained(chats(base, tmp_path))
     assert ends_of(tmp_path / "run" / "export") == ([TEXT, END], [TEXT, END])
 
 
-def test_so_does_an_adapter_and_what_it_is_merged_into(base: Path, tmp_path: Path) -> None:
+def test_adapter_and_merged_export_stop_at_answer_ends(base: Path, tmp_path: Path) -> None:
     trained(chats(base, tmp_path, adapter={"r": 2}))
     assert load(tmp_path / "run" / "export").model.generation_config.eos_token_id == [TEXT, END]
     done = command("export", tmp_path / "run" / "checkpoints" / "step-00000001", tmp_path / "merged", "--merge")
@@ -86,7 +86,7 @@ def store_of(documents: list[list[int]], learned: list[list[int]] | None) -> Tok
     return TokenStore(Path(), tokens, offsets, mask)
 
 
-def test_which_tokens_end_answers(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answer_end_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     newline = tokenizer.encode("\n")[0]
     chat = [START, 5, END, newline, START, 6, END, newline]
 

@@ -19,7 +19,7 @@ from tests.data.stores import TEXT, byte_level
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", ["</s>", None])
-def test_the_convention_is_what_the_tokenizer_shows(bos: bool, eos: str | None) -> None:
+def test_convention_follows_the_tokenizer(bos: bool, eos: str | None) -> None:
     tokenizer = byte_level(bos, eos)
     default = convention_of(tokenizer, None, None)
     assert default.prefix == ((0,) if bos else ())
@@ -35,7 +35,7 @@ def test_the_convention_is_what_the_tokenizer_shows(bos: bool, eos: str | None) 
     assert convention_of(tokenizer, None, None).pad_id == tokenizer.convert_tokens_to_ids("q")
 
 
-def test_a_bos_that_is_not_there_cannot_be_added() -> None:
+def test_missing_bos_cannot_be_added() -> None:
     tokenizer = byte_level(bos=False)
     tokenizer.bos_token = None
     assert convention_of(tokenizer, None, None).prefix == ()
@@ -43,7 +43,7 @@ def test_a_bos_that_is_not_there_cannot_be_added() -> None:
         convention_of(tokenizer, True, None)
 
 
-def test_an_eos_that_the_tokenizer_adds_itself_is_added_once() -> None:
+def test_eos_of_the_tokenizer_is_added_once() -> None:
     convention = convention_of(ByT5Tokenizer(), None, None)  # adds </s>, has no bos, and no fast backend
     assert convention.prefix == ()
     assert convention.suffix == (1,)
@@ -56,7 +56,7 @@ def test_llama_conventions(shared: Path, path: str, bos: int, eos: int) -> None:
     assert (convention.prefix, convention.suffix, convention.pad_id) == ((bos,), (eos,), eos)
 
 
-def test_loading_from_a_directory_its_file_and_a_bare_file(tmp_path: Path) -> None:
+def test_tokenizer_loads_from_directory_and_files(tmp_path: Path) -> None:
     byte_level().save_pretrained(tmp_path / "full")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "tokenizer.json").write_bytes((tmp_path / "full" / "tokenizer.json").read_bytes())
@@ -74,7 +74,7 @@ def test_loading_from_a_directory_its_file_and_a_bare_file(tmp_path: Path) -> No
             load_tokenizer(path)
 
 
-def test_a_sentencepiece_model_alone_names_its_package(tmp_path: Path, shared: Path) -> None:
+def test_bare_sentencepiece_model_names_its_package(tmp_path: Path, shared: Path) -> None:
     if importlib.util.find_spec("sentencepiece") is not None:
         pytest.skip("sentencepiece is installed: it reads the file")
     shutil.copy(shared / "models" / "stories260K" / "config.json", tmp_path)
@@ -93,7 +93,7 @@ def test_a_vocabulary_must_fit_the_embedding() -> None:
         check_vocabulary(tokenizer, len(tokenizer) - 1)
 
 
-def test_a_token_of_the_model_s_own_tokenizer_may_lack_a_row_where_no_text_holds_it(tmp_path: Path) -> None:
+def test_unused_tokens_may_lack_a_row(tmp_path: Path) -> None:
     tokenizer = byte_level()
     rows = len(tokenizer)
     tokenizer.add_tokens(["<image>"])
@@ -115,14 +115,14 @@ def test_a_token_of_the_model_s_own_tokenizer_may_lack_a_row_where_no_text_holds
         prepare(section, model, rows)
 
 
-def test_several_chat_templates_are_one_file(tmp_path: Path) -> None:
+def test_several_chat_templates_share_a_file(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     again = load_tokenizer(publish_tokenizer(tokenizer, tmp_path))
     assert again.chat_template == tokenizer.chat_template
 
 
-def test_how_a_tokenizer_was_found_is_not_of_it(tmp_path: Path) -> None:
+def test_tokenizer_hash_ignores_its_origin(tmp_path: Path) -> None:
     """transformers writes among its settings whether a hub might have been asked: HF_HUB_OFFLINE would make others."""
     names = set()
     for told in (True, False):
@@ -132,14 +132,14 @@ def test_how_a_tokenizer_was_found_is_not_of_it(tmp_path: Path) -> None:
     assert len(names) == 1
 
 
-def test_a_newline_and_its_indentation_are_one_token(tmp_path: Path) -> None:
+def test_newline_with_indentation_is_a_token(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class A:\n    def f(self):\n        return self\n\n" * 50)
     tokenizer = trained_tokenizer(source_of(DataSection(path=str(tmp_path / "a.py")), tmp_path), 300, tmp_path)
     ids = tokenizer.encode("x:\n        return", add_special_tokens=False)
     assert [tokenizer.decode([token]) for token in ids] == ["x", ":", "\n       ", " return"]
 
 
-def test_a_trained_tokenizer_is_the_same_each_time_and_cached(tmp_path: Path) -> None:
+def test_trained_tokenizer_is_reproducible_and_cached(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT * 50 + "é語🙂")
     source = source_of(DataSection(path=str(tmp_path / "a.txt"), document="line"), tmp_path)
     calls: list[int] = []

@@ -50,7 +50,7 @@ def tokens_and_pairs(row: Row) -> float:
     return row.edges[-1] + pairs / 1000
 
 
-def test_what_costs_most_memory_does_not_take_longest() -> None:
+def test_row_of_most_memory_is_not_the_slowest() -> None:
     """What is kept of a row follows from its tokens: a shorter row of one long document may take longer."""
     long, many = [1152], [120] * 10
     found = workload(long, long, many, [64])
@@ -60,11 +60,11 @@ def test_what_costs_most_memory_does_not_take_longest() -> None:
     assert share * tokens_and_pairs(heaviest) + rest * tokens_and_pairs(other) == pytest.approx(mean_of(found))
 
 
-def test_of_rows_of_as_many_tokens_the_one_that_takes_longest_is_heaviest() -> None:
+def test_slowest_of_equally_long_rows_is_heaviest() -> None:
     assert lengths(workload(SHORT, MIDDLING, LONG, MIDDLING).heaviest(1)) == LONG
 
 
-def test_ranks_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
+def test_ranks_take_as_long_as_the_slowest() -> None:
     """Of two equally likely rows, n ranks have the longer one at least once 1 - 2**-n of the time."""
     found = workload([100], [200])
     for ranks in (1, 2, 4):
@@ -77,14 +77,14 @@ def test_ranks_that_wait_for_each_other_take_as_long_as_the_slowest() -> None:
 
 
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=6), st.integers(1, 4))
-def test_the_slowest_is_the_mean_over_all_that_ranks_can_have(rows: list[int], ranks: int) -> None:
+def test_slowest_rank_is_the_mean_over_all_draws(rows: list[int], ranks: int) -> None:
     found = workload(*([each] for each in rows))
     drawn = product([tokens_and_pairs(row(each)) for each in rows], repeat=ranks)
     planned = sum(share * tokens_and_pairs(each) for share, each in found.typical(1, ranks))
     assert planned == pytest.approx(mean(map(max, drawn)))
 
 
-def test_rows_that_are_not_packed_are_filled_up() -> None:
+def test_unpacked_rows_are_padded() -> None:
     """By short documents without a label."""
     found = replace(workload([10], [50], [300]), fills_up=512)
     assert Row((0, 300, 320), 300) in [each for _, each in found.typical(1)]
@@ -95,7 +95,7 @@ def test_rows_that_are_not_packed_are_filled_up() -> None:
     assert lengths(many.heaviest(19))[19:] == [64] * 19 + [26]  # 18,432 tokens instead of 17,190
 
 
-def test_of_rows_that_are_not_packed_the_longest_is_heaviest() -> None:
+def test_longest_unpacked_row_is_heaviest() -> None:
     found = workload([10], [11], [12], [500], [900])
     assert lengths(found.heaviest(1)) == [900]
     (share, heaviest), (rest, other) = found.typical(1)
@@ -110,7 +110,7 @@ def test_the_only_row_is_the_mean() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 5))
-def test_rows_are_of_samples_that_follow_each_other(samples: list[list[int]], count: int) -> None:
+def test_rows_consist_of_consecutive_samples(samples: list[list[int]], count: int) -> None:
     found = workload(*samples)
     rows = [(samples * count)[start : start + count] for start in range(len(samples) * count)]
     windows = [[length for sample in each for length in sample] for each in rows if len(each) == count]
@@ -150,21 +150,19 @@ def test_a_batch_in_tokens_is_as_many_sequences_as_hold_them() -> None:
         RunConfig.model_validate({**made.model_dump(by_alias=True), "data": {"path": "x", "packing": False}})
 
 
-def test_each_micro_batch_of_a_mixture_is_of_one_source() -> None:
+def test_mixture_micro_batches_have_one_source() -> None:
     assert [BatchSize(4, 2).micro_batches(2, sources) for sources in (1, 2, 3, 9)] == [1, 2, 2, 2]
     assert BatchSize(8, 1).micro_batches(2, 5) == 4
 
 
-def test_the_rank_that_has_most_has_whole_micro_batches_and_one_of_what_they_leave() -> None:
+def test_largest_rank_has_whole_micro_batches_and_a_rest() -> None:
     assert BatchSize(10, 4).sequences(2) == 6  # 4 and 2, not 8
     assert BatchSize(8, 8).sequences(1, sources=3) == 8  # 3, 3 and 2
     assert BatchSize(32, 8).sequences(2, sources=3) == 19  # 8, 8 and 3; the other 8, 3 and 2
 
 
 @given(st.integers(1, 500), st.integers(1, 20), st.integers(1, 9), st.integers(1, 6))
-def test_no_rank_has_less_than_the_mean_or_more_than_its_micro_batches(
-    total: int, micro: int, ranks: int, sources: int
-) -> None:
+def test_rank_share_lies_between_mean_and_micro_batches(total: int, micro: int, ranks: int, sources: int) -> None:
     size = BatchSize(total, micro)
     most = size.sequences(ranks, sources)
     assert -(-total // ranks) <= most <= micro * size.micro_batches(ranks, sources)
