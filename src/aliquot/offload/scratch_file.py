@@ -44,9 +44,8 @@ class ScratchFile:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = _nameless(directory)
         except OSError as error:
-            raise storage_error(
-                f"shard.offload_directory: cannot write here: {error.strerror}", error, directory
-            ) from None
+            message = f"shard.offload_directory: cannot write here: {error.strerror}"
+            raise storage_error(message, error, directory) from None
         try:
             os.posix_fallocate(self._descriptor, 0, max(1, size_bytes))
         except OSError as error:
@@ -95,9 +94,8 @@ class ScratchFile:
                 message = f"shard.offload: cannot {'read' if reads else 'write'} here: {error.strerror}"
                 raise storage_error(message, error, self._directory) from None
             if not count:
-                raise StorageError(
-                    "shard.offload: the scratch file in this directory was truncated during use", self._directory
-                )
+                message = "shard.offload: the scratch file in this directory was truncated during use"
+                raise StorageError(message, self._directory)
             left, offset = left[count:], offset + count
         with self._counting:
             self.read_bytes += buffer.nbytes if reads else 0

@@ -27,9 +27,8 @@ class Schedule:
     @classmethod
     def of(cls, train: TrainSection, total_steps: int) -> Self:
         """Read the schedule from the configuration. Raises ConfigError if its phases are longer than the run."""
-        settings = train_section.validate_schedule(
-            train.lr_scheduler_type, train.lr_scheduler_kwargs, train.learning_rate
-        )
+        kind, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
+        settings = train_section.validate_schedule(kind, options, train.learning_rate)
         warmup_steps = warmup(train.warmup_steps, train.warmup_ratio, total_steps)
         if isinstance(settings, train_section.WarmupStableDecay) and settings.num_stable_steps is None:
             phases = warmup_steps + settings.num_decay_steps

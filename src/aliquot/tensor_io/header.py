@@ -117,10 +117,8 @@ def _entry(name: str, field: Any, path: Path, file_bytes: int, start: int) -> Te
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise WeightsFileError(f"tensor {name[:200]!r}: not data_offsets: {ascii(offsets)[:80]}", path)
     entry = TensorEntry(name, DTYPES[dtype], tuple(shape), path, file_bytes, start + offsets[0])
-    if entry.numel * entry.itemsize != offsets[1] - offsets[0]:
-        raise WeightsFileError(
-            f"tensor {name[:200]!r}: {offsets[1] - offsets[0]} bytes do not hold {dtype} {shape}", path
-        )
+    if entry.numel * entry.itemsize != (count := offsets[1] - offsets[0]):
+        raise WeightsFileError(f"tensor {name[:200]!r}: {count} bytes do not hold {dtype} {shape}", path)
     return entry
 
 

@@ -151,9 +151,8 @@ def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[
         if actual != recorded:
             pairs = enumerate(zip(actual, recorded, strict=False))
             damaged = next((i for i, (crc, saved) in pairs if crc != saved), min(len(actual), len(recorded)))
-            raise DamagedCheckpoint(
-                f"damaged: the block at byte {damaged * BLOCK_BYTES} is not what was saved", directory / name
-            )
+            message = f"damaged: the block at byte {damaged * BLOCK_BYTES} is not what was saved"
+            raise DamagedCheckpoint(message, directory / name)
 
 
 def _check_size(path: Path, record: FileRecord) -> None:

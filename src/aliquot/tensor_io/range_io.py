@@ -40,9 +40,8 @@ class SourceFile:
 
     def announce(self, entry: TensorEntry, start: int, numel: int) -> None:
         """Ask the kernel to read these elements ahead."""
-        os.posix_fadvise(
-            self._descriptor, entry.offset + start * entry.itemsize, numel * entry.itemsize, os.POSIX_FADV_WILLNEED
-        )
+        offset = entry.offset + start * entry.itemsize
+        os.posix_fadvise(self._descriptor, offset, numel * entry.itemsize, os.POSIX_FADV_WILLNEED)
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         """Read elements [start, start + out.numel()) into flat, contiguous CPU `out` of the stored dtype."""

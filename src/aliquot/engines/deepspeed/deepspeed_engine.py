@@ -159,10 +159,9 @@ class DeepspeedEngine:
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """Return the summed loss, detached, and the loss that backward() starts from."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
-        result: tuple[Tensor, Tensor] = self._engine(
-            fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention), scale, fed.chosen
-        )
-        return result
+        documents = Documents(fed.edges, self._attention)
+        arguments = (fed.input_ids, fed.position_ids, fed.labels, documents, scale, fed.chosen)
+        return cast("tuple[Tensor, Tensor]", self._engine(*arguments))
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         optimizer = self._engine.optimizer

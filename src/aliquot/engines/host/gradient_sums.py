@@ -62,10 +62,8 @@ class GradientSums:
             ]
             for host, owner in enumerate(counterparts.ranks)
         ]
-        self._windows = [
-            [windows(weight.trainable_numel(owner), states, weight.row_numel) for weight in weights]
-            for owner in counterparts.ranks
-        ]
+        ranks = counterparts.ranks
+        self._windows = [[windows(w.trainable_numel(owner), states, w.row_numel) for w in weights] for owner in ranks]
         self._itemsize = dtype.itemsize
 
     @cached_property

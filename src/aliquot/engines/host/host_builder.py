@@ -83,10 +83,8 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
     disk = None
     if spec.on_disk:
         state_format = StateFormat(states, spec.compute_dtype == torch.bfloat16, sum_dtype.itemsize)
-        embedding_index = parameter_index(model, embedding)
-        disk = HostDisk(
-            spec.offload_directory, spec.on_disk, weights, embedding_index, counterparts, state_format, streamed
-        )
+        index, folder = parameter_index(model, embedding), spec.offload_directory
+        disk = HostDisk(folder, spec.on_disk, weights, index, counterparts, state_format, streamed)
 
     order = GradientOrder.from_model(model, head, looked_up, spec.packs)
     sent_dtype = torch.bfloat16 if spec.reduce_dtype == "bf16" else sum_dtype

@@ -338,6 +338,5 @@ class HostGradients:
 
 def _expect(summed_over: str, total: Tensor, expected: int) -> None:
     if not bool((total == expected).all()):
-        raise SelfTestError(
-            f"a sum over {summed_over} gave {total[0].item()} instead of {expected}: broken torch or memory?"
-        )
+        result = f"{total[0].item()} instead of {expected}"
+        raise SelfTestError(f"a sum over {summed_over} gave {result}: broken torch or memory?")

@@ -230,9 +230,6 @@ class _LoadedField:
 
 def _move(window: Window) -> Move:
     """Read a whole record, and write it back without its first field if that is the gradient."""
-    fields = window.record.fields
-    return Move(
-        window.record.offset,
-        window.record.size_bytes,
-        next(at for name, (at, _) in fields.items() if name != "gradient"),
-    )
+    record = window.record
+    written_from = next(at for name, (at, _) in record.fields.items() if name != "gradient")
+    return Move(record.offset, record.size_bytes, written_from)

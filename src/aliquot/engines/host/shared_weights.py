@@ -110,10 +110,9 @@ class SharedWeights:
 
     def place(self, model: nn.Module) -> None:
         """Replace the model's meta parameters by views of this node's copy, tied ones by one view."""
-        placed = {
-            weight.name: nn.Parameter(self.view(index), requires_grad=weight.trainable)
-            for index, weight in enumerate(self._weights)
-        }
+        views = [self.view(index) for index in range(len(self._weights))]
+        pairs = zip(self._weights, views, strict=True)
+        placed = {weight.name: nn.Parameter(view, requires_grad=weight.trainable) for weight, view in pairs}
         aliases = {alias: placed[name] for alias, name in tied_weights(model).items()}
         replace_tensors(model, placed | aliases)
 
@@ -144,9 +143,8 @@ class SharedWeights:
         """
         views = [self.view(index).view(-1) for index in range(len(self._weights))]
         starts = [(index, *weight.ranges[rank]) for index, weight in enumerate(self._weights) if index not in absent]
-        published = gather(
-            [[index, start, float(views[index][start])] for index, start, stop in starts if start < stop]
-        )
+        local = [[index, start, float(views[index][start])] for index, start, stop in starts if start < stop]
+        published = gather(local)
         for owner, values in enumerate(published):
             for index, start, value in values:
                 seen = float(views[index][start])
@@ -218,9 +216,7 @@ class ForwardOrder:
     def __init__(self, model: nn.Module, head: nn.Parameter | None) -> None:
         """`head`: the weight that the fused loss uses after the model; None if the model itself uses it."""
         index = {id(parameter): at for at, parameter in enumerate(model.parameters())}
-        self.layers = [
-            (layer, [index[id(parameter)] for parameter in layer.parameters()]) for layer in decoder_layers(model)
-        ]
+        self.layers = [(layer, [index[id(p)] for p in layer.parameters()]) for layer in decoder_layers(model)]
         in_layers = dict.fromkeys(at for _, indices in self.layers for at in indices)
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         last = [] if head is None or head is embedding else [index[id(head)]]

@@ -114,9 +114,8 @@ def _by_document(
     scoring: Scoring,
     attention: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor],
 ) -> Tensor:
-    outputs = [
-        attention(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scoring) for a, b in pairwise(documents.edges)
-    ]
+    slices = [slice(a, b) for a, b in pairwise(documents.edges)]
+    outputs = [attention(query[:, :, at], key[:, :, at], value[:, :, at], scoring) for at in slices]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 

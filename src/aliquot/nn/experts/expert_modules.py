@@ -127,10 +127,7 @@ def spread(rank_counts: Sequence[Counts]) -> dict[str, object]:
     if not layers:
         return {}
     known_counts = [counts for counts in rank_counts if len(counts) == layers]  # a rank without a batch has no counts
-    totals = [
-        [sum(counts_of_expert) for counts_of_expert in zip(*layer, strict=True)]
-        for layer in zip(*known_counts, strict=True)
-    ]
+    totals = [[sum(ranks) for ranks in zip(*layer, strict=True)] for layer in zip(*known_counts, strict=True)]
     return {
         "busiest_expert": [round(max(of) * len(of) / max(1, sum(of)), 3) for of in totals],
         "unused_experts": sum(tokens == 0 for of in totals for tokens in of),

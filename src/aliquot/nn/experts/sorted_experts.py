@@ -59,9 +59,8 @@ def route(chosen: Tensor, experts: int) -> Routing:
     choice_count = sum(counts)
     order = torch.argsort(flat, stable=True)[:choice_count]
     shifts = [start - before for start, before in zip(starts, [0, *accumulate(counts[:-1])], strict=True)]
-    shift = torch.tensor(shifts, device=flat.device).repeat_interleave(
-        torch.tensor(counts, device=flat.device), output_size=choice_count
-    )
+    repeats = torch.tensor(counts, device=flat.device)
+    shift = torch.tensor(shifts, device=flat.device).repeat_interleave(repeats, output_size=choice_count)
     places = torch.arange(choice_count, device=flat.device) + shift
     slots = flat.new_full((flat.numel(),), ends[-1])
     slots[order] = places
