@@ -74,18 +74,16 @@ class FsdpEngine:
         )
         self._activations = ActivationMeter(spec.gradient_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
-        self._fused = spec.fused_loss
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # On CPU gradients stay allocated between steps. New ones among activations of changing sizes would fragment the
         # heap, by 94 MiB in 90 steps of 60 M parameters. torch's allocator of GPU memory does not fragment.
         self._keeps_gradients = topology.device == "cpu"
-        self._unsharded = spec.unsharded
         self._gathered = False  # unsharded weights are whole now
         self._staging = staging  # None: gloo or nccl carries the collectives
         groups = [_group_numel(module) for module in self._groups]
         # The root stays gathered while the largest layer is. A single rank gathers a copy, too.
-        most = sum(groups) if self._unsharded.weights else groups[0] + max(groups[1:], default=0)
+        most = sum(groups) if self._spec.unsharded.weights else groups[0] + max(groups[1:], default=0)
         self._gathered_bytes = spec.compute_dtype.itemsize * most
 
     @classmethod
@@ -184,10 +182,10 @@ class FsdpEngine:
         self._spec.hooks.step("backward")
         calls = self._call_count(batch)
         self._count_wire(
-            gathers=(0 if self._gathered else 1) if self._unsharded.weights else 2 * calls,
-            reduces=0 if self._unsharded.gradients and not last else calls,
+            gathers=(0 if self._gathered else 1) if self._spec.unsharded.weights else 2 * calls,
+            reduces=0 if self._spec.unsharded.gradients and not last else calls,
         )
-        self._gathered = self._unsharded.weights and not last
+        self._gathered = self._spec.unsharded.weights and not last
         return summed
 
     def _hold_unsharded(self, last: bool) -> None:
@@ -196,15 +194,15 @@ class FsdpEngine:
         Unsharded gradients cost 4 bytes and unsharded weights 2 bytes per parameter of the model on every rank.
         """
         for module in self._groups:
-            if self._unsharded.gradients:
+            if self._spec.unsharded.gradients:
                 module.set_requires_gradient_sync(last, recurse=False)
-            if self._unsharded.weights:
+            if self._spec.unsharded.weights:
                 module.set_reshard_after_backward(last, recurse=False)
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
         self._count_wire(gathers=0 if self._gathered else self._call_count(batch), reduces=0)
-        self._gathered = self._unsharded.weights
+        self._gathered = self._spec.unsharded.weights
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
 
@@ -215,7 +213,7 @@ class FsdpEngine:
         """Return the summed loss, detached, and the loss that backward() starts from."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
-        if not self._fused:
+        if not self._spec.fused_loss:
             loss = model_calls.whole_logits_loss(self._model, *inputs)
             summed, scaled = loss.detach(), loss * scale
         else:
