@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.contestants import aliquot_steps, matmul_rate, quiet
 from benchmarks.layouts import llama_config
 from benchmarks.report import Row, finish, target
@@ -63,11 +64,10 @@ class Event:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--shapes", default="125m,500m")
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=2)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, shapes="tiny", rounds=1, steps=1)
     rows: list[Row] = []
     targets = []
     for shape in given.shapes.split(","):

@@ -24,12 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.layouts import LLAMA_1B, LLAMA_125M, LLAMA_500M, llama_config, llama_tensors
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, cold, run_world, tell, watched
 
 RANKS = 2
 MODELS = {"save": LLAMA_500M, "export": LLAMA_1B, "stall": LLAMA_125M}
+MODELS = smoke.choose(MODELS, dict.fromkeys(MODELS, smoke.TINY))
 PLAIN_THREADS = 4
 PLAIN_BYTES = 8 << 20
 STEPS = 12  # undisturbed steps before a save; the median is the yardstick
@@ -38,10 +40,9 @@ SEQUENCE = 512
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--directory", type=Path, help="where files are written; default: a temporary directory")
     arguments.add_argument("--repeats", type=int, default=3)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, repeats=1)
     folder = Path(tempfile.mkdtemp(prefix="aliquot-checkpoint-", dir=given.directory))
     try:
         rows, found = save_rows(folder, given.repeats)
@@ -90,7 +91,7 @@ def row_of(method: str, model: str, total_bytes: int, runs: list[list[Measured]]
 
 def save_rows(folder: Path, repeats: int) -> tuple[list[Row], float | None]:
     taken = alternate(folder, ["plain", "early", "save"], repeats)
-    total_bytes = 12 * numel(LLAMA_500M)
+    total_bytes = 12 * numel(MODELS["save"])
     about = "0.5 B, 2 ranks, fp32 weights and moments"
     rows = [
         row_of("plain parallel write and fsync", about, total_bytes, taken["plain"]),
@@ -104,7 +105,7 @@ def save_rows(folder: Path, repeats: int) -> tuple[list[Row], float | None]:
 
 def export_rows(folder: Path, repeats: int) -> tuple[list[Row], dict[str, float | None]]:
     taken = alternate(folder, ["export", "gather"], repeats)
-    total_bytes = 2 * numel(LLAMA_1B)
+    total_bytes = 2 * numel(MODELS["export"])
     about = "1.24 B, 2 ranks, fp32 shards to bf16 files"
     rows = [
         row_of("aliquot export, fsync included", about, total_bytes, taken["export"]),
@@ -199,7 +200,7 @@ class Rows:
 
 def _plain(out: Path, ranks: Any, measured: Measured, early: bool = False) -> Any:
     """One file a rank, of the size that this rank's parts have together, from memory to the disk."""
-    store = Rows(llama_tensors(LLAMA_500M), ranks.rank)
+    store = Rows(llama_tensors(MODELS["save"]), ranks.rank)
 
     def run() -> None:
         pieces: list[tuple[memoryview, int]] = []
@@ -233,7 +234,7 @@ def _save(out: Path, ranks: Any, measured: Measured) -> Any:
 
     from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 
-    tensors = llama_tensors(LLAMA_500M)
+    tensors = llama_tensors(MODELS["save"])
     store = Rows(tensors, ranks.rank)
     return lambda: save(out, 1, store, CheckpointSpec(tensors), {}, ranks, keep=1)
 
@@ -263,7 +264,7 @@ def _export(out: Path, ranks: Any, measured: Measured) -> Any:
     from aliquot.loaders.sharded import ShardedWeights, tensors_of
     from aliquot.models.export import export
 
-    model = _sharded(LLAMA_1B)
+    model = _sharded(MODELS["export"])
     files = {"config.json": model.config.to_json_string().encode()}
     store, tensors = ShardedWeights(model), tensors_of(model)
     return lambda: export(store, tensors, out / "model", torch.bfloat16, files, ranks)
@@ -273,7 +274,7 @@ def _gather(out: Path, ranks: Any, measured: Measured) -> Any:
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    model = _sharded(LLAMA_1B)
+    model = _sharded(MODELS["export"])
 
     def run() -> None:
         model.to(torch.bfloat16)  # before the gather, which is then half as large
@@ -298,12 +299,12 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     from aliquot.models import initialize, meta
     from aliquot.models.micro_batch import MicroBatch
 
-    built = meta.build(AutoConfig.for_model(**llama_config(LLAMA_125M)))
+    built = meta.build(AutoConfig.for_model(**llama_config(MODELS["stall"])))
     spec = EngineSpec("bf16", SEQUENCE, built.traits.plain_head)
     engine = FsdpEngine.build(built.model, spec, ranks.topology)
     initialize.initialize(engine, built.fills, 1)
     engine.ready()
-    ids = torch.randint(0, LLAMA_125M["vocab_size"], (SEQUENCE,))
+    ids = torch.randint(0, MODELS["stall"]["vocab_size"], (SEQUENCE,))
     batch = MicroBatch(ids, ids.roll(-1), torch.arange(SEQUENCE), (0, SEQUENCE))
 
     def saver(asynchronous: bool) -> Any:

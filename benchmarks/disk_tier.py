@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
+from benchmarks import smoke
 from benchmarks.contestants import deepspeed_seconds, quiet
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
@@ -67,25 +68,25 @@ class Case:
     memory_gib: float | None  # None: three runs, in memory, with states on disk, with all on disk
 
 
-CASES = (
+CASES: tuple[Case, ...] = (
     Case("150m", LLAMA_150M, "fp32", "fp32", 1024, 2, None),
     Case("500m", LLAMA_500M, "bf16", "fp32", 2048, 2, None),
     Case("1b", LLAMA_1B, "fp32", "fp32", 1024, 1, 8.0),
     Case("3b", LLAMA_3B, "bf16", "fp32", 1024, 4, 12.0),
     Case("8b", LLAMA_8B, "bf16", "int8", 1024, 4, 20.0),
 )
+CASES = smoke.choose(CASES, (Case("tiny", smoke.TINY, "fp32", "fp32", 256, 1, None),))
 STEPS = 4
 LIMITED_STEPS = 3
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--text", type=Path, required=True, help="a plain text file")
-    arguments.add_argument("--tokenizer", type=Path, required=True, help="a directory with one")
+    arguments.add_argument("--text", type=Path, required=not smoke.SMOKE, help="a plain text file")
+    arguments.add_argument("--tokenizer", type=Path, required=not smoke.SMOKE, help="a directory with one")
     arguments.add_argument("--only", help="names of cases, separated by commas")
     arguments.add_argument("--folder", type=Path, help="on the disk that is measured; default: that of temporary files")
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, text=smoke.text, tokenizer=smoke.tokenizer)
     chosen = [case for case in CASES if not given.only or case.name in given.only.split(",")]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="aliquot-disk-tier-", dir=given.folder) as name:
@@ -97,7 +98,7 @@ def main() -> None:
             if case.memory_gib is None:
                 rows.append(deepspeed_on_nvme(case, folder))
                 print(rows[-1], flush=True)
-        ratio = update_of_disk(folder)
+        ratio = update_of_disk(folder, smoke.choose(100_000_000, 1_000_000))
     finish(f"disk tier, {RANKS} ranks", rows, goals(rows, ratio), given.json)
 
 
@@ -259,7 +260,7 @@ def available_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def update_of_disk(folder: Path, numel: int = 100_000_000, repeats: int = 3) -> float:
+def update_of_disk(folder: Path, numel: int, repeats: int = 3) -> float:
     """Of a model of one weight, exact states and gradient on disk, one rank."""
     import torch
 

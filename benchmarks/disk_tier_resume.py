@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
+from benchmarks import smoke
 from benchmarks.disk_tier import CASES, GIB, Case, Lowest, available_bytes, config
 from benchmarks.layouts import llama_config
 from benchmarks.report import Row, finish, target
@@ -35,15 +36,14 @@ SAVED, LAST = 3, 4
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--text", type=Path, required=True, help="a plain text file")
-    arguments.add_argument("--tokenizer", type=Path, required=True, help="a directory with one")
+    arguments.add_argument("--text", type=Path, required=not smoke.SMOKE, help="a plain text file")
+    arguments.add_argument("--tokenizer", type=Path, required=not smoke.SMOKE, help="a directory with one")
     arguments.add_argument("--model", default="3b", help="a case of disk_tier.py")
     arguments.add_argument("--folder", type=Path, help="on the disk that is measured; default: that of temporary files")
     arguments.add_argument("--weights", type=Path, help="where the safetensors are made; default: --folder")
     arguments.add_argument("--memory", type=float, help="GiB, instead of the case's")
     arguments.add_argument("--resume-memory", type=float, help="GiB of the second run; default: as the first")
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, text=smoke.text, tokenizer=smoke.tokenizer, model="tiny", memory=0.1)
     case = next(case for case in CASES if case.name == given.model)
     with (
         tempfile.TemporaryDirectory(prefix="aliquot-disk-tier-", dir=given.folder) as name,

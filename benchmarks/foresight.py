@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
+from benchmarks import smoke
 from benchmarks.report import Row, finish, target
 
 LLAMA = {
@@ -82,7 +83,7 @@ OFFLOAD = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
-CASES = (
+CASES: tuple[Case, ...] = (
     Case("llama host 2", LLAMA, 2, "host"),
     Case("llama fsdp 2", LLAMA, 2, "fsdp"),
     Case(
@@ -110,16 +111,18 @@ CASES = (
     Case("llama deepspeed 2", LLAMA, 2, "deepspeed", held_out=True),
     Case("qwen3 deepspeed 2 offload", QWEN3, 2, "deepspeed", shard={"deepspeed_config": OFFLOAD}, held_out=True),
 )
+TINY = {**smoke.TINY, "model_type": "llama"}
+CASES = smoke.choose(CASES, (Case("tiny", TINY, 2, "host", 256, data={"path": str(smoke.DOCUMENTS)}),))
+REPEATS = smoke.choose(3, 1)  # of each plan
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--only", help="names of cases, separated by commas")
     arguments.add_argument("--steps", type=int, default=300)
     arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     arguments.add_argument("--no-wire", action="store_true")
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, steps=6, precision="fp32")
     chosen = [case for case in CASES if not given.only or case.name in given.only.split(",")]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -199,13 +202,13 @@ def wire() -> list[Row]:
     from aliquot.planner.traffic import traffic
     from benchmarks import wire as counted
     from benchmarks.contestants import DEEPSPEED_JSON, LEARNING_RATE
-    from benchmarks.layouts import LLAMA_125M, llama_config
+    from benchmarks.layouts import llama_config
     from benchmarks.worlds import run_world
 
     if why_not() is not None:
-        return [{"case": "wire", "failed": why_not()}]
+        return [{"case": "wire", "note": why_not()}]
     rows: list[Row] = []
-    values = dict(llama_config(LLAMA_125M))
+    values = llama_config(counted.MODEL)
     run = validate(
         {
             "model": {"config": values},
@@ -249,7 +252,7 @@ def plan_itself() -> list[Row]:
     }
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     peaks = dict.fromkeys(cases, 0)
-    for _ in range(3):
+    for _ in range(REPEATS):
         with tempfile.TemporaryDirectory() as cache:
             for case, command in cases.items():
                 began = time.perf_counter()

@@ -34,15 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
+from benchmarks import smoke
 from benchmarks.contestants import Work, quiet
 from benchmarks.layouts import LLAMA_1B, LLAMA_8B, LLAMA_125M, generate, llama_config
 from benchmarks.report import Row, Target, finish, target
 from benchmarks.worlds import run_world, tell, warm
 
-TINY = {**LLAMA_125M, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LLAMA_8B_WIDTH = {**LLAMA_8B, "num_hidden_layers": 8}  # fits one GPU with all of its states
-SHAPES = {"tiny": TINY, "125m": LLAMA_125M, "1b": LLAMA_1B, "8b-width": LLAMA_8B_WIDTH, "8b": LLAMA_8B}
+SHAPES = {"tiny": smoke.TINY, "125m": LLAMA_125M, "1b": LLAMA_1B, "8b-width": LLAMA_8B_WIDTH, "8b": LLAMA_8B}
 TOKENS = {"tiny": 256}  # of a row; others 8,192
 RECOMPUTED = {"8b": "full"}
 OFFLOADED = ("8b",)  # 16 bytes a parameter are more than a GPU has
@@ -53,7 +52,7 @@ _TIMEOUT_S = 280
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("part", choices=["speed", "load", "plan"])
+    arguments.add_argument("part", choices=["speed", "load", "plan", "all"], nargs="?" if smoke.SMOKE else None)
     arguments.add_argument("--shape", choices=list(SHAPES), default="1b")
     arguments.add_argument("--documents", nargs="+", choices=list(DOCUMENTS), default=list(DOCUMENTS))
     arguments.add_argument("--rows", type=int, default=1, help="of a step, each a micro-batch")
@@ -62,14 +61,14 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=1)
     arguments.add_argument("--only", help="contestants, separated by semicolons")
     arguments.add_argument("--directory", type=Path, help="where a checkpoint to load is made")
-    arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
-    if given.part == "speed":
-        found = speed(given)
-    elif given.part == "load":
-        found = load(given)
-    else:
-        found = [planned(given)]
+    given = smoke.parse(arguments, part="all", shape="tiny", device="cpu", steps=1, rounds=1)
+    found: list[Row] = []
+    if given.part in ("speed", "all"):
+        found += speed(given)
+    if given.part in ("load", "all"):
+        found += load(given)
+    if given.part in ("plan", "all"):
+        found.append(planned(given))
     before = json.loads(given.json.read_text())["rows"] if given.json is not None and given.json.exists() else []
     keys = [_key(row) for row in found]
     rows = [row for row in before if _key(row) not in keys] + found  # a part that is measured again replaces itself

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.multinode.namespaces import INTERFACE, switched_hosts, why_not
 
+from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, fsdp2_steps, quiet, sent_when_still
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, Target, finish, target
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from aliquot.planner.plan import Plan
 
 SHAPES = {"125m": LLAMA_125M, "125m-tied": {**LLAMA_125M, "tie_word_embeddings": True}, "500m": LLAMA_500M}
+SHAPES["tiny"] = smoke.TINY
 WHO = {
     "aliquot": "fp32",
     "aliquot, reduce_dtype bf16": "bf16",
@@ -46,7 +48,6 @@ UNTIMED = 2
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--shape", choices=SHAPES, default="125m")
     arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     arguments.add_argument("--tokens", type=int, default=512)
@@ -56,7 +57,8 @@ def main() -> None:
     arguments.add_argument("--who", nargs="+", choices=WHO.values(), default=list(WHO.values()))
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--rounds", type=int, default=2)
-    given = arguments.parse_args()
+    shortest = {"hosts": [2], "links": ["none"], "micro_batches": 1, "tokens": 256, "steps": 1, "rounds": 1}
+    given = smoke.parse(arguments, shape="tiny", precision="fp32", **shortest)
     if (reason := why_not()) is not None:
         sys.exit(reason)
     work = (given.shape, given.precision, str(given.tokens), str(given.micro_batches), str(UNTIMED + given.steps))

@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.prepare import MIB, Peak
 from benchmarks.report import Row, finish, target
 
@@ -33,12 +34,11 @@ PARTS = {"first epoch": 0, "second epoch": 1, "again": 0}
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--millions", type=float, nargs="+", default=[2, 40, 160], help="of documents")
     arguments.add_argument("--apart", action="store_true", help="each document a sequence: data.packing=false")
     arguments.add_argument("--directory", type=Path, help="where there is room: 60 bytes a document, 100 with --apart")
     arguments.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # store, epoch, packing: a process of ours
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, millions=[0.01])
     if given.part is not None:
         part(Path(given.part[0]), int(given.part[1]), given.part[2] == "packed")
         return
@@ -72,14 +72,15 @@ def make_store(folder: Path, documents: int) -> None:
     with (folder / "tokens.bin").open("wb") as file:
         file.truncate(tokens * 2)
     counts = {"documents": documents, "tokens": tokens, "text_bytes": None}
-    facts = {"dtype": "uint16", **counts, "answers": False, "formats": {"text": documents}, "left_out": {}}
+    facts = {"dtype": "uint16", **counts, "answers": False, "formats": {"text": documents}}
+    facts |= {"left_out": {}, "inexact_cuts": 0}
     (folder / "store.json").write_text(json.dumps(facts))
 
 
 def measured(of_part: list[str]) -> Row:
     """What a process of its own says of itself."""
     command = [sys.executable, __file__, "--part", *of_part]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
     row: Row = json.loads(told)
     return row
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.prepare import MIB, VOCABULARY, Peak, make_tokenizer
 from benchmarks.report import Row, finish, target
 
@@ -35,14 +36,13 @@ MOST_GROWTH_MIB = 64  # from the smallest to the largest
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--gigabytes", type=float, nargs="+", default=[0.4, 1.5, 5, 10])
     arguments.add_argument("--document", nargs="+", default=["file"], choices=["file", "line", "block"])
     arguments.add_argument("--text", type=Path, help="a real text")
     arguments.add_argument("--words", action="store_true", help="tokens are whole words instead of byte pairs")
     arguments.add_argument("--directory", type=Path, help="where there is room for the text and its tokens")
     arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # the unit and the folder: a process of ours
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, gigabytes=[0.002], text=smoke.text)
     if given.part is not None:
         part(given.part[0], Path(given.part[1]))
         return
@@ -106,7 +106,7 @@ def make(path: Path, blocks: list[str], gigabytes: float) -> None:
 def measured(unit: str, folder: str) -> Row:
     """What a start of its own says of itself."""
     command = [sys.executable, __file__, "--part", unit, folder]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
     row: Row = json.loads(told)
     return row
 

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.layouts import LLAMA_1B, LLAMA_8B, generate
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, cold, run_world, tell, warm, watched
@@ -35,22 +36,23 @@ METHODS = {
 }
 PLAIN_THREADS = 4
 PLAIN_BYTES = 8 << 20
-EIGHT_B_NEEDS_BYTES = 18_500_000_000  # 4 x 4.02 GB of weights, and what four interpreters take
+EIGHT_B_NEEDS_BYTES = smoke.choose(18_500_000_000, 0)  # 4 x 4.02 GB of weights, and what four interpreters take
+EIGHT_B_DISK_BYTES = smoke.choose(17_000_000_000, 0)
+SMALL, LARGE = smoke.choose((LLAMA_1B, LLAMA_8B), (smoke.TINY, smoke.TINY))
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--directory", type=Path, help="where checkpoints are made; default: a temporary directory")
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--skip-8b", action="store_true")
     arguments.add_argument("--methods", help=f"of {', '.join(METHODS)}; default: all")
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, repeats=1)
     for method in set(METHODS) - set(given.methods.split(",") if given.methods else METHODS):
         del METHODS[method]
     folder = Path(tempfile.mkdtemp(prefix="aliquot-load-", dir=given.directory))
     try:
-        rows, found = small_model(generate(folder / "1b", LLAMA_1B, 500_000_000), given.repeats)
+        rows, found = small_model(generate(folder / "1b", SMALL, 500_000_000), given.repeats)
         eight = None
         if not given.skip_8b:
             shutil.rmtree(folder / "1b")
@@ -134,10 +136,10 @@ def large_model(directory: Path) -> tuple[Row, float | None]:
 
     row: Row = {"method": METHODS["aliquot"], "cache": "cold", "model": "8.03 B, 4 ranks, bf16"}
     disk_bytes, memory_bytes = shutil.disk_usage(directory.parent).free, psutil.virtual_memory().available
-    if disk_bytes < 17_000_000_000 or memory_bytes < EIGHT_B_NEEDS_BYTES:
+    if disk_bytes < EIGHT_B_DISK_BYTES or memory_bytes < EIGHT_B_NEEDS_BYTES:
         note = f"needs 17 GB of disk and 18.5 of memory: {disk_bytes / 1e9:.1f} and {memory_bytes / 1e9:.1f} are free"
         return row | {"note": note}, None
-    generate(directory, LLAMA_8B)
+    generate(directory, LARGE)
     cold()
     ranks = run_world(__file__, 4, "aliquot", str(directory))
     if "failed" in ranks[0]:

@@ -27,12 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
+from benchmarks import smoke
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
 
 RANKS = 2
 MIB = 1 << 20
-SETTLED = slice(19, 40)  # steps 20 to 40
+SETTLED = smoke.choose(slice(19, 40), slice(3, 8))  # steps 20 to 40
 LONG_CHARACTERS = 12_000
 LLAMA_26M = {
     **LLAMA_125M, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 6400,
@@ -55,29 +56,30 @@ class Case:
     mfu: float | None  # the goal
 
 
-CASES = (
+CASES: tuple[Case, ...] = (
     Case("5m", LLAMA_5M, 2000, 256, 1, None),  # a quarter of an hour, also where there are no instructions for bf16
     Case("26m", LLAMA_26M, 2000, 512, 2, 0.65),
     Case("125m", LLAMA_125M, 200, 2048, 1, 0.85),
     Case("500m", LLAMA_500M, 60, 2048, 1, 0.92),
 )
+CASES = smoke.choose(CASES, (Case("tiny", smoke.TINY, 10, 256, 1, None),))
+LEAST_STEPS = smoke.choose(60, 10)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--text", type=Path, nargs="+", required=True, help="plain text files")
+    arguments.add_argument("--text", type=Path, nargs="+", required=not smoke.SMOKE, help="plain text files")
     arguments.add_argument("--only", help="names of cases, separated by commas")
     arguments.add_argument("--scale", type=float, default=1.0)
     arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, text=lambda: [smoke.text()], precision="fp32")
     chosen = [case for case in CASES if not given.only or case.name in given.only.split(",")]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="aliquot-long-run-") as folder:
         data = Path(folder) / "documents.jsonl"
         write_documents(given.text, data)
         for case in chosen:
-            steps = max(60, round(case.steps * given.scale))
+            steps = max(LEAST_STEPS, round(case.steps * given.scale))
             rows.append(measured(case, steps, given.precision, data, Path(folder)))
             print(rows[-1], flush=True)
     ran = [row for row in rows if "failed" not in row]

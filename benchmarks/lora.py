@@ -24,13 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, quiet, trainer_arguments
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, run_world, tell
 
 RANKS, BATCH = 2, 8
-SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
+SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": smoke.TINY}
 WORKS = {"full rows": Work(512, 2), "documents of 65 tokens": Work(512, 2, 65)}
 WHO = ("aliquot, LoRA", "aliquot, all weights", "peft + HF Trainer + DDP")
 R, ALPHA = 16, 32
@@ -38,12 +39,11 @@ R, ALPHA = 16, 32
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--shape", choices=SHAPES, default="500m")
     arguments.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=2)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, shape="tiny", precision="fp32", steps=1, rounds=1)
     from aliquot.machine.allocator import allocator_environment
     from aliquot.machine.cpu import read_cpu
 

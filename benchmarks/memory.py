@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet
 from benchmarks.layouts import LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
@@ -25,6 +26,7 @@ from benchmarks.worlds import run_world, tell
 
 RANKS, STEPS = 2, 2
 WORK = Work(512, 2)
+MODEL = smoke.choose(LLAMA_500M, smoke.TINY)
 SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "host, exact": ("host", {}),
@@ -37,8 +39,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments)
     from aliquot.machine.allocator import allocator_environment
 
     environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
@@ -80,7 +81,7 @@ def rank() -> None:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    config = llama_config(LLAMA_500M)
+    config = llama_config(MODEL)
     ends: list[float] = []
     if who == "deepspeed":
         deepspeed_seconds(

@@ -23,11 +23,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, fsdp2_steps, matmul_rate, quiet
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import run_world, tell
 
-RANKS, TOKENS = 2, 2048
+RANKS, TOKENS = 2, smoke.choose(2048, 256)
 PACKED, FULL = Work(TOKENS, 1, 300), Work(TOKENS, 1)
 COMMON = {
     "model_type": "qwen3_moe", "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
@@ -37,20 +38,22 @@ SHAPES = {
     "top4of32": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
     "top8of128": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 192},
 }
+if smoke.SMOKE:
+    COMMON |= {"hidden_size": 64, "head_dim": 8, "vocab_size": 512, "intermediate_size": 128}
+    SHAPES = {"top4of32": {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32}}
 CONTESTANTS = {"host": PACKED, "plain FSDP2, tuned": FULL, "DeepSpeed ZeRO-3, tuned": FULL, "host, full rows": FULL}
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--shapes", default=",".join(SHAPES))
     arguments.add_argument("--layers", type=int, default=10)
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=3)
     arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     arguments.add_argument("--no-plan", action="store_true")
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, layers=2, rounds=1, steps=1, precision="fp32")
     rows: list[Row] = []
     targets = []
     for shape in given.shapes.split(","):
@@ -122,8 +125,11 @@ def planned(given: argparse.Namespace) -> Row:
     from benchmarks.foresight import Case, measured
 
     model = {**COMMON, **SHAPES["top4of32"], "num_hidden_layers": max(2, given.layers // 2), "vocab_size": 8192}
+    data = smoke.choose({}, {"path": str(smoke.DOCUMENTS)})
     with tempfile.TemporaryDirectory() as scratch:
-        return measured(Case("qwen3-moe host 2", model, RANKS, "host", 1024, 1), Path(scratch), 12, given.precision)
+        return measured(
+            Case("qwen3-moe host 2", model, RANKS, "host", 1024, 1, data=data), Path(scratch), 12, given.precision
+        )
 
 
 def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -> None:

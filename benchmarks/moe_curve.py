@@ -17,10 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.report import Row, finish, target
 from benchmarks.runs import metrics_of
 
-LENGTH, BATCH, EVALUATIONS = 256, 16, 12
+LENGTH = 256
+BATCH, EVALUATIONS = smoke.choose((16, 12), (4, 2))
 EXPERTS, CHOSEN, WIDTH = 16, 4, 96
 SHAPE = {
     "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -44,9 +46,8 @@ def main() -> None:
     arguments.add_argument("--tokenizer", type=Path, help="default: one of 512 pieces, trained on the text")
     arguments.add_argument("--steps", type=int, default=600)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--svg", type=Path)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, text=lambda: str(smoke.text()), tokenizer=smoke.tokenizer, steps=4, seeds=[0])
     curves: dict[str, list[Curve]] = {name: [] for name in MODELS}
     for seed in given.seeds:
         for name in MODELS:

@@ -17,20 +17,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import run_world, tell
 
-SUM_BYTES, PIECE_BYTES = 64 << 20, 8 << 20
-PARAMETERS = 32 << 20
-REPEATS = 7
-GRADIENTS = ((512, 2048, 768), (512, 768, 2048), (2048, 768, 256), (2048, 2048, 768), (2048, 768, 2048))
-LOGITS = ((512, 768, 32000), (2048, 768, 32000), (512, 2048, 128256))
+SUM_BYTES, PIECE_BYTES = smoke.choose((64 << 20, 8 << 20), (8 << 20, 1 << 20))
+PARAMETERS = smoke.choose(32 << 20, 1 << 20)
+REPEATS = smoke.choose(7, 1)
+GRADIENTS: tuple[tuple[int, int, int], ...] = (
+    (512, 2048, 768),
+    (512, 768, 2048),
+    (2048, 768, 256),
+    (2048, 2048, 768),
+    (2048, 768, 2048),
+)
+GRADIENTS = smoke.choose(GRADIENTS, GRADIENTS[:1])
+LOGITS: tuple[tuple[int, int, int], ...] = ((512, 768, 32000), (2048, 768, 32000), (512, 2048, 128256))
+LOGITS = smoke.choose(LOGITS, LOGITS[:1])
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments)
     from aliquot.machine.allocator import allocator_environment
 
     rows: list[Row] = []

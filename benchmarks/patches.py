@@ -17,20 +17,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.report import Row, finish, target
 
 RATES = (1e-5, 2e-5, 1e-4, 5e-4)
 TOKENS = 512
-WARM_UP = 20  # steps in which Adam's moments settle
+WARM_UP = smoke.choose(20, 1)  # steps in which Adam's moments settle
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--model", type=Path, required=True)
-    arguments.add_argument("--text", type=Path, required=True)
+    arguments.add_argument("--model", type=Path, required=not smoke.SMOKE)
+    arguments.add_argument("--text", type=Path, required=not smoke.SMOKE)
     arguments.add_argument("--steps", type=int, default=5)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, model=smoke.model, text=smoke.text, steps=1)
     rows = [measured(given.model, given.text, rate, given.steps) for rate in RATES]
     speeds = [target(f"{name}_gb_s", rows[1][f"{name} GB/s"], 1.5, "higher") for name in ("encode", "decode")]
     finish("what a step changes in bf16 weights", rows, speeds, given.json)

@@ -24,6 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.report import Row, finish
 
 SEQUENCE = 512
@@ -34,10 +35,9 @@ MIB = 1 << 20
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--megabytes", type=int, default=100)
     arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # its name and the folder: a process of ours
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, megabytes=1)
     if given.part is not None:
         part(PARTS[given.part[0]], Path(given.part[1]))
         return
@@ -46,7 +46,7 @@ def main() -> None:
         rows: list[Row] = []
         for name in PARTS:
             command = [sys.executable, __file__, "--part", name, folder]
-            seconds, mib = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:]
+            seconds, mib = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-2:]
             rows.append({"what": name, "lines": lines, "seconds": float(seconds), "memory MiB": float(mib)})
     finish(f"preparing {given.megabytes} MB of short lines", rows, [], given.json)
 
@@ -64,7 +64,7 @@ def make(folder: Path, megabytes: int) -> int:
     return lines
 
 
-def make_tokenizer(folder: Path, texts: list[str]) -> None:
+def make_tokenizer(folder: Path, texts: list[str], vocabulary: int = VOCABULARY) -> None:
     """A byte-level one of those texts, in `folder`/tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -73,7 +73,7 @@ def make_tokenizer(folder: Path, texts: list[str]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>"]
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder / "tokenizer")

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.multinode.namespaces import INTERFACE, Host, two_hosts, why_not
 
+from benchmarks import smoke
 from benchmarks.report import Row, finish, target
 from benchmarks.runs import metrics_of
 
@@ -32,14 +33,13 @@ MICRO_BATCHES = 4
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--model", type=Path, required=True)
-    arguments.add_argument("--text", type=Path, required=True)
+    arguments.add_argument("--model", type=Path, required=not smoke.SMOKE)
+    arguments.add_argument("--text", type=Path, required=not smoke.SMOKE)
     arguments.add_argument("--steps", type=int, default=300)
     arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the computation")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--nudged", action="store_true", help="half as many runs more")
-    arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, model=smoke.model, text=smoke.text, steps=4, precision="fp32", seeds=[0])
     if (reason := why_not()) is not None:
         sys.exit(reason)
     losses: dict[str, list[float]] = {kind: [] for kind in KINDS if given.nudged or "nudged" not in kind}
@@ -77,8 +77,8 @@ def run(given: argparse.Namespace, hosts: tuple[Host, Host], dtype: str, rate: f
         data={"path": str(given.text.absolute()), "document": "block", "eval_fraction": 0.05, "sequence_length": 256},
         train={
             "max_steps": given.steps, "global_batch_size": 2 * MICRO_BATCHES, "per_device_train_batch_size": 1,
-            "learning_rate": rate, "warmup_steps": 20, "lr_scheduler_type": "cosine", "weight_decay": 0.1,
-            "adam_beta2": 0.95, "precision": given.precision, "logging_steps": given.steps,
+            "learning_rate": rate, "warmup_steps": min(20, given.steps // 2), "lr_scheduler_type": "cosine",
+            "weight_decay": 0.1, "adam_beta2": 0.95, "precision": given.precision, "logging_steps": given.steps,
         },
         shard={"engine": "host", "reduce_dtype": dtype},
         launch={"ranks": 1, "nodes": 2, "master_address": hosts[0].address, "master_port": 29521, "device": "cpu"},

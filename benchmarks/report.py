@@ -10,6 +10,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.smoke import SMOKE
+
 Row = dict[str, Any]
 Target = dict[str, Any]
 
@@ -45,6 +47,8 @@ def finish(title: str, rows: Sequence[Row], targets: Sequence[Target], file: Pat
 
     show(title, rows)
     show("targets", targets)
+    if SMOKE and (broken := [row for row in rows if row.get("failed")]):
+        raise SystemExit(f"a smoke run fails with its first row that failed: {broken[0]}")
     if file is not None:
         file.write_text(json.dumps({"machine": machine_facts(), "rows": rows, "targets": targets}, indent=1) + "\n")
 

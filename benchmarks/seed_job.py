@@ -22,12 +22,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet
 from benchmarks.layouts import LLAMA_125M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import run_world, tell
 
-RANKS, ROWS, LONGEST, WARM, STEPS = 2, 4, 512, 3, 6
+RANKS, ROWS, LONGEST, WARM = 2, 4, 512, 3
+STEPS = smoke.choose(6, 1)
+MODEL = smoke.choose(LLAMA_125M, smoke.TINY)
 WHO = {
     "aliquot, packed": "host",
     "DeepSpeed, padded to 512": "padded",
@@ -51,11 +54,10 @@ class RealRows(Work):
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--text", type=Path, required=True)
-    arguments.add_argument("--tokenizer", type=Path, required=True)
+    arguments.add_argument("--text", type=Path, required=not smoke.SMOKE)
+    arguments.add_argument("--tokenizer", type=Path, required=not smoke.SMOKE)
     arguments.add_argument("--rounds", type=int, default=1)
-    arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, text=smoke.text, tokenizer=smoke.tokenizer)
     from aliquot.machine.allocator import allocator_environment
 
     lengths = row_lengths(given.text, given.tokenizer)
@@ -108,7 +110,7 @@ def rank() -> None:
     os.sched_setaffinity(0, {cores[number % len(cores)]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config, mean = llama_config(LLAMA_125M), statistics.mean(lengths)
+    config, mean = llama_config(MODEL), statistics.mean(lengths)
     ends: list[float] = []
     real, packed = mean * ROWS * RANKS, round(mean * ROWS)
     if who == "host":

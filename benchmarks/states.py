@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.report import Row, finish
 from benchmarks.runs import metrics_of
 
@@ -23,12 +24,11 @@ STATES = ("fp32", "bf16", "int8")
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--model", type=Path, required=True)
-    arguments.add_argument("--text", type=Path, required=True)
+    arguments.add_argument("--model", type=Path, required=not smoke.SMOKE)
+    arguments.add_argument("--text", type=Path, required=not smoke.SMOKE)
     arguments.add_argument("--steps", type=int, default=500)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, model=smoke.model, text=smoke.text, steps=4, seeds=[0])
     losses: dict[str, list[float]] = {states: [] for states in STATES}
     for seed in given.seeds:
         for states in STATES:
@@ -55,9 +55,9 @@ def run(given: argparse.Namespace, states: str, seed: int) -> float:
         model={"path": str(given.model)},
         data={"path": str(given.text), "document": "block", "eval_fraction": 0.05, "sequence_length": 256},
         train={
-            "max_steps": given.steps, "global_batch_size": 2, "learning_rate": 3e-4, "warmup_steps": 20,
-            "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "optimizer_states": states,
-            "logging_steps": given.steps,
+            "max_steps": given.steps, "global_batch_size": 2, "learning_rate": 3e-4,
+            "warmup_steps": min(20, given.steps // 2), "lr_scheduler_type": "cosine", "weight_decay": 0.1,
+            "adam_beta2": 0.95, "optimizer_states": states, "logging_steps": given.steps,
         },
         shard={"engine": "host"},
         launch={"ranks": 2, "device": "cpu"},

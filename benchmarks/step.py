@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import smoke
 from benchmarks.contestants import (
     Work,
     aliquot_steps,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from aliquot.distributed.topology import Topology
 
 RANKS = 2
-SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M}
+SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": smoke.TINY}
 FULL, PACKED, PACKED_LONG = Work(512, 4), Work(512, 4, 65), Work(2048, 1, 65)
 WORKS = {"full 512 x 4": FULL, "packed 512 x 4": PACKED, "packed 2048 x 1": PACKED_LONG}
 # name -> (who, work, tuned as aliquot is: allocator preloaded, a core a rank)
@@ -57,17 +58,17 @@ CONTESTANTS = {
 }
 PACKED_ROWS = ("host, packed 512 x 4", "host, packed 2048 x 1")
 ALONE = "host, collectives off"
+SMOKE_CONTESTANTS = ("host, packed 2048 x 1", ALONE, "fsdp", "plain FSDP2, tuned", "DeepSpeed ZeRO-3, tuned")
 PEERS = [name for name, (who, _, _) in CONTESTANTS.items() if who in ("fsdp2", "deepspeed")]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
     arguments.add_argument("--shapes", default="125m,500m")
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument("--only", help="contestants, separated by semicolons")
     arguments.add_argument("--steps", type=int, default=3)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments, shapes="tiny", rounds=1, steps=1, only=";".join(SMOKE_CONTESTANTS))
     if given.only:
         for name in set(CONTESTANTS) - set(given.only.split(";")):
             del CONTESTANTS[name]

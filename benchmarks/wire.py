@@ -18,20 +18,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
+from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet, sent_when_still
 from benchmarks.layouts import LLAMA_125M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import run_world, tell
 
-RANKS, STEPS, COUNTED = 2, 12, 4
+RANKS = 2
+STEPS, COUNTED = smoke.choose((12, 4), (4, 1))
 WORK = Work(512, 4)
+MODEL = smoke.choose(LLAMA_125M, smoke.TINY)
 WHO = {"aliquot host": "host", "aliquot fsdp": "fsdp", "HF Trainer + DeepSpeed ZeRO-3": "deepspeed"}
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = smoke.parse(arguments)
     rows: list[Row] = []
     for name, who in WHO.items():
         row: Row = {"who": name, "one_host_mb": mb(run_world(__file__, RANKS, who, "lo"), on_one=True)}
@@ -71,7 +73,7 @@ def rank() -> None:
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config, steps, sent = llama_config(LLAMA_125M), count(), []
+    config, steps, sent = llama_config(MODEL), count(), []
 
     def mark(_: object = None) -> None:
         dist.barrier()
