@@ -102,3 +102,29 @@ def test_stopped_process_is_not_idle(tmp_path: Path) -> None:
     """
     code, _, err = run(tmp_path, body, str(tmp_path))
     assert (code, err) == (0, "")
+
+
+def test_lost_node_explains_a_hang(tmp_path: Path) -> None:
+    """The watchdog's time is over before the heartbeat's, which begins when the node is lost."""
+    body = """
+        import os, sys, time
+        from pathlib import Path
+        from aliquot.distributed.heartbeat import Heartbeat
+        from aliquot.distributed.topology import Topology
+        from aliquot.distributed.watchdog import Watchdog
+        if os.environ["RANK"] == "1":
+            time.sleep(600)
+        class SilentStore:
+            clone = lambda self: self
+            set = lambda self, key, value: None
+            check = lambda self, keys: False
+        first_of_two_nodes = Topology(0, 2, 0, 1, 0, 2, "cpu", 1, ())
+        heartbeat = Heartbeat(first_of_two_nodes, SilentStore(), 3.0, lambda: "saving step 1")
+        stacks = Path(sys.argv[1]) / "stacks-rank-0.txt"
+        with heartbeat, Watchdog(2.3, stacks, 0, 2, lambda: "saving step 1", heartbeat.explain_hang, grace_s=0.1):
+            time.sleep(600)
+    """
+    code, _, err = run(tmp_path, body, str(tmp_path))
+    line = err.splitlines()[0]
+    assert code == 1 and "no word from node 1 for 2 s" in line and "while node 0 was saving step 1" in line
+    assert line.endswith("[peer-lost]")

@@ -22,6 +22,7 @@ from aliquot.distributed.topology import Topology
 
 _INTERVAL_S = 1.0
 _FAREWELL_S = 1.0
+_LATE_BEATS = 3  # intervals without a word of a node, after which its silence explains why this node hangs
 
 
 class Heartbeat:
@@ -78,6 +79,18 @@ class Heartbeat:
             request.join(_FAREWELL_S)
         time.sleep(2 * self._interval_s)
 
+    def explain_hang(self) -> None:
+        """End this process as `peer_lost` if another node is silent; return if this node hangs for another reason.
+
+        The timeout of the heartbeat begins when a cable is cut, so the shorter wait of a watchdog may be over before.
+        """
+        if self._topology.nodes == 1 or self._is_over.is_set():
+            return
+        if self._store is None:  # the first rank of this node hears the others, and its end would end this rank, too
+            time.sleep(_LATE_BEATS * self._interval_s)
+        else:
+            self._end_if_silent(_LATE_BEATS * self._interval_s)
+
     def _beat(self, count: int) -> dict[str, str | int]:
         return {"beats": count, "doing": self._activity(), "host": platform.node()}
 
@@ -109,9 +122,12 @@ class Heartbeat:
 
     def _watch_clock(self) -> None:
         while not self._is_over.wait(self._interval_s):
-            for node, heard_at in self._heard_at.items():
-                if (silent_s := time.monotonic() - heard_at) > self._timeout_s:
-                    self._end(self._describe_silence(node, silent_s))
+            self._end_if_silent(self._timeout_s)
+
+    def _end_if_silent(self, longest_s: float) -> None:
+        for node, heard_at in self._heard_at.items():
+            if (silent_s := time.monotonic() - heard_at) > longest_s:
+                self._end(self._describe_silence(node, silent_s))
 
     def _describe_silence(self, node: int, silent_s: float) -> str:
         beat = self._last_beats.get(node)

@@ -61,14 +61,16 @@ class Watchdog:
         rank: int,
         world_size: int,
         activity: Callable[[], str],
+        explain_hang: Callable[[], None] = lambda: None,
         grace_s: float = 3.0,
     ) -> None:
-        """`activity`: what this rank does now, in words."""
+        """`activity`: what this rank does now, in words. `explain_hang`: of the heartbeat, before the verdict."""
         self._timeout_s = timeout_s
         self._grace_s = grace_s
         self._stack_file = stack_file
         self._rank, self._world_size = rank, world_size
         self._activity = activity
+        self._explain_hang = explain_hang
         stack_file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = open_unlinked(stack_file, "w", encoding="utf-8")
         self._stopped = threading.Event()
@@ -102,6 +104,7 @@ class Watchdog:
         while (left_s := self._last_beat + self._timeout_s + self._grace_s - time.monotonic()) > 0:
             if self._stopped.wait(left_s):
                 return
+        self._explain_hang()
         message = (
             f"no progress for {self._timeout_s:g} s (launch.step_timeout_s) while {self._activity()}"
             f"{describe_stuck_ranks(self._stack_file, self._world_size)}; where every rank was:"
@@ -124,14 +127,16 @@ class IdleWatchdog:
         timeout_s: float,
         stack_file: Path | None,
         activity: Callable[[], str],
+        explain_hang: Callable[[], None] = lambda: None,
     ) -> None:
-        """`store`: the rendezvous store; None for a single rank. `activity`: what this rank does now, in words."""
+        """`store`: the rendezvous store; None for a single rank. `activity`, `explain_hang`: as of `Watchdog`."""
         self._topology = topology
         self._timeout_s = timeout_s
         self._interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS)
         self._checks = round(timeout_s / self._interval_s)
         self._stack_file = stack_file
         self._activity = activity
+        self._explain_hang = explain_hang
         # The clone has a connection of its own, because other threads wait in the store's connection. The type stubs do
         # not know clone().
         self._store: Store = HashStore() if store is None else cast(Any, store).clone()
@@ -176,6 +181,7 @@ class IdleWatchdog:
             faulthandler.dump_traceback(file)
 
     def _end(self) -> None:
+        self._explain_hang()
         stuck, place = "", "above"
         if self._stack_file is not None:
             stuck = describe_stuck_ranks(self._stack_file, self._topology.world_size)

@@ -117,7 +117,7 @@ def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
     with (
         ranks.closing(),
         Heartbeat(topology, ranks.store, timeout_s, activity.describe) as heartbeat,
-        IdleWatchdog(topology, ranks.store, timeout_s, stack_file, activity.describe),
+        IdleWatchdog(topology, ranks.store, timeout_s, stack_file, activity.describe, heartbeat.explain_hang),
     ):
         yield RunContext(
             config,

@@ -134,7 +134,9 @@ def _train_steps(
             model.clock, lambda: ceiling(ranks, precision, again=True).flops_per_s,
             steps_before=start.step, total_steps=inputs.total_steps,
         ) as recorder,
-        Watchdog(timeout_s, stack_file, ranks.rank, ranks.world_size, run.activity.describe) as watchdog,
+        Watchdog(
+            timeout_s, stack_file, ranks.rank, ranks.world_size, run.activity.describe, run.heartbeat.explain_hang
+        ) as watchdog,
     ):  # fmt: skip
         progress = TrainingProgress(start.step, inputs.total_steps, start.tokens, start.step, start.evaluations)
         training = TrainingContext(
