@@ -325,7 +325,7 @@ def alone_rate(products: Counter[tuple[int, int, int]]) -> float:
 
 def of_first_rank(products: Products) -> Products:
     """Rank 0's products on every rank."""
-    from aliquot.distributed.collectives.json_values import gather
+    from aliquot.distributed.ranks import gather
 
     told = gather([[name, [[*shape, count] for shape, count in found.items()]] for name, found in products.items()])[0]
     return {name: Counter({(m, k, n): count for m, k, n, count in found}) for name, found in told}

@@ -95,10 +95,10 @@ def sums() -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from aliquot.distributed.collectives.json_values import gather
     from aliquot.distributed.collectives.peers import Peers
     from aliquot.distributed.collectives.reduce import add_sum
     from aliquot.distributed.collectives.ring import Piece, Ring
+    from aliquot.distributed.ranks import gather
 
     peers = Peers.join(dist.get_rank(), gather)
     ring = Ring(peers, SUM_BYTES)

@@ -17,7 +17,7 @@ import pytest
 from aliquot.core import run_lock
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.run_lock import BEATING_LOCK, LOCK
-from aliquot.machine.mounts import Mount, mount_of
+from aliquot.machine.facts import Mount, mount_of
 from aliquot.observe import run_directory
 from aliquot.observe.run_directory import RunDirectory
 

@@ -22,7 +22,7 @@ from transformers import ByT5Tokenizer
 
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import TrainingError, UserError
-from aliquot.core.paths import cache_root
+from aliquot.core.small_files import cache_root
 from aliquot.data import tokenize
 from aliquot.data.cache import publishing
 from aliquot.data.cuts import pieces

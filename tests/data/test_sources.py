@@ -17,7 +17,7 @@ import pytest
 
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import UserError
-from aliquot.core.paths import cache_root
+from aliquot.core.small_files import cache_root
 from aliquot.data.data_files import CARD, HIDDEN, NO_FILE
 from aliquot.data.documents import (
     HALF_CHARACTER,

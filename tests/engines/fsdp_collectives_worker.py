@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import TrainingError
-from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.ranks import gather
 from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives
 from tests.processes import as_ranks
 

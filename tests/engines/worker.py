@@ -22,9 +22,9 @@ from transformers import AutoConfig
 
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import PeerLost
 from aliquot.distributed.collectives.wire import Wire
+from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from aliquot.checkpoint.live_parts import copier_for
-from aliquot.machine.gpu_memory import Gpu
+from aliquot.machine.memory import Gpu
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.cuda_attention import CudaAttention
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring

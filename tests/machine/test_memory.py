@@ -1,15 +1,25 @@
-"""Memory of this process: private and shared bytes, PSS, peaks."""
+"""Memory of this process: private and shared bytes, PSS, peaks; of a GPU from recorded numbers."""
 
 from __future__ import annotations
 
 import mmap
 
 import pytest
+import torch
 
 from aliquot.machine import memory
-from aliquot.machine.memory import MemoryUse, PssSampler, memory_use, peak_rss, reset_peak_rss
+from aliquot.machine.memory import (
+    Gpu,
+    GpuMemory,
+    MemoryUse,
+    PssSampler,
+    current_gpu,
+    memory_use,
+    peak_rss,
+    reset_peak_rss,
+)
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def test_memory_use_separates_private_and_shared() -> None:
@@ -46,3 +56,21 @@ def test_peak_rss_restarts_after_reset() -> None:
     if not reset_peak_rss():
         pytest.skip("this kernel does not permit resetting the peak")
     assert peak_rss() < high - 32 * MIB
+
+
+def test_gpu_memory_inside_and_outside_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {
+        "allocated_bytes.all.current": 3 * GIB, "reserved_bytes.all.current": 5 * GIB,
+        "allocated_bytes.all.peak": 6 * GIB, "reserved_bytes.all.peak": 7 * GIB,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (74 * GIB, 80 * GIB))
+    found = Gpu().memory()
+    assert found == GpuMemory(3 * GIB, 5 * GIB, beside_bytes=1 * GIB, peak_bytes=8 * GIB)
+    assert found.used_bytes == 6 * GIB
+    stats.clear()  # before the first allocation
+    assert Gpu().memory() == GpuMemory(0, 0, beside_bytes=6 * GIB, peak_bytes=6 * GIB)
+
+
+def test_current_gpu_is_none_on_cpu() -> None:
+    assert current_gpu("cpu") is None and isinstance(current_gpu("cuda"), Gpu)

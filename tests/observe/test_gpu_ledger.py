@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from aliquot.machine.gpu_memory import Gpu, GpuMemory
+from aliquot.machine.memory import Gpu, GpuMemory
 from aliquot.observe.ledger import Ledger, tables
 
 MIB = 1 << 20

@@ -91,7 +91,7 @@ FAULTS = (
         ("tests/distributed/collectives", "tests/engines/test_host_engine.py"),
     ),
     Fault(
-        "last-host-left-out", "distributed/collectives/wire.py",
+        "last-host-left-out", "distributed/collectives/reduce.py",
         "the sum over hosts leaves out the last one",
         "        if host > local_host:\n", "        if local_host < host < max(received):\n",
         ("tests/distributed/collectives", "tests/engines/test_host_engine.py"),

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from aliquot.config.section import PATH, Section
 from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError, UserError
-from aliquot.core.paths import looks_local, with_home
+from aliquot.core.small_files import looks_local, with_home
 
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_NAMES = {

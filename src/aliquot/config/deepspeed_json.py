@@ -15,7 +15,7 @@ from aliquot.config.deepspeed_keys import RULES, KeyRule, rule_for
 from aliquot.config.key_locations import KeyPath, Location, key_lines
 from aliquot.core.decode import BoundedLoader, TooDeepError, decode_json
 from aliquot.core.errors import DeepspeedConfigError
-from aliquot.core.paths import with_home
+from aliquot.core.small_files import with_home
 
 AUTO = "auto"
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

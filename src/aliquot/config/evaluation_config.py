@@ -15,7 +15,7 @@ from aliquot.config.read_config import apply_override, read_config, validate
 from aliquot.config.schema import CheckpointSection, ModelSection, RunConfig, ShardSection, TrainSection
 from aliquot.config.section import ABOUT_KEY
 from aliquot.core.errors import ConfigError, UsageError
-from aliquot.core.paths import with_home
+from aliquot.core.small_files import with_home
 
 _Section = TypeVar("_Section", ModelSection, AdapterSection)
 

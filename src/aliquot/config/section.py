@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from aliquot.core.errors import has_url_credentials
-from aliquot.core.paths import with_home
+from aliquot.core.small_files import with_home
 
 # Limits of fp32 and of 64 bits: code that computes with a larger value would fail in a way that names no key.
 _SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from aliquot.core.boot import boot_id
 from aliquot.core.errors import RunDirectoryError, one_line, storage_error
 from aliquot.core.small_files import open_unlinked
 
@@ -204,4 +203,10 @@ def _read(file: Path) -> Any:
 
 def machine_id() -> str:
     """Name the scope of process ids: one start of the kernel and one namespace of process ids."""
-    return f"{boot_id()}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    return namespace_id("pid")
+
+
+def namespace_id(kind: str) -> str:
+    """Name one start of the kernel and this process's namespace of `kind`, "pid" or "net"."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return f"{boot}:{Path('/proc/self/ns', kind).stat().st_ino}"

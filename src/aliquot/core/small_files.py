@@ -1,4 +1,4 @@
-"""Small files: read files that strangers may have placed, and publish files atomically.
+"""Paths as people write them, and small files: read those of strangers, and publish files atomically.
 
 A reader of a published file sees the old content or the new content, never a part. Files of a run open without
 following a link, because a stranger may have placed the link.
@@ -15,6 +15,24 @@ from typing import IO, Any, Literal
 
 LIMIT_BYTES = 100_000_000  # tokenizers have 35 MB; safetensors' own limit for a header
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # of the hub's cache, where snapshots/REVISION/FILE is a link into blobs
+
+
+def with_home(path: str | Path) -> Path:
+    """Replace ~ and ~NAME in `path`; return an unknown ~NAME unchanged, so that an error can name it as missing."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def looks_local(model: str) -> bool:
+    """Return whether the name of a model can only be a path: a hub id is `owner/name`."""
+    return with_home(model).exists() or model.startswith((".", "/", "~")) or model.count("/") != 1
+
+
+def cache_root(configured: Path | None = None) -> Path:
+    """Return the directory of tokens, plans and measured rates: `configured`, $ALIQUOT_CACHE or ~/.cache/aliquot."""
+    return with_home(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").absolute()
 
 
 def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False, follow_links: bool = True) -> bytes:

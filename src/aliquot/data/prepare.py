@@ -14,7 +14,7 @@ from typing import Any
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import DataError, TokenizerError
 from aliquot.core.on_rank_0 import gather_results, run_on_rank_0
-from aliquot.core.paths import cache_root
+from aliquot.core.small_files import cache_root
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import writes_date

@@ -16,8 +16,7 @@ from typing import Any
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import MissingToolError, TokenizerError, UnsupportedModelError
-from aliquot.core.paths import with_home
-from aliquot.core.small_files import check_small, pointer_message, read_small_file
+from aliquot.core.small_files import check_small, pointer_message, read_small_file, with_home
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words

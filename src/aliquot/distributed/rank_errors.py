@@ -13,22 +13,23 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol
 
 from aliquot.core.errors import TrainingError, UserError, printable, resource_error
 from aliquot.core.small_files import open_unlinked, publish_text
-from aliquot.distributed.bounded_call import bounded_call
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # our launcher sets this variable in its ranks; nobody else does
 ERROR_LOG = "ALIQUOT_LAST_WORDS"  # the path of the launcher's ErrorLog
 
 Kind = Literal["user", "training", "crash", "peer_lost"]
 
+_BOUNDED_CALL_S = 3.0
 _CONNECTION_ERRORS = {"DistNetworkError", "DistStoreError", "DistBackendError"}
 _CONNECTION_WORDS = (
     "gloo/transport",
@@ -119,6 +120,17 @@ def report_error(error: Exception, debug: bool = False) -> int:
         elif kind == "crash":
             print("  --debug shows the traceback", file=sys.stderr)
     return code
+
+
+def bounded_call(work: Callable[[], object]) -> bool:
+    """Call `work`, which needs a disk, a network or a terminal that may never answer, for a process that must end.
+
+    Waits at most three seconds in this thread. Returns False if `work` has not finished by then.
+    """
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_BOUNDED_CALL_S)
+    return not thread.is_alive()
 
 
 def end_rank(error: RankError) -> NoReturn:

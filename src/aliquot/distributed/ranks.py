@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,9 @@ import torch.distributed as dist
 # The functions of this module bind the default group at import as a default argument. If a model's code imported it
 # later, they would hold the group for good, and destroying the group would not end gloo's threads (see `Ranks.close`).
 import torch.distributed.nn
+from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
 
-from aliquot.distributed.collectives import json_values
-from aliquot.distributed.collectives.json_values import JSON
 from aliquot.distributed.collectives.peers import host_identity
 from aliquot.distributed.gloo_interface import address_of, check_interface, choose_interface, gloo_interface
 from aliquot.distributed.numa_binding import bind_memory, pin_process, set_preferred_node
@@ -27,6 +27,10 @@ from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
 from aliquot.distributed.topology import Topology, check_gpus
 from aliquot.machine.allocator import tune_glibc
+
+# Any value that json writes and reads back unchanged.
+JSON = Any
+_CPU = torch.device("cpu")
 
 
 class Ranks:
@@ -90,11 +94,11 @@ class Ranks:
 
     def gather(self, value: JSON) -> list[JSON]:
         """Return the JSON values of all ranks, by rank, on every rank."""
-        return json_values.gather(value)
+        return gather(value)
 
     def broadcast(self, value: JSON) -> JSON:
         """Return rank 0's JSON value on every rank; the arguments of other ranks are ignored."""
-        return json_values.broadcast(value)
+        return broadcast(value)
 
     @contextmanager
     def unpinned(self) -> Iterator[None]:
@@ -132,6 +136,40 @@ class Ranks:
         # groups; then the garbage collection gives gloo's threads the time to finish.)
         gc.collect()
         dist.destroy_process_group()
+
+
+def gather(value: JSON, device: torch.device = _CPU) -> list[JSON]:
+    """Return the values of all ranks, by rank, on every rank, through tensors on `device`. Collective."""
+    text = _encode(value).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([text.numel()], device=device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [_decode(received[: int(size)]) for received, size in zip(texts, sizes, strict=True)]
+
+
+def broadcast(value: JSON) -> JSON:
+    """Return rank 0's value on every rank; the arguments of other ranks are ignored. Collective."""
+    is_first = dist.get_rank() == 0
+    text = _encode(value) if is_first else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([text.numel()])
+    dist.broadcast(size, src=0)
+    if not is_first:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=0)
+    return _decode(text)
+
+
+def _encode(value: JSON) -> Tensor:
+    """Encode a value as JSON text in uint8 [bytes]."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(text: Tensor) -> JSON:
+    return json.loads(text.cpu().numpy().tobytes())
 
 
 def group_lines(ranks: Ranks, transport: str) -> list[str]:

@@ -24,8 +24,7 @@ import psutil
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
 from aliquot.core.small_files import open_unlinked
-from aliquot.distributed.bounded_call import bounded_call
-from aliquot.distributed.rank_errors import RankError, end_rank
+from aliquot.distributed.rank_errors import RankError, bounded_call, end_rank
 from aliquot.distributed.topology import Topology
 from aliquot.machine.memory import unwritten_bytes
 

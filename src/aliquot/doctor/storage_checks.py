@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from aliquot.doctor.finding import Subject, Verdict, check
-from aliquot.machine.mounts import mount_of
+from aliquot.machine.facts import mount_of
 
 _WRITE_BYTES = 8 << 20
 _SLOW_FSYNC_S = 1.0

@@ -21,11 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.interpreter import python_command
-from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
-from aliquot.distributed.ranks import Ranks
-from aliquot.distributed.run_secret import SECRET_VARIABLE, new_secret
+from aliquot.distributed.ranks import Ranks, gather
+from aliquot.distributed.signed_store import SECRET_VARIABLE, new_secret
 from aliquot.distributed.topology import place_rank
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.cgroup import read_text

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import SelfTestError, UnsupportedModelError
-from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
 from aliquot.models import meta, model_calls

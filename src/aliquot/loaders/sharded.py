@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from aliquot.core.errors import UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
-from aliquot.distributed.collectives.json_values import JSON, gather
+from aliquot.distributed.ranks import JSON, gather
 from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import compute_buffers, decoder_layers, materialise, saved_buffers, tied_weights

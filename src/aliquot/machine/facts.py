@@ -1,10 +1,14 @@
-"""Facts of this machine and its software: to record with a measurement, and to check against the requirements."""
+"""Facts of this machine, its file systems and its software, to record and to check against the requirements."""
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -14,6 +18,10 @@ from aliquot.core.errors import MissingToolError
 from aliquot.machine.allocator import allocator_description
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
+
+# Options of Lustre, NFS, OCFS2 and GFS2 by which a flock stays on one machine.
+_LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all", "localflocks"}
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -64,3 +72,32 @@ def check_requirements() -> None:
                 f"{requirement.name} {installed} is installed, but aliquot supports {requirement.name}"
                 f" {requirement.specifier}: run pip install '{requirement.name}{requirement.specifier}'"
             )
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The type and the options of a mounted file system."""
+
+    kind: str
+    options: frozenset[str] = frozenset()
+
+    @property
+    def locks_are_local(self) -> bool:
+        """Whether a flock is visible on this machine only, although other machines share the file system."""
+        return not self.options.isdisjoint(_LOCAL_LOCKS)
+
+
+def mount_of(path: Path, root: Path = Path("/")) -> Mount:
+    """Return the mount that holds the absolute `path`, from /proc/mounts."""
+    longest, mount = "", Mount("unknown file system")
+    mounts = root / "proc/mounts"
+    # Names may hold any byte; space, tab, newline and backslash are escaped.
+    for line in os.fsdecode(mounts.read_bytes()).split("\n") if mounts.exists() else ():
+        words = line.split(" ")
+        if len(words) < 4:
+            continue
+        _, point, kind, options, *_ = words
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), point)
+        if path.is_relative_to(point) and len(point) >= len(longest):
+            longest, mount = point, Mount(kind, frozenset(options.split(",")))
+    return mount

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.core.errors import StorageError
-from aliquot.core.paths import cache_root
+from aliquot.core.small_files import cache_root
 from aliquot.machine.cpu import read_cpu
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

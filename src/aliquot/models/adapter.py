@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection
 from aliquot.core.errors import ConfigError, MissingToolError, ModelFilesError, WeightsFileError
-from aliquot.core.paths import with_home
+from aliquot.core.small_files import with_home
 from aliquot.models.initialize import Fills, record_added
 from aliquot.models.model_files import with_ends
 from aliquot.models.source import local_directory, model_on_meta

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import ConfigError, ModelFilesError
-from aliquot.core.paths import looks_local, with_home
+from aliquot.core.small_files import looks_local, with_home
 from aliquot.models.model_config import parse_config, read_fields, refuse_quantized, without_quantization
 from aliquot.models.untrusted_code import model_from_config
 

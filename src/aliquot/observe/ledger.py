@@ -17,8 +17,7 @@ from rich.table import Table
 from aliquot.core.errors import writing
 from aliquot.core.small_files import publish_text
 from aliquot.distributed.ranks import Ranks
-from aliquot.machine.gpu_memory import Gpu
-from aliquot.machine.memory import memory_use, peak_pss, reset_peak_rss
+from aliquot.machine.memory import Gpu, memory_use, peak_pss, reset_peak_rss
 
 STEADY_PEAK = "steady peak"
 PHASES = (

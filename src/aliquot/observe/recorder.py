@@ -15,8 +15,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import StorageError, UserError
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import Terminated
-from aliquot.machine.gpu_memory import Gpu
-from aliquot.machine.memory import PssSampler
+from aliquot.machine.memory import Gpu, PssSampler
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, RunRecord, command_line
 from aliquot.observe.kubeflow import kubeflow_status

@@ -21,8 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from aliquot.core.paths import cache_root
-from aliquot.core.small_files import publish_text
+from aliquot.core.small_files import cache_root, publish_text
 from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.planner.measure_rates import QUICK, THOROUGH, Effort, Measurement, measure_rates, median_measurement

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.config.schema import ModelSection, RunConfig
 from aliquot.core.errors import UserError
-from aliquot.core.paths import cache_root
-from aliquot.core.small_files import publish_text, read_small_file
+from aliquot.core.small_files import cache_root, publish_text, read_small_file
 from aliquot.data.workload import Workload
 from aliquot.models.model_shape import LayerKind, ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory

@@ -24,7 +24,7 @@ from aliquot.engines.base import Engine
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
-from aliquot.machine.gpu_memory import current_gpu
+from aliquot.machine.memory import current_gpu
 from aliquot.models import meta
 from aliquot.models.adapter import BASE
 from aliquot.models.source import ModelSource

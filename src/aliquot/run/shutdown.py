@@ -31,9 +31,8 @@ from types import FrameType
 from typing import Self
 
 from aliquot.core.errors import TrainingError
-from aliquot.distributed.bounded_call import bounded_call
 from aliquot.distributed.leader_lease import ROUND
-from aliquot.distributed.rank_errors import report_error
+from aliquot.distributed.rank_errors import bounded_call, report_error
 from aliquot.distributed.signals import REPEAT_S, STOP_SIGNALS, SignalListener, Terminated
 
 _ANNOUNCE_S = 30.0  # longer than it takes to report an error and to announce the end to other nodes

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.distributed.collectives.progress_counters import ProgressCounters
+from aliquot.distributed.collectives.shared_memory import ProgressCounters
+from aliquot.distributed.ranks import gather
 from tests.processes import as_ranks
 
 NUMEL = 4096

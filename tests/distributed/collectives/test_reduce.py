@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.distributed.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum_rounded
-from aliquot.distributed.collectives.wire import add_hosts
+from aliquot.distributed.collectives.reduce import RoundingNoise, add_hosts, add_rows_rounded, add_sum_rounded
 
 STEP = 2.0**-7  # between neighbouring bf16 values from 1 to 2
 COUNT = 100_000  # longer than the noise, which repeats

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import PeerLost, Peers
-from aliquot.distributed.collectives.reduce import add_sum
+from aliquot.distributed.collectives.reduce import TensorSums, add_sum, reduce_scatter
 from aliquot.distributed.collectives.ring import Piece, Ring
-from aliquot.distributed.collectives.wire import TensorSums
+from aliquot.distributed.ranks import gather
 from tests.processes import as_ranks
 
 
@@ -114,7 +113,7 @@ def hosts(rank: int, world_size: int) -> None:
             return [values(sender * 10 + host, i, n, torch.float32) for i, n in enumerate(lengths[host])]  # noqa: B023
 
         gradients = [of(rank, host) for host in range(len(found.table))]
-        found.wire.reduce_scatter(TensorSums(gradients, torch.float32), ahead=2)
+        reduce_scatter(found.wire, TensorSums(gradients, torch.float32), ahead=2)
         counterparts = [ranks[found.peers.index] for ranks in found.table]
         for index, summed in enumerate(gradients[found.host]):
             parts = [of(sender, found.host)[index] for sender in counterparts]

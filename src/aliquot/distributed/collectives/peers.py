@@ -13,10 +13,9 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Self
 
-from aliquot.core.boot import boot_id
+from aliquot.core.run_lock import namespace_id
 from aliquot.distributed.collectives.shared_memory import SharedMemory
 
 _SPIN_S = 50e-6  # most waits are shorter than the cost of sleeping
@@ -33,7 +32,7 @@ def host_identity() -> str:
 
     Such processes can reach each other's abstract sockets.
     """
-    return f"{boot_id()}:{Path('/proc/self/ns/net').stat().st_ino}"
+    return namespace_id("net")
 
 
 class Peers:

@@ -1,13 +1,23 @@
-"""Sums over ranks in fp32, in the order of the ranks, block by block so that operands stay in the cache."""
+"""Sums over the ranks of a host and over hosts, in a fixed order.
+
+Ranks are summed in fp32, block by block so that operands stay in the cache. The reduce-scatter of gloo is an
+all-reduce, with twice the traffic, so the sum over hosts is a reduce-scatter of its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from aliquot.distributed.collectives.wire import Tally, Wire
+
+_PIECE_BYTES = 16 << 20  # of a sum, in one message between hosts
 _BLOCK = 1 << 16  # elements: 256 KiB of fp32
 
 
@@ -105,3 +115,108 @@ def add_rows_rounded(
 def _round(values: Tensor, noise: Tensor) -> None:
     """Round fp32 in place to a bf16 value: add noise below the last remaining bit, then clear the lower bits."""
     values.view(torch.int32).add_(noise).bitwise_and_(-0x10000)
+
+
+class HostSums(Protocol):
+    """Flat sums for every host, which hosts exchange in pieces."""
+
+    sent_dtype: torch.dtype
+
+    def pieces(self, host: int, most_bytes: int) -> list[int]:
+        """Return the number of elements of every piece for `host`, equal on all hosts."""
+        ...
+
+    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
+        """Yield the pieces for `host` in `sent_dtype`.
+
+        With `changes`, the caller changes a piece before it takes the next one, and pieces may be more precise.
+        """
+        ...
+
+
+class TensorSums:
+    """Sums in memory: flat tensors by host."""
+
+    def __init__(self, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
+        self._tensors = tensors
+        self.sent_dtype = dtype
+
+    def pieces(self, host: int, most_bytes: int) -> list[int]:
+        return [piece.numel() for piece in self.visit(host, most_bytes, changes=False)]
+
+    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
+        for tensor in self._tensors[host]:
+            if tensor.numel():
+                yield from torch.split(tensor, max(1, most_bytes // self.sent_dtype.itemsize))
+
+
+def reduce_scatter(wire: Wire, sums: HostSums, ahead: int) -> None:
+    """Replace the sums for this host by the sums over all hosts, added in the order of the hosts.
+
+    Args:
+        ahead: pieces per host that are under way while one piece is summed.
+
+    Raises:
+        SelfTestError: received values differ from those that were sent.
+    """
+    sent, received = ({host: Tally() for host in wire.peer_hosts} for _ in range(2))
+    local = sums.visit(wire.host, _PIECE_BYTES, changes=True)
+    expected = deque(sums.pieces(wire.host, _PIECE_BYTES))
+    # The number of pieces may differ between hosts: a sender cuts them as the receiver does.
+    outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in wire.peer_hosts}
+    arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
+    sending: deque[list[Future[None]]] = deque()
+    # Both sides post the sends and receives of a round before they wait for an earlier round.
+    while expected or outgoing:
+        if expected:
+            numel = expected.popleft()
+            buffers = {host: torch.empty(numel, dtype=sums.sent_dtype) for host in wire.peer_hosts}
+            arriving.append({host: (buffer, wire.receive(buffer, host)) for host, buffer in buffers.items()})
+        leaving = {host: next(pieces, None) for host, pieces in outgoing.items()}
+        sending.append([])
+        for host, piece in leaving.items():
+            if piece is not None:
+                sent[host].add(piece)
+                sending[-1].append(wire.send(piece, host))
+        outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
+        if len(arriving) > ahead:
+            _add_arrivals(wire, next(local), arriving.popleft(), received)
+        if len(sending) > ahead:
+            wire.wait_all(sending.popleft())
+    for arrivals in arriving:
+        _add_arrivals(wire, next(local), arrivals, received)
+    for transfers in sending:
+        wire.wait_all(transfers)
+    for _ in local:  # no piece is left; this lets `visit` store the last changed piece
+        pass
+    wire.compare(sent, received)
+
+
+def _add_arrivals(
+    wire: Wire, local: Tensor, arrivals: Mapping[int, tuple[Tensor, Future[None]]], received: Mapping[int, Tally]
+) -> None:
+    for host, (buffer, arrives) in arrivals.items():
+        wire.wait(arrives)
+        received[host].add(buffer)
+    add_hosts(local, wire.host, {host: buffer for host, (buffer, _) in arrivals.items()})
+
+
+def add_hosts(local: Tensor, local_host: int, received: dict[int, Tensor]) -> None:
+    """Replace `local`, the values of `local_host`, by the sum over all hosts in their order.
+
+    Received values may be bf16. If `local` is bf16, too, the sum is rounded once.
+    """
+    if local.dtype == torch.bfloat16:
+        total = local.float()
+        add_hosts(total, local_host, received)
+        local.copy_(total)
+        return
+    before = [received[host] for host in sorted(received) if host < local_host]
+    if before:
+        total = before[0].to(local.dtype)
+        for values in before[1:]:
+            total.add_(values)
+        torch.add(total, local, out=local)
+    for host in sorted(received):
+        if host > local_host:
+            local.add_(received[host])

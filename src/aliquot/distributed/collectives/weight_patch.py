@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK
-from aliquot.distributed.collectives.messages import checksum, corruption_error
+from aliquot.distributed.collectives.wire import checksum, corruption_error
 
 _TABLE = np.dtype(
     [("bytes", "<i4"), ("wide", "<i4"), ("checksum", "<u8")]

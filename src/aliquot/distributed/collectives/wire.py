@@ -1,29 +1,32 @@
 """Transfers between hosts: local rank l of a host exchanges messages with local rank l of every other host.
 
-The reduce-scatter of gloo is an all-reduce, with twice the traffic, so this module has its own. Two ranks use several
-connections in turn, because a cloud's network gives one connection only a part of a host's bandwidth.
+Two ranks use several connections in turn, because a cloud's network gives one connection only a part of a host's
+bandwidth. Messages have checksums of their own, because that of TCP lets one corrupted message of 65,536 pass.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aliquot.distributed.collectives.messages import Tally, corruption_error
+from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.peers import PeerLost
 
-_PIECE_BYTES = 16 << 20
+_MASK = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that every bit of a message still counts after later messages
 _CONNECTIONS = 4  # between two hosts, at least
 _PROBE_S = 2.0  # of waiting, before this rank probes whether the other hosts are alive
 _MAX_PROBE_S = 8.0  # between two probes of a long wait
@@ -31,37 +34,65 @@ _PROBES = 10  # within _PROBE_S after a failure, because not all connections end
 _TIMEOUT = timedelta(hours=24)  # the watchdog, or the end of the peer, ends a wait earlier
 
 
-class HostSums(Protocol):
-    """Flat sums for every host, which hosts exchange in pieces."""
+class BufferPool:
+    """Buffers of one dtype for messages; at most `limit_bytes` of free buffers are kept."""
 
-    sent_dtype: torch.dtype
+    def __init__(self, dtype: torch.dtype, limit_bytes: int) -> None:
+        self._dtype = dtype
+        self._limit_bytes = limit_bytes
+        self._free: dict[int, list[Tensor]] = {}  # by elements
+        self._free_bytes = 0
 
-    def pieces(self, host: int, most_bytes: int) -> list[int]:
-        """Return the number of elements of every piece for `host`, equal on all hosts."""
-        ...
+    def take(self, numel: int) -> Tensor:
+        """Return a free buffer of `numel` elements, or a new one."""
+        if not self._free.get(numel):
+            self._drop(numel * self._dtype.itemsize)
+            return torch.empty(numel, dtype=self._dtype)
+        buffer = self._free[numel].pop()
+        self._free_bytes -= buffer.nbytes
+        return buffer
 
-    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        """Yield the pieces for `host` in `sent_dtype`.
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool once its transfer is over."""
+        if self._free_bytes + buffer.nbytes <= self._limit_bytes:
+            self._free.setdefault(buffer.numel(), []).append(buffer)
+            self._free_bytes += buffer.nbytes
 
-        With `changes`, the caller changes a piece before it takes the next one, and pieces may be more precise.
-        """
-        ...
+    def _drop(self, size_bytes: int) -> None:
+        """Free up to `size_bytes` of other sizes, so that a new buffer replaces them."""
+        while size_bytes > 0 and self._free_bytes:
+            dropped = next(buffers for buffers in self._free.values() if buffers).pop()
+            self._free_bytes -= dropped.nbytes
+            size_bytes -= dropped.nbytes
 
 
-class TensorSums:
-    """Sums in memory: flat tensors by host."""
+def checksum(values: npt.NDArray[Any]) -> int:
+    """Return the sum of a contiguous array's bytes as 64-bit integers; a shorter rest counts as one integer."""
+    data = values.view(np.uint8)
+    words = len(data) // 8 * 8
+    total = int(np.add.reduce(data[:words].view(np.uint64)))
+    rest = int.from_bytes(data[words:].tobytes(), "little") if words < len(data) else 0
+    return total + rest & _MASK
 
-    def __init__(self, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
-        self._tensors = tensors
-        self.sent_dtype = dtype
 
-    def pieces(self, host: int, most_bytes: int) -> list[int]:
-        return [piece.numel() for piece in self.visit(host, most_bytes, changes=False)]
+class Tally:
+    """One checksum of many messages in their order."""
 
-    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        for tensor in self._tensors[host]:
-            if tensor.numel():
-                yield from torch.split(tensor, max(1, most_bytes // self.sent_dtype.itemsize))
+    def __init__(self) -> None:
+        self._total = 0
+
+    def add(self, message: Tensor) -> None:
+        """Include a flat message of any dtype."""
+        self._total = self._total * _FACTOR + checksum(message.view(torch.uint8).numpy()) & _MASK
+
+    def value(self) -> Tensor:
+        """Return the checksum as int64 [1], to be sent."""
+        return torch.from_numpy(np.array([self._total], np.uint64).view(np.int64))
+
+
+def corruption_error(values: str) -> SelfTestError:
+    """Return the error for `values` ("gradients of rank 3") that arrived changed."""
+    return SelfTestError(f"{values} are not those that were sent: broken network, memory or torch?")
 
 
 class Transfers:
@@ -179,47 +210,6 @@ class Wire:
                 assert work is not None
                 self._probes.append(work)
 
-    def reduce_scatter(self, sums: HostSums, ahead: int) -> None:
-        """Replace the sums for this host by the sums over all hosts, added in the order of the hosts.
-
-        Args:
-            ahead: pieces per host that are under way while one piece is summed.
-
-        Raises:
-            SelfTestError: received values differ from those that were sent.
-        """
-        sent, received = ({host: Tally() for host in self.peer_hosts} for _ in range(2))
-        local = sums.visit(self.host, _PIECE_BYTES, changes=True)
-        expected = deque(sums.pieces(self.host, _PIECE_BYTES))
-        # The number of pieces may differ between hosts: a sender cuts them as the receiver does.
-        outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in self.peer_hosts}
-        arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
-        sending: deque[list[Future[None]]] = deque()
-        # Both sides post the sends and receives of a round before they wait for an earlier round.
-        while expected or outgoing:
-            if expected:
-                numel = expected.popleft()
-                buffers = {host: torch.empty(numel, dtype=sums.sent_dtype) for host in self.peer_hosts}
-                arriving.append({host: (buffer, self.receive(buffer, host)) for host, buffer in buffers.items()})
-            leaving = {host: next(pieces, None) for host, pieces in outgoing.items()}
-            sending.append([])
-            for host, piece in leaving.items():
-                if piece is not None:
-                    sent[host].add(piece)
-                    sending[-1].append(self.send(piece, host))
-            outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
-            if len(arriving) > ahead:
-                self._add(next(local), arriving.popleft(), received)
-            if len(sending) > ahead:
-                self._wait_for(sending.popleft())
-        for arrivals in arriving:
-            self._add(next(local), arrivals, received)
-        for transfers in sending:
-            self._wait_for(transfers)
-        for _ in local:  # no piece is left; this lets `visit` store the last changed piece
-            pass
-        self.compare(sent, received)
-
     def compare(self, sent: Mapping[int, Tally], received: Mapping[int, Tally]) -> None:
         """Raise SelfTestError unless the gradients from every host are those that it has sent. Collective."""
         buffers = {host: torch.empty(1, dtype=torch.int64) for host in self.peer_hosts}
@@ -229,7 +219,7 @@ class Wire:
             self.wait(arrives)
             if not torch.equal(buffers[host], received[host].value()):
                 raise corruption_error(self.gradients_of(host))
-        self._wait_for(leaving)
+        self.wait_all(leaving)
 
     def gradients_of(self, host: int) -> str:
         """Return a name for error messages."""
@@ -257,38 +247,9 @@ class Wire:
         group: dist.ProcessGroup = self._groups[messages[host] % len(self._groups)]
         return group
 
-    def _add(
-        self, local: Tensor, arrivals: Mapping[int, tuple[Tensor, Future[None]]], received: Mapping[int, Tally]
-    ) -> None:
-        for host, (buffer, arrives) in arrivals.items():
-            self.wait(arrives)
-            received[host].add(buffer)
-        add_hosts(local, self.host, {host: buffer for host, (buffer, _) in arrivals.items()})
-
-    def _wait_for(self, sent: Sequence[Future[None]]) -> None:
+    def wait_all(self, sent: Sequence[Future[None]]) -> None:
         for transfer in sent:
             self.wait(transfer)
-
-
-def add_hosts(local: Tensor, local_host: int, received: dict[int, Tensor]) -> None:
-    """Replace `local`, the values of `local_host`, by the sum over all hosts in their order.
-
-    Received values may be bf16. If `local` is bf16, too, the sum is rounded once.
-    """
-    if local.dtype == torch.bfloat16:
-        total = local.float()
-        add_hosts(total, local_host, received)
-        local.copy_(total)
-        return
-    before = [received[host] for host in sorted(received) if host < local_host]
-    if before:
-        total = before[0].to(local.dtype)
-        for values in before[1:]:
-            total.add_(values)
-        torch.add(total, local, out=local)
-    for host in sorted(received):
-        if host > local_host:
-            local.add_(received[host])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.core.errors import EngineError, SelfTestError
-from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.deepspeed.deepspeed_setup import adamw, prepare_ops, prepare_states, report_phases, set_steps

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from aliquot.core.errors import EngineError, SelfTestError
-from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
+from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_memory import HALF_BYTES

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import SelfTestError
-from aliquot.distributed.collectives.messages import BufferPool, Tally
-from aliquot.distributed.collectives.wire import Wire, add_hosts
+from aliquot.distributed.collectives.reduce import add_hosts
+from aliquot.distributed.collectives.wire import BufferPool, Tally, Wire
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES
 from aliquot.engines.host.shared_weights import Counterparts, Weight

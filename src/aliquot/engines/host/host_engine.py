@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.distributed.collectives.json_values import gather
+from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.host.host_builder import build_parts, parameter_index

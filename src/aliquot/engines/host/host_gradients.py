@@ -22,9 +22,16 @@ from torch import Tensor
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.distributed.collectives.reduce import RoundingNoise, add_rows_rounded, add_sum, add_sum_rounded
+from aliquot.distributed.collectives.reduce import (
+    RoundingNoise,
+    TensorSums,
+    add_rows_rounded,
+    add_sum,
+    add_sum_rounded,
+    reduce_scatter,
+)
 from aliquot.distributed.collectives.ring import Piece, Ring
-from aliquot.distributed.collectives.wire import TensorSums, Wire
+from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host.gradient_exchange import ExchangePiece, GradientExchange
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
@@ -227,7 +234,7 @@ class HostGradients:
         if self._hosts.wire is not None and self._exchange is not None:
             self._exchange.finish()
             self.ring.while_waiting = None
-            self._hosts.wire.reduce_scatter(self._sums, WINDOWS_AHEAD)
+            reduce_scatter(self._hosts.wire, self._sums, WINDOWS_AHEAD)
 
     def _completes(self, index: int, look_ups_left: int) -> bool:
         """Whether the gradient that is staged now is the last of this step for its weight, except for look-ups."""
@@ -332,7 +339,7 @@ class HostGradients:
         _expect("the ranks of this host", total, sum(rank + 1 for rank in ranks))
         if hosts.wire is not None:
             parts = [[torch.full((_CHECK_NUMEL,), float(self._counterparts.rank + 1))] for _ in hosts.table]
-            hosts.wire.reduce_scatter(TensorSums(parts, torch.float32), ahead=1)
+            reduce_scatter(hosts.wire, TensorSums(parts, torch.float32), ahead=1)
             _expect("the hosts", parts[hosts.host][0], sum(rank + 1 for rank in self._counterparts.ranks))
 
 

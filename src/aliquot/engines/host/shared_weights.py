@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.hosts import Hosts
-from aliquot.distributed.collectives.json_values import gather
 from aliquot.distributed.collectives.shared_memory import SharedMemory
+from aliquot.distributed.ranks import gather
 from aliquot.models.structure import decoder_layers, replace_tensors, tied_weights
 from aliquot.nn.experts.expert_modules import experts_weights
 from aliquot.optim.adamw import decays

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aliquot.distributed.collectives.buffer_sizes import align
-from aliquot.distributed.collectives.messages import corruption_error
+from aliquot.distributed.collectives.wire import corruption_error
 
 _ALL = -1  # in place of the number of rows
 

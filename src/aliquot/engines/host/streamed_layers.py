@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aliquot.core.errors import EngineError
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
+from aliquot.distributed.collectives.shared_memory import POLL_S, ProgressCounters
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.engine_plan import first_of, streamed_layers
 from aliquot.engines.host.host_disk import HostDisk

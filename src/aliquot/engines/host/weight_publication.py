@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK
-from aliquot.distributed.collectives.messages import BufferPool
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.distributed.collectives.progress_counters import POLL_S, ProgressCounters
+from aliquot.distributed.collectives.shared_memory import POLL_S, ProgressCounters
 from aliquot.distributed.collectives.weight_patch import WeightPatches, check_weights, max_patch_bytes, weight_checksums
-from aliquot.distributed.collectives.wire import Wire
+from aliquot.distributed.collectives.wire import BufferPool, Wire
 from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
 from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.distributed.collectives.messages import BufferPool, Tally
+from aliquot.distributed.collectives.wire import BufferPool, Tally
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

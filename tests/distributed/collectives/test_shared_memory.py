@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aliquot.distributed.collectives.peers import Peers
-from aliquot.distributed.collectives.progress_counters import ProgressCounters
+from aliquot.distributed.collectives.shared_memory import ProgressCounters
 from tests.processes import run_ranks
 
 WORKER = Path(__file__).parent / "progress_worker.py"
