@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -39,8 +38,7 @@ class TooDeepError(ValueError):
 def decode_json(text: str | bytes, **options: Any) -> Any:
     """Return the value of a JSON text; `options` are those of `json.loads`.
 
-    Raises:
-        ValueError: the text is not UTF-8, not JSON, has a number of thousands of digits, or nests too deeply.
+    Raises ValueError if it is not UTF-8, not JSON, has a number of thousands of digits, or nests too deeply.
     """
     text = text if isinstance(text, str) else text.decode("utf-8-sig")
     check_json_depth(text)
@@ -48,13 +46,9 @@ def decode_json(text: str | bytes, **options: Any) -> Any:
 
 
 def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any]:
-    """Return the JSON object that `data` holds.
+    """Return the JSON object that `data` holds. Raises ValueError, in words for the person.
 
-    Args:
-        unique_names: refuse an object in which a name occurs twice, of which Python would keep the last value.
-
-    Raises:
-        ValueError: `data` is no JSON object; the message says why, in words for the person.
+    `unique_names` refuses an object in which a name occurs twice, of which Python would keep the last value.
     """
     keys = UniqueKeys()
     try:
@@ -72,9 +66,7 @@ def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any
 def read_json_object(path: Path, unique_names: bool = False, anywhere: bool = False) -> dict[str, Any]:
     """Return the JSON object in a small file: `decode_json_object` of what `read_small_file` returns.
 
-    Raises:
-        ValueError: the file is not regular, not small, a link that leads elsewhere, or holds no JSON object.
-        OSError: the file cannot be read.
+    Raises OSError, and ValueError for a file that is not regular, not small, a link that leads elsewhere, or no object.
     """
     return decode_json_object(read_small_file(path, LIMIT_BYTES, anywhere), unique_names)
 
@@ -94,13 +86,10 @@ def check_depth(value: object) -> None:
         level = [item for item in level if isinstance(item, dict | list | tuple)]
         if not level:
             return
-        inner = {id(item): item for collection in level for item in _items(collection)}  # a shared item once
+        # A shared item counts once.
+        inner = {id(item): item for one in level for item in (one.values() if isinstance(one, dict) else one)}
         level = list(inner.values())
     raise TooDeepError
-
-
-def _items(collection: Any) -> Iterable[object]:
-    return collection.values() if isinstance(collection, dict) else collection
 
 
 class UniqueKeys:
@@ -160,52 +149,40 @@ class BoundedFastLoader(_Bounded, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 def load_yaml(text: str, loader_type: type[BoundedLoader] = BoundedLoader) -> tuple[Any, yaml.Node | None]:
     """Return the value of a text of one document, and its root node, which knows lines; (None, None) for no document.
 
-    Raises:
-        yaml.YAMLError: the text is not YAML, or its aliases repeat too much.
-        ValueError: the text nests too deeply, or has a date like 2026-99-99.
+    Raises yaml.YAMLError, and ValueError if the text nests too deeply, or has a date like 2026-99-99.
     """
     loader = loader_type(text)
     root = loader.get_single_node()
     return (loader.construct_document(root) if root is not None else None), root
 
 
-class _Size(NamedTuple):
-    """Of a node with all that is in it."""
-
-    nodes: int
-    depth: int
-
-
-_OPEN = _Size(0, 0)  # of a node whose items are being measured
-
-
 def _check_document(root: yaml.Node | None) -> yaml.Node | None:
     """Return `root`. Raises TooDeepError, and MarkedYAMLError for its aliases."""
     if root is None:
         return None
-    sizes: dict[int, _Size] = {}
-    size = _measure(root, sizes)
-    if size.nodes - len(sizes) > _MAX_REPEATED_NODES:
+    sizes: dict[int, tuple[int, int]] = {}
+    nodes, depth = _measure(root, sizes)
+    if nodes - len(sizes) > _MAX_REPEATED_NODES:
         raise yaml.MarkedYAMLError(
             problem=f"aliases repeat more than {_MAX_REPEATED_NODES} nodes: write the values out",
             problem_mark=root.start_mark,
         )
-    if size.depth > DEEPEST:
+    if depth > DEEPEST:
         raise TooDeepError
     return root
 
 
-def _measure(node: yaml.Node, sizes: dict[int, _Size]) -> _Size:
-    """Return the size of `node`, each distinct node measured once: an anchor precedes its aliases."""
+def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the nodes in `node` and their depth, each distinct node measured once: an anchor precedes its aliases."""
     key = id(node)
     if key not in sizes:
-        sizes[key] = _OPEN
+        sizes[key] = 0, 0  # its items are being measured
         items = node.value if isinstance(node, yaml.CollectionNode) else ()
         if isinstance(node, yaml.MappingNode):
             items = [item for pair in items for item in pair]
         inner = [_measure(item, sizes) for item in items]
-        depth = max((size.depth for size in inner), default=0) + isinstance(node, yaml.CollectionNode)
-        sizes[key] = _Size(1 + sum(size.nodes for size in inner), depth)
-    elif sizes[key] is _OPEN:
+        depth = max((depth for _, depth in inner), default=0) + isinstance(node, yaml.CollectionNode)
+        sizes[key] = 1 + sum(nodes for nodes, _ in inner), depth
+    elif sizes[key] == (0, 0):
         raise yaml.MarkedYAMLError(problem="an alias within its own anchor", problem_mark=node.start_mark)
     return sizes[key]

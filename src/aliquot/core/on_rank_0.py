@@ -40,9 +40,8 @@ class SingleRank:
 def gather_results(ranks: RankGroup, work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank and return the results of all ranks, which are JSON values, on every rank. Collective.
 
-    Raises:
-        UserError: `work` raised one on some rank; the first such rank is named unless all ranks raised the same.
-        TrainingError: `work` raised something else on another rank. On that rank the exception itself is raised.
+    Raises the UserError of the first rank that raised one, which is named unless all ranks raised the same;
+    TrainingError if another rank raised something else; on that rank the exception itself.
     """
     return _run(ranks, work, names_rank=True)
 

@@ -40,14 +40,10 @@ class RunLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Create the directory and hold its lock.
+        """Create the directory and hold its lock. Raises StorageError, or RunDirectoryError if another process has it.
 
-        A round of an elastic run does not wait until a file server releases the lock of a node of an earlier round:
-        a node that is cut off publishes nothing (distributed/leader_lease.py).
-
-        Raises:
-            RunDirectoryError: another process holds the lock.
-            StorageError: the directory cannot be written.
+        A round of an elastic run does not wait until a file server releases the lock of a node of an earlier round: a
+        node that is cut off publishes nothing (distributed/leader_lease.py).
         """
         directory = self._directory
         try:
@@ -91,11 +87,9 @@ class RunLock:
             return False
 
     def why_lost(self) -> str | None:
-        """Compare every lock that this process holds with the file under its path.
+        """Say that a lock of this process is no longer the file under its path; None if all are, or none is held.
 
-        Returns:
-            None while they are the same file, and on ranks that hold no lock; otherwise the line for the person. The
-            directory was removed, renamed or replaced, and whatever lies under the path belongs to somebody else.
+        Then the directory was removed, renamed or replaced, and whatever lies under the path belongs to somebody else.
         """
         for path, descriptor in self._files:
             try:

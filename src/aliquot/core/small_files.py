@@ -36,15 +36,10 @@ def cache_root(configured: Path | None = None) -> Path:
 
 
 def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False, follow_links: bool = True) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes. Raises OSError, and ValueError for any other file.
 
-    Args:
-        anywhere: allow a link that leads out of the file's directory, for a file that a person has named.
-        follow_links: if False, raise OSError for any link, wherever the link leads.
-
-    Raises:
-        ValueError: any other file, or a link that leads out of the directory.
-        OSError: as `open` raises it.
+    `anywhere` allows a link that leads out of the file's directory, for a file that a person has named. Without
+    `follow_links` any link raises OSError.
     """
     if follow_links and not anywhere:
         refuse_link(path, path.parent)
@@ -81,16 +76,10 @@ def _refuse_unfit(status: os.stat_result, limit: int) -> None:
 def open_unlinked(
     path: Path, mode: Literal["w", "x", "a", "wb", "ab", "ab+"], permissions: int = 0o666, **options: Any
 ) -> IO[Any]:
-    """Open a file of a run for writing, as `open` does, but never through a link.
+    """Open a file of a run for writing, as `open` does, but never through a link, which raises OSError.
 
     An existing file to overwrite is replaced by a new file, so that other names of the old file keep its content.
-
-    Args:
-        permissions: mode bits of a new file, before the umask: 0o600 for a secret.
-
-    Raises:
-        FileExistsError: `mode` is "x" and the file exists.
-        OSError: `path` is a link, or cannot be written.
+    `permissions` are the mode bits of a new file, before the umask: 0o600 for a secret.
     """
     flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     if "a" in mode:

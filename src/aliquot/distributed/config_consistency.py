@@ -29,11 +29,7 @@ _MAX_SHOWN = 3
 
 
 def check_configs(ranks: Ranks, config: RunConfig) -> None:
-    """Compare settings, versions and device over all ranks. Collective.
-
-    Raises:
-        NodesDifferError: on every rank, if one of them differs.
-    """
+    """Compare settings, versions and device over all ranks. Collective. Raises NodesDifferError on every rank."""
     check_equal_on_ranks(ranks, lambda: {**common_settings(config), "launch.device": ranks.topology.device})
 
 
@@ -75,8 +71,7 @@ def _without_paths(key: str, value: Any) -> Any:
 def check_equal_on_ranks(ranks: Ranks, describe: Callable[[], Mapping[str, Any]]) -> None:
     """Check that `describe` returns equal JSON values on all ranks. Collective.
 
-    Raises:
-        NodesDifferError: on every rank, with the first keys that differ.
+    Raises NodesDifferError on every rank, with the first keys that differ.
     """
     values = dict(_flat(describe()))
     digests = ranks.gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())

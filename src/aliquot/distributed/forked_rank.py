@@ -92,13 +92,10 @@ def end_forked_ranks() -> None:
 
 
 def run_forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Sequence[str]) -> None:
-    """Run `python ARGV` (`-m MODULE ARGUMENT...`) in this process, which was forked for it.
+    """Run `python ARGV` (`-m MODULE ARGUMENT...`) in this process, which was forked for it, with `environ` added.
 
-    Args:
-        environ: variables to add to the environment of the server.
-
-    Raises:
-        SystemExit: the exit code is not 0. The agent would write any other exception into a file that nobody reads.
+    Raises SystemExit if the exit code is not 0: the agent would write any other exception into a file that nobody
+    reads.
     """
     from aliquot.distributed import fork_server  # the server has imported it
 

@@ -43,10 +43,8 @@ def listening_address(master: str) -> str:
     """Return the address that the server of a group listens on, if the other processes know it as `master`.
 
     That is `master` itself if this machine has the address. Otherwise it is the address of the group's interface: the
-    machine's own name often resolves to loopback, and a translated address belongs to another machine.
-
-    Raises:
-        OSError: `master` does not resolve.
+    machine's own name often resolves to loopback, and a translated address belongs to another machine. Raises OSError
+    if `master` does not resolve.
     """
     address = str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0])
     chosen = gloo_interface()
@@ -72,9 +70,6 @@ def group_address() -> str:
 
     It belongs to gloo's interface if set, otherwise to the interface of the default route, otherwise to the first
     interface that is up.
-
-    Raises:
-        RendezvousError: GLOO_SOCKET_IFNAME names no interface of this machine.
     """
     check_interface()
     interface = gloo_interface() or interface_towards(_ANYWHERE) or next(_active_interfaces(), None)

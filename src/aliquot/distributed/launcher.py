@@ -28,11 +28,7 @@ _TORCHRUN_SHUTDOWN_S = 30  # the default of torchrun
 
 
 def launch_mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
-    """Return the role of this process: one rank of many, the launcher of ranks, or a process that trains alone.
-
-    Args:
-        launch: after `apply_environment` and `resolve_auto_ranks`.
-    """
+    """Return the role of this process, for `launch` after `apply_environment` and `resolve_auto_ranks`."""
     missing = [name for name in RANK_VARIABLES if name not in environ]
     if not missing:
         return "rank"
@@ -44,14 +40,11 @@ def launch_mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["r
 
 
 def apply_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
-    """Return `launch` with the nodes, ranks and master that the environment names.
+    """Return `launch` with the nodes, ranks and master that the environment names. Raises LaunchError.
 
     The PET_* variables of a TrainJob override the configuration. WORLD_SIZE, MASTER_ADDR and MASTER_PORT without RANK,
     as people export them for torchrun, apply to keys that the configuration leaves out. In a rank `launch` is returned
     unchanged, because its launcher has applied the variables.
-
-    Raises:
-        LaunchError: a variable has no usable value.
     """
     if all(name in environ for name in RANK_VARIABLES):
         return launch

@@ -56,23 +56,13 @@ class Ended:
 
 
 def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: int | None = None) -> Ended:
-    """Run the program as the local `ranks` of a node of `group` and wait for them.
+    """Run the program as the local `ranks` of a node of `group` and wait for them. When a rank dies, all ranks end.
 
-    Rank 0 prints to this console, rank N to rank-N.log of the log directory. When a rank dies, all ranks end.
-
-    Args:
-        round: number of the elastic round, whose ranks are forked from the server of forked_rank.py; None: start
-            interpreters.
-
-    Raises:
-        RendezvousError: the nodes do not come together.
-        TrainingError: the fork server has ended.
+    The ranks of an elastic `round` are forked from the server of forked_rank.py; without a round interpreters start.
+    Raises RendezvousError if the nodes do not come together, and TrainingError if the fork server has ended.
     """
-    for name in (
-        "torch.distributed.elastic",
-        "torch.distributed.launcher",
-        "torch.multiprocessing",
-    ):  # aliquot itself says what happened
+    # aliquot itself says what happened.
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logging.getLogger(name).addHandler(logging.NullHandler())
         logging.getLogger(name).propagate = False
 
@@ -83,7 +73,7 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # rank_process redirects output; the agent writes nothing
         run_id=group.run_id,
         rdzv_backend=_BACKEND,
-        rdzv_configs=_rendezvous_settings(group),
+        rdzv_configs={_GROUP: group},
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
@@ -165,11 +155,8 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
 
-def _rendezvous_settings(group: NodeGroup) -> dict[str, NodeGroup]:
-    """Register the handler with torch, and return the `rdzv_configs` that LaunchConfig passes to the handler."""
-    rendezvous_handler_registry.register(_BACKEND, _create)
-    return {_GROUP: group}
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+def _create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return AgentRendezvous(parameters.config[_GROUP])
+
+
+rendezvous_handler_registry.register(_BACKEND, _create_handler)

@@ -19,10 +19,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from aliquot.core.errors import TrainingError, UserError, printable, resource_error
 from aliquot.core.small_files import open_unlinked, publish_text
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # our launcher sets this variable in its ranks; nobody else does
 ERROR_LOG = "ALIQUOT_LAST_WORDS"  # the path of the launcher's ErrorLog
@@ -32,13 +35,9 @@ Kind = Literal["user", "training", "crash", "peer_lost"]
 _BOUNDED_CALL_S = 3.0
 _CONNECTION_ERRORS = {"DistNetworkError", "DistStoreError", "DistBackendError"}
 _CONNECTION_WORDS = (
-    "gloo/transport",
-    "connectFullMesh",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
+    "gloo/transport", "connectFullMesh", "Connection closed by peer", "Connection reset by peer", "Broken pipe",
     "Timed out waiting",
-)
+)  # fmt: skip
 _GLOO_PEER = re.compile(r"gloo/transport.* \[([^\[\]]+)\]:\d")
 
 
@@ -93,13 +92,10 @@ def error_file(directory: Path, rank: int) -> Path:
 
 
 def report_error(error: Exception, debug: bool = False) -> int:
-    """Report what ended this rank to the launcher or, without a launcher, to the person.
+    """Report what ended this rank to the launcher or, without a launcher, to the person; return the exit code.
 
     Under our launcher the error goes to a file, its traceback to the rank's log, and nothing to the console that all
     ranks share. Otherwise one line goes to stderr, followed by the traceback if `debug`.
-
-    Returns:
-        The exit code: 2 for bad input, 128 + signal for a run that was told to stop, 1 otherwise.
     """
     rank = int(os.environ.get("RANK", "0"))
     text = "".join(traceback.format_exception(error))
@@ -162,17 +158,11 @@ def record_error(error: RankError) -> bool:
 
 
 def _send_to_launcher(error: RankError) -> bool:
-    path = os.environ.get(ERROR_LOG)
-    if path is None:
-        return False
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:  # the launcher has ended
+        with Path(os.environ[ERROR_LOG]).open("ab", buffering=0) as log:  # one call, because other ranks write, too
+            log.write(f"{json.dumps(asdict(error))}\n".encode())
+    except (KeyError, OSError):  # no launcher has started this rank, or the launcher has ended
         return False
-    try:
-        os.write(descriptor, f"{json.dumps(asdict(error))}\n".encode())  # one call, because other ranks write, too
-    finally:
-        os.close(descriptor)
     return True
 
 
@@ -195,29 +185,18 @@ def _is_connection_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CONNECTION_WORDS)
 
 
-class DeadRank(Protocol):
-    """A dead process as torch's elastic launcher describes it."""
-
-    @property
-    def exitcode(self) -> int: ...  # negative: the signal that killed the process
-
-    @property
-    def timestamp(self) -> int: ...  # seconds since the epoch, rounded down
-
-
 def explain_failure(
-    dead_ranks: Mapping[int, DeadRank], errors: Sequence[RankError], log_directory: Path
+    dead_ranks: Mapping[int, ProcessFailure], errors: Sequence[RankError], log_directory: Path
 ) -> tuple[list[str], int, str]:
     """Choose the failure that caused the others.
 
     Args:
         dead_ranks: by global rank. torch may name only the first rank that exits, so the cause may be among `errors`.
         errors: what all ranks of this launcher have recorded, in this order.
-        log_directory: the directory of the ranks' logs.
 
     Returns:
-        The lines for the person. The exit code of the launcher: 2 for bad input, 143 if all was saved because another
-        node was told to stop, else 1. The kind of the error, or "killed" if a rank died without an error.
+        The lines for the person, the exit code of the launcher, and the kind of the error, or "killed" if a rank died
+        without an error.
     """
     recorded: dict[int, RankError | None] = dict.fromkeys(dead_ranks) | {error.rank: error for error in errors}
     rank = min(dead_ranks, key=lambda rank: _order(dead_ranks[rank], recorded[rank], errors))
@@ -235,11 +214,9 @@ def explain_failure(
 
 
 def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> tuple[list[str], int]:
-    """Say how the ranks of this launcher ended after the launcher was told to stop.
+    """Return the lines for the person after the launcher was told to stop, and its exit code.
 
-    Returns:
-        The lines for the person. The exit code: 128 + signal, unless a rank failed, for example because it could not
-        save.
+    The code is 128 + signal, unless a rank failed, for example because it could not save.
     """
     stopped = 128 + number
     failed = [error for error in errors if error.exit_code != stopped and error.kind != "peer_lost"]
@@ -251,7 +228,7 @@ def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> tuple[l
     return [f"aliquot: stopped by {number.name}"], stopped
 
 
-def _order(dead: DeadRank, error: RankError | None, errors: Sequence[RankError]) -> tuple[int, float]:
+def _order(dead: ProcessFailure, error: RankError | None, errors: Sequence[RankError]) -> tuple[int, float]:
     """Sort causes before their consequences, then by the order of `errors`, because clocks may be set meanwhile."""
     if error is not None:
         return (2 if error.kind == "peer_lost" else 0), errors.index(error)
@@ -263,7 +240,7 @@ def _order(dead: DeadRank, error: RankError | None, errors: Sequence[RankError])
     return 0, position
 
 
-def _describe(rank: int, dead: DeadRank, error: RankError | None) -> str:
+def _describe(rank: int, dead: ProcessFailure, error: RankError | None) -> str:
     if error is not None:
         return error.line
     if dead.exitcode >= 0:

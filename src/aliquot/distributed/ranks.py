@@ -54,12 +54,8 @@ class Ranks:
     def join(cls, topology: Topology, timeout_s: float, join_timeout_s: float = 900.0) -> Self:
         """Pin this process and its memory, size its thread pool and join the group.
 
-        Args:
-            timeout_s: a collective that waits longer for a peer fails.
-            join_timeout_s: the time that the other ranks have to come.
-
-        Raises:
-            UserError: a rank has not come, which the message names.
+        A collective that waits for a peer longer than `timeout_s` fails. The other ranks have `join_timeout_s` to come;
+        otherwise a UserError names the missing ones.
         """
         tune_glibc()
         allowed_cores = frozenset(os.sched_getaffinity(0))

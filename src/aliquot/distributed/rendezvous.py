@@ -71,10 +71,7 @@ def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[Nod
     """Meet the launchers of the other nodes. Return the group, and the local ranks.
 
     Keep the group for as long as the ranks run. If `automatic`, every node starts the smallest number of ranks that any
-    node has chosen for itself.
-
-    Raises:
-        UserError: a node is missing, which the message names.
+    node has chosen for itself. Raises UserError, which names a missing node.
     """
     where = f"{launch.master_address}:{launch.master_port}"
     print(f"aliquot: node {launch.node_rank} of {launch.most_nodes} meets the others at {where}", file=sys.stderr)
@@ -117,8 +114,7 @@ def _check_master_address(launch: LaunchSection) -> None:
 def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float) -> Store:
     """Meet the other ranks, as the variables of torchrun describe them. Return the store for process groups.
 
-    Raises:
-        UserError: a rank is missing, or two hosts cannot reach each other; the message names them.
+    Raises UserError, which names a missing rank, or two hosts that cannot reach each other.
     """
     rank, world_size = topology.rank, topology.world_size
     address, port = _master(environ)
@@ -142,10 +138,7 @@ def infer_local_ranks(environ: MutableMapping[str, str], timeout_s: float) -> It
 
     The ranks tell each other their hosts in the store in which they meet afterwards. They must join within the block,
     which keeps that store open. Yields whether every rank of this host is bound to cores of its own, as srun does.
-    Collective if `environ` lacks the rank's place on its host, or the place of that host.
-
-    Raises:
-        UserError: a rank is missing, which the message names.
+    Collective if `environ` lacks the rank's place on its host, or the place of that host. Raises UserError.
     """
     if _has_local_ranks(environ):
         yield False
@@ -219,11 +212,7 @@ class _Meeting:
         self._kind, self._count = kind, count
 
     def exchange(self, entry: _Entry, deadline: Deadline) -> list[_Entry]:
-        """Publish this member's entry and return the entries of all members by number.
-
-        Raises:
-            UserError: a member is missing, or two members have one number.
-        """
+        """Publish this member's entry and return the entries of all members by number. Raises UserError."""
         store, kind, key = self.store, self._kind, str(self.number)
         try:
             if store.add(f"{key}/times", 1) > 1:

@@ -87,8 +87,7 @@ def first_and_second_signal(on_first: Callable[[str], None], on_second: Callable
 def exit_on_sigterm(when: str) -> Iterator[None]:
     """End this process on SIGTERM: the first process of a container ignores a signal that has no handler.
 
-    Args:
-        when: ends the line for the person, for example "before the nodes had met".
+    `when` ends the line for the person, for example "before the nodes had met".
     """
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:

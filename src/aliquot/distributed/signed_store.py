@@ -40,12 +40,7 @@ def new_secret() -> str:
 
 
 def common_secret(environ: Mapping[str, str], run_directory: Path | None) -> str:
-    """Return the secret that all nodes of a run share; the first node creates it.
-
-    Raises:
-        LaunchError: the nodes share neither a run directory nor the environment variable.
-        StorageError: the file cannot be written or read.
-    """
+    """Return the secret that all nodes of a run share; the first node creates it. Raises LaunchError, StorageError."""
     if secret := environ.get(SECRET_VARIABLE):
         return secret
     if run_directory is None:

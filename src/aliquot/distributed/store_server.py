@@ -53,8 +53,7 @@ class Deadline:
 def open_store(address: str, port: int, is_server: bool, deadline: Deadline, server_name: str) -> TCPStore:
     """Serve the store at `address`, or connect to it once `server_name` ("node 0") serves it.
 
-    Raises:
-        RendezvousError: the store cannot be served, or no store of this run answers before the deadline.
+    Raises RendezvousError if that fails, or if no store of this run answers before the deadline.
     """
     if is_server:
         return serve_store(_server_address(address, deadline), port)
@@ -88,10 +87,7 @@ def open_store(address: str, port: int, is_server: bool, deadline: Deadline, ser
 def serve_store(address: str, port: int) -> TCPStore:
     """Open a store that listens on `address` only, or return the store that this process already serves at that port.
 
-    Port 0 takes a free port.
-
-    Raises:
-        RendezvousError: the port cannot be opened.
+    Port 0 takes a free port. Raises RendezvousError.
     """
     if (server := _SERVERS.get(port)) is not None:
         return server
@@ -111,8 +107,7 @@ def serve_store(address: str, port: int) -> TCPStore:
 def connection_failure(address: str, port: int) -> str | None:
     """Return why no connection to `address`:`port` is possible, or None if it is.
 
-    Raises:
-        RendezvousError: `address` can be no host name, so that retrying is useless.
+    Raises RendezvousError if `address` can be no host name, so that retrying is useless.
     """
     check_host_name(address)
     try:

@@ -65,14 +65,11 @@ def place_rank(
 ) -> tuple[Topology, str]:
     """Return the topology of this process, and one line about the placement of all ranks of this machine.
 
-    Without RANK in `environ` the process is rank 0 of 1.
+    Without RANK in `environ` the process is rank 0 of 1. Raises LaunchError if the variables contradict each other.
 
     Args:
         cpu: read before aliquot pins the process.
         has_own_cores: whether another program, such as srun, has already bound every rank to cores of its own.
-
-    Raises:
-        LaunchError: the environment variables contradict each other.
     """
     # People export WORLD_SIZE without RANK for torchrun: it is a number of ranks to start (launcher.py).
     alone = "RANK" not in environ
@@ -160,11 +157,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """Return the device for `launch.device`; auto takes a GPU if torch sees one.
-
-    Raises:
-        DeviceError: cuda is set and torch sees no GPU.
-    """
+    """Return the device for `launch.device`; auto takes a GPU if torch sees one. Raises DeviceError."""
     import torch
 
     if setting == "cuda" and not torch.cuda.is_available():

@@ -262,12 +262,8 @@ def _io_bytes(process: psutil.Process) -> tuple[int, int]:
 def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
     """Return words for an error line that name the ranks for which the others wait, or the ranks that do not answer.
 
-    Args:
-        stack_file: the stacks of this rank. The other ranks' files lie beside it.
-        world_size: files of higher ranks are of an earlier, larger run.
-
-    Returns:
-        An empty string if no rank or every rank waits for others, or if the files cannot be read in three seconds.
+    `stack_file` has the stacks of this rank; the other ranks' files lie beside it. Empty if no rank or every rank waits
+    for others, or if the files cannot be read in three seconds.
     """
     words: list[str] = []
     bounded_call(lambda: words.append(_describe(stack_file, world_size)))

@@ -36,11 +36,7 @@ def set_compile_cache() -> None:
 
 
 def compile_function(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Return `torch.compile(function, **settings)`.
-
-    Raises:
-        StorageError: other users can write to the cache of compiled code.
-    """
+    """Return `torch.compile(function, **settings)`. Raises StorageError if others can write to the cache of code."""
     import torch
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

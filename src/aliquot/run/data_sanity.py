@@ -26,8 +26,7 @@ _MUCH_BETTER = 0.5  # nats per token
 def check_inputs(run: RunContext, inputs: Inputs) -> None:
     """Check that data and model are the same on all ranks, wherever their files lie. Collective.
 
-    Raises:
-        NodesDifferError: on every rank, if a rank has other data or another model.
+    Raises NodesDifferError on every rank.
     """
     adapter = None if run.config.adapter is None else run.config.adapter.directory
 

@@ -36,13 +36,11 @@ def evaluate(
     """Evaluate the model on one evaluation set. Collective.
 
     Args:
-        progress: called with the number of micro-batches that are done and their total, before the first and after
-            each.
+        progress: called with the micro-batches that are done and their total, before the first and after each.
         stop_requested: collective; the evaluation is given up if its result is not 0.
 
     Returns:
-        Loss and perplexity per predicted token, and bits per byte if the size of the text is known. None if the
-        evaluation was given up.
+        Loss and perplexity per predicted token, and bits per byte if the size of the text is known. None if given up.
     """
     summed = torch.zeros((), dtype=torch.float64)
     total = batches.count(ranks.world_size)
@@ -94,8 +92,7 @@ class Evaluator:
     def evaluate(self) -> int:
         """Evaluate on every set, and compare the first set's loss with the best evaluation.
 
-        Returns:
-            The stop signal for which the evaluation was given up, or 0.
+        Returns the stop signal for which the evaluation was given up, or 0.
         """
         training, ranks = self._training, self._training.run.ranks
         if not self._sets:
@@ -144,16 +141,11 @@ class Evaluation:
 
 
 def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
-    """Evaluate `config.model` on each evaluation set of `config`, without a run. Writes nothing.
+    """Evaluate `config.model` on each evaluation set of `config`, without a run. Writes nothing. Raises UserError.
 
     Every rank calls this function with the same config, which config/evaluation_config.py makes, and gets the same
-    results. The engine reserves as much address space as for training, but memory for weights and activations alone.
-
-    Returns:
-        The evaluation of each set by its name; a single set may have the name "".
-
-    Raises:
-        UserError: for bad input.
+    results by set; a single set may have the name "". The engine reserves as much address space as for training, but
+    memory for weights and activations alone.
     """
     with join_run(config, trains=False) as run:
         run.activity.enter(Stage.EVALUATE_MODEL)

@@ -32,8 +32,7 @@ _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.ind
 def finish_run(training: TrainingContext, checkpoints: RunCheckpoints) -> Result:
     """Finish the save in progress, export, generate the sample, and show the summary. Collective.
 
-    Raises:
-        Terminated: a rank was told to stop, and all is saved that will be.
+    Raises Terminated if a rank was told to stop, and all is saved that will be.
     """
     run, progress, shutdown = training.run, training.progress, training.shutdown
     checkpoints.finish()
@@ -103,8 +102,7 @@ def is_exported(run: RunContext, start: Start) -> bool:
 def _export(training: TrainingContext, options: ExportOptions) -> Path:
     """Export the weights that evaluated best, or the last ones; return the directory. Collective.
 
-    Args:
-        options: of `models.export`: `watch` ends the export by an exception, which becomes a UserError on all ranks.
+    `watch` of the options ends the export by an exception, which becomes a UserError on all ranks.
     """
     run, model, progress = training.run, training.model, training.progress
     target, root, adapter = run.directory.export, run.directory.checkpoints, model.built.adapter
@@ -172,13 +170,8 @@ def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
 def _keep_foreign_files(target: Path, files: Collection[str], display: Display, replaced: Path) -> bool:
     """Rename an old export in which a person has put files, so that the new export does not replace it.
 
-    Args:
-        target: the final name of the export.
-        files: names that an export writes beside the weights.
-        replaced: the old export, which may have another name than `target` by now.
-
-    Returns:
-        Whether the old export was renamed.
+    `target` is the final name of the export; `files` are the names beside the weights; `replaced` is the old export,
+    which may have another name than `target` by now. Returns whether it was renamed.
     """
     foreign = sorted(path.name for path in replaced.iterdir() if not _is_export_file(path, files))
     if foreign:

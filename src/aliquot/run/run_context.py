@@ -100,8 +100,7 @@ class RunContext:
 def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
     """Join the ranks of this run, and watch over all nodes until the block ends.
 
-    Args:
-        trains: False for an evaluation alone, which writes no files.
+    An evaluation alone, which trains nothing, writes no files.
     """
     with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
         topology, placement = place_rank(
@@ -120,16 +119,10 @@ def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
         IdleWatchdog(topology, ranks.store, timeout_s, stack_file, activity.describe, heartbeat.explain_hang),
     ):
         yield RunContext(
-            config,
-            ranks,
-            placement,
-            ranks.broadcast(machine) or {},
-            directory,
+            config, ranks, placement, ranks.broadcast(machine) or {}, directory,
             Display(config.observe.console, enabled=topology.is_first),
-            Ledger(ranks.rank, gpu, offloads=config.shard.offload == "cpu"),
-            activity,
-            heartbeat,
-        )
+            Ledger(ranks.rank, gpu, offloads=config.shard.offload == "cpu"), activity, heartbeat,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,11 +177,9 @@ class Model:
     @property
     def saved(self) -> PartStore:
         """The parts that a checkpoint holds: all parts of a model, or those of an adapter."""
-        return (
-            self.engine
-            if self.built.adapter is None
-            else SelectedParts(self.engine, {name for name, _ in self.built.saved})
-        )
+        if self.built.adapter is None:
+            return self.engine
+        return SelectedParts(self.engine, {name for name, _ in self.built.saved})
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,7 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
 def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Model:
     """Build the model without weights and the engine that shards it. Collective.
 
-    Args:
-        plan: the choices of the planner; None leaves them to the engine.
+    Without a plan the engine makes the choices of the planner.
     """
     topology, ledger = run.ranks.topology, run.ledger
     built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
@@ -291,17 +290,11 @@ def introduce(run: RunContext, inputs: Inputs, model: Model, start: Start, ceili
     """Say on the console what is trained, on what data and how; return the same for the records. Collective."""
     config, ranks = run.config, run.ranks
     record = RunRecord(
-        run.placement,
-        run.machine,
-        ceiling.flops_per_s,
-        ceiling.is_sure,
+        run.placement, run.machine, ceiling.flops_per_s, ceiling.is_sure,
         resumed_from=None if start.resumed_from is None else str(start.resumed_from),
-        model=model.built.name,
-        parameters=model.built.numel,
-        learned=model.built.learned_numel,
-        engine=model.engine_name,
-        plan=run.ledger.plan,
-    )
+        model=model.built.name, parameters=model.built.numel, learned=model.built.learned_numel,
+        engine=model.engine_name, plan=run.ledger.plan,
+    )  # fmt: skip
     connections = group_lines(ranks, model.engine.transport)
     notes = (*model.notes, *_attention_note(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
     data = header(inputs.batches, inputs.total_steps, inputs.held_out) if ranks.rank == 0 else []
@@ -315,6 +308,5 @@ def _attention_note(built: meta.MetaModel) -> list[str]:
         return []
     return [
         f"attention: each document is a call of its own ({built.traits.attention}), because"
-        f" {built.traits.why_unpacked};"
-        " short documents cost more than in packed rows"
+        f" {built.traits.why_unpacked}; short documents cost more than in packed rows"
     ]

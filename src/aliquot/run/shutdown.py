@@ -99,7 +99,6 @@ class Shutdown:
             speaks: whether this rank says that a signal has come.
             describe_loss: what a second signal would lose, by the last checkpoint; read from the run directory.
             announce_end: called with the reason before the process ends at once; tells the other nodes.
-            has_mirror: whether checkpoints are copied to a mirror.
         """
         if threading.current_thread() is not threading.main_thread():
             raise TrainingError("signals come to the main thread alone: train there")
@@ -145,11 +144,7 @@ class Shutdown:
     def stopped(self, number: int, step: int, saved_step: int, obstacle: str = "it could not be saved") -> Terminated:
         """Return the error that ends the run after all is saved that will be saved.
 
-        Args:
-            number: the signal, which another rank may have received.
-            step: the last optimizer step.
-            saved_step: the step of the newest checkpoint; 0 if there is none.
-            obstacle: why `step` is not saved, if it is not.
+        Another rank may have received signal `number`. `obstacle` says why the last `step` is not saved, if it is not.
         """
         self.disarm()
         if saved_step == step:

@@ -42,14 +42,8 @@ from aliquot.tensor_io.publish import restore_former
 def train(config: RunConfig, force: bool = False) -> Result:
     """Train as the rank of this process: alone, or as one of many if torchrun's variables are set.
 
-    Every rank calls this function with the same config.
-
-    Args:
-        force: train even if the plan says that the run does not fit.
-
-    Raises:
-        UserError: for bad input.
-        TrainingError: for a run that must stop.
+    Every rank calls this function with the same config. With `force` a run is trained although the plan says that it
+    does not fit. Raises UserError for bad input, and TrainingError for a run that must stop.
     """
     exporter = Exporter(config.observe, config.run.name)
     with (

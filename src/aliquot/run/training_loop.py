@@ -38,10 +38,8 @@ class TrainingLoop:
     def run(self) -> None:
         """Train until the last step.
 
-        Raises:
-            Terminated: a rank was told to stop, and all is saved that will be.
-            DivergedError: a loss or a gradient is not finite.
-            RunDirectoryError: the run directory was removed or replaced.
+        Raises Terminated if a rank was told to stop, and all is saved that will be; DivergedError if a loss or a
+        gradient is not finite; RunDirectoryError if the run directory was removed or replaced.
         """
         self._evaluate_before_steps()
         with self._prefetch() as batches:

@@ -27,14 +27,9 @@ class Hosts:
 
     @classmethod
     def join(cls, rank: int, numa_node: int, gather: Callable[[Any], list[Any]], identity: str | None = None) -> Self:
-        """Connect all ranks. Collective.
+        """Connect all ranks. Collective. `gather` returns the JSON values of all ranks, by rank.
 
-        Args:
-            gather: returns the JSON values of all ranks, by rank.
-
-        Raises:
-            LaunchError: the hosts have unequal numbers of ranks.
-            PeerLost: a rank of this host does not come.
+        Raises LaunchError if the hosts have unequal numbers of ranks, and PeerLost.
         """
         peers = Peers.join(rank, gather, identity)
         entries = gather([list(peers.ranks), numa_node])
@@ -69,11 +64,8 @@ class Hosts:
     def share_per_numa_node(self, size_bytes: int, touch: bool = True) -> tuple[SharedMemory, list[SharedMemory]]:
         """Create zeroed memory that all ranks of a NUMA node share. Collective.
 
-        Args:
-            touch: place all pages now, if there are several nodes.
-
-        Returns:
-            The memory of this rank's node, and the memories of the other nodes.
+        With `touch` and several nodes, all pages are placed now. Returns the memory of this rank's node, and the
+        memories of the other nodes.
         """
         creators = {node: self.numa_nodes.index(node) for node in self.numa_nodes}  # the first rank of every node
         local_node = self.numa_nodes[self.peers.index]

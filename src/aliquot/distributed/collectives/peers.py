@@ -52,14 +52,9 @@ class Peers:
 
     @classmethod
     def join(cls, rank: int, gather: Callable[[Any], list[Any]], identity: str | None = None) -> Self:
-        """Find the ranks of this host among all ranks and connect to them. Collective over all ranks.
+        """Find the ranks of this host among all ranks and connect to them. Collective over all ranks. Raises PeerLost.
 
-        Args:
-            gather: returns the JSON values of all ranks, by rank.
-            identity: of the host, if not that of `host_identity`.
-
-        Raises:
-            PeerLost: a member does not come.
+        `gather` returns the JSON values of all ranks, by rank; `identity` is that of the host, if not `host_identity`.
         """
         identity = identity or host_identity()
         hosts = gather(identity)

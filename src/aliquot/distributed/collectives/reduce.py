@@ -70,14 +70,11 @@ class RoundingNoise:
 def add_sum_rounded(
     out: Tensor, sources: Sequence[Tensor], first: bool, noise: RoundingNoise | None, index: int = 0
 ) -> None:
-    """Sum like `add_sum` in fp32, and round once to `out`, which is bf16.
+    """Sum like `add_sum` in fp32, and round once to `out`, bf16, whose first element is element `index` of its weight.
 
     Adding to an earlier sum rounds that sum again. `noise` rounds up with a probability that follows from the distance,
     so that small contributions to a large sum are not lost. The first sum is rounded to nearest, ties to even: sums of
     a few bf16 numbers often are ties, and rounding them away from zero would enlarge all of them.
-
-    Args:
-        index: of the first element of `out` in its weight.
     """
     scratch = torch.empty(2, min(_BLOCK, out.numel()))
     for start in range(0, out.numel(), _BLOCK):
@@ -98,8 +95,7 @@ def add_rows_rounded(
 ) -> None:
     """Add `values`, fp32 [rows, width], to distinct `rows` of `out`, rounded as by `add_sum_rounded`.
 
-    Args:
-        first_row: the row of the weight that is row 0 of `out`.
+    Row 0 of `out` is row `first_row` of the weight.
     """
     width = out.shape[1]
     chunk_rows = max(1, _BLOCK // width)
@@ -153,11 +149,7 @@ class TensorSums:
 def reduce_scatter(wire: Wire, sums: HostSums, ahead: int) -> None:
     """Replace the sums for this host by the sums over all hosts, added in the order of the hosts.
 
-    Args:
-        ahead: pieces per host that are under way while one piece is summed.
-
-    Raises:
-        SelfTestError: received values differ from those that were sent.
+    While one piece is summed, `ahead` pieces per host are under way. Raises SelfTestError if values arrive changed.
     """
     sent, received = ({host: Tally() for host in wire.peer_hosts} for _ in range(2))
     local = sums.visit(wire.host, _PIECE_BYTES, changes=True)

@@ -69,11 +69,7 @@ class Ring:
         return self.view(piece, self._peers.index, dtype, 0, shape)
 
     def publish(self, piece: Piece, reader: Callable[[Piece], None]) -> None:
-        """Publish a filled piece, then read the pieces that all ranks have published.
-
-        Args:
-            reader: called once with the piece, when every rank has published it.
-        """
+        """Publish a filled piece; `reader` is called once with it, when every rank has published it."""
         self._peers.send(PUBLISHED)
         self._unread.append((piece, reader))
         self.read_published()

@@ -101,8 +101,7 @@ class ProgressCounters:
     def wait(self, value: int, counter: int = 0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when every rank of the host has published at least `value`.
 
-        Args:
-            meanwhile: called between two looks, to do work for which another rank may be waiting, or to raise.
+        `meanwhile` is called between two looks, to do work for which another rank may be waiting, or to raise.
         """
         while not self.have_reached(value, counter):
             meanwhile()

@@ -16,9 +16,8 @@ from torch import Tensor
 from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK
 from aliquot.distributed.collectives.wire import checksum, corruption_error
 
-_TABLE = np.dtype(
-    [("bytes", "<i4"), ("wide", "<i4"), ("checksum", "<u8")]
-)  # one entry per block, at the start of a message
+# One entry per block, at the start of a message.
+_TABLE = np.dtype([("bytes", "<i4"), ("wide", "<i4"), ("checksum", "<u8")])
 # The code of a weight is its difference plus one (0, 1, 2), or 3 for any other difference.
 _ESCAPE, _WIDE = np.uint16(3), np.int8(-128)
 _UNCHANGED = np.uint8(0b01010101)  # four codes of difference 0
@@ -55,9 +54,8 @@ class WeightPatches:
     def __init__(self) -> None:
         self._shifted = np.empty(PATCH_BLOCK, np.uint16)
         self._codes = np.empty(PATCH_BLOCK, np.uint16)
-        self._escape = np.full(
-            PATCH_BLOCK, _ESCAPE
-        )  # an array, because the minimum with a scalar takes five times as long
+        # An array, because the minimum with a scalar takes five times as long.
+        self._escape = np.full(PATCH_BLOCK, _ESCAPE)
         self._packed = np.empty(PATCH_BLOCK // 4, np.uint8)
         self._pairs = np.empty(PATCH_BLOCK // 4, np.uint8)
         self._marks = np.empty(PATCH_BLOCK // 4, np.bool_)
@@ -87,8 +85,7 @@ class WeightPatches:
     def decode(self, message: Tensor, weights: Tensor, who: str) -> None:
         """Apply a message to flat `weights`, which turns the old weights into the new ones.
 
-        Raises:
-            SelfTestError: the message or the result is corrupted; the text starts with `who`.
+        Raises SelfTestError, whose text starts with `who`, if the message or the result is corrupted.
         """
         data, values = message.numpy(), _bits(weights)
         table = data[: _TABLE.itemsize * len(_blocks(weights))].view(_TABLE)

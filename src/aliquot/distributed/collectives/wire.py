@@ -132,12 +132,7 @@ class Wire:
     """Connections of this rank to its counterparts on other hosts."""
 
     def __init__(self, ranks: Sequence[int], host: int, ranks_per_host: int) -> None:
-        """Connect. Collective over `ranks`.
-
-        Args:
-            ranks: the global rank of the counterpart on every host.
-            host: this rank's host, an index of `ranks`.
-        """
+        """Connect to the counterparts, by host in `ranks`; `host` is this rank's own. Collective over `ranks`."""
         self.host = host
         self.peer_hosts = [peer for peer in range(len(ranks)) if peer != host]
         self.sent_bytes = 0
@@ -182,8 +177,7 @@ class Wire:
     def probe(self, idle_since: float) -> None:
         """Raise PeerLost if another host has ended. Call this repeatedly in a wait; short waits send nothing.
 
-        Args:
-            idle_since: when the last message came or went, of time.monotonic().
+        `idle_since` is when the last message came or went, of time.monotonic().
         """
         now = time.monotonic()
         # The interval doubles during one wait, because gloo keeps a kilobyte for every probe.
