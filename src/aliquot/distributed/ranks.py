@@ -94,7 +94,7 @@ class Ranks:
 
     def broadcast(self, value: JSON) -> JSON:
         """Return rank 0's JSON value on every rank; the arguments of other ranks are ignored."""
-        return broadcast(value)
+        return self.gather(value if self.rank == 0 else None)[0]
 
     @contextmanager
     def unpinned(self) -> Iterator[None]:
@@ -145,18 +145,6 @@ def gather(value: JSON, device: torch.device = _CPU) -> list[JSON]:
     texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded)
     return [_decode(received[: int(size)]) for received, size in zip(texts, sizes, strict=True)]
-
-
-def broadcast(value: JSON) -> JSON:
-    """Return rank 0's value on every rank; the arguments of other ranks are ignored. Collective."""
-    is_first = dist.get_rank() == 0
-    text = _encode(value) if is_first else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([text.numel()])
-    dist.broadcast(size, src=0)
-    if not is_first:
-        text = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(text, src=0)
-    return _decode(text)
 
 
 def _encode(value: JSON) -> Tensor:

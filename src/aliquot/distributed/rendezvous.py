@@ -77,8 +77,9 @@ def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[Nod
     print(f"aliquot: node {launch.node_rank} of {launch.most_nodes} meets the others at {where}", file=sys.stderr)
     deadline = Deadline(launch.join_timeout_s)
     store = open_store(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
-    if launch.node_rank == 0:
-        _check_master_address(launch)
+    # The other nodes know node 0 by this name.
+    if launch.node_rank == 0 and (failure := connection_failure(launch.master_address, launch.master_port)):
+        raise wrong_master_address(launch.master_address, failure)
     nodes = SignedStore(store, secret, "", "aliquot/nodes/")
     meeting = _Meeting(nodes, "node", launch.node_rank, launch.most_nodes)
     entries = meeting.exchange({"ranks": launch.ranks, "run": new_secret()}, deadline)
@@ -103,12 +104,6 @@ def _node_group(store: TCPStore, launch: LaunchSection, nodes: int, run_id: str,
     address = store.host if launch.node_rank == 0 else launch.master_address
     signed = SignedStore(store, secret, run_id)
     return NodeGroup(signed, address, launch.master_port, launch.node_rank, nodes, run_id, secret)
-
-
-def _check_master_address(launch: LaunchSection) -> None:
-    """Check that node 0 reaches its own store by the name that the other nodes use."""
-    if failure := connection_failure(launch.master_address, launch.master_port):
-        raise wrong_master_address(launch.master_address, failure)
 
 
 def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float) -> Store:

@@ -105,13 +105,6 @@ class SignedStore(Store):
     def get(self, key: str) -> bytes:
         return self._wait(key, time.monotonic() + self._timeout().total_seconds())
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         until = time.monotonic() + (timeout or self._timeout()).total_seconds()
         for key in keys:
@@ -130,9 +123,6 @@ class SignedStore(Store):
 
     def delete_key(self, key: str) -> bool:
         return bool(self._store.delete_key(self._name(key)))
-
-    def has_extended_api(self) -> bool:
-        return False
 
     def _timeout(self) -> timedelta:
         return cast(timedelta, cast(Any, self).timeout)

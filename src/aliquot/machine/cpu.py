@@ -76,14 +76,9 @@ def read_cpu(root: Path = Path("/"), allowed: Collection[int] | None = None) -> 
     cores = {sibling_cpus(cpu, root) & set(allowed) for cpu in allowed}
     ordered = sorted((tuple(sorted(core)) for core in cores), key=lambda core: (node_of.get(core[0], 0), core))
     model, flags = cpuinfo(root)
-    return CpuFacts(
-        model=model,
-        cores=tuple(ordered),
-        quota=cpu_quota(root),
-        numa_nodes=len({node_of.get(cpu, 0) for cpu in allowed}),
-        isa=tuple(name for name in ISA if name in flags),
-        node_of_core=tuple(node_of.get(core[0], 0) for core in ordered),
-    )
+    isa = tuple(name for name in ISA if name in flags)
+    nodes = tuple(node_of.get(core[0], 0) for core in ordered)
+    return CpuFacts(model, tuple(ordered), cpu_quota(root), len({node_of.get(cpu, 0) for cpu in allowed}), isa, nodes)
 
 
 def sibling_cpus(cpu: int, root: Path) -> frozenset[int]:

@@ -30,12 +30,9 @@ def memory_use(process: Path = _SELF) -> MemoryUse:
         rss_bytes, shared_bytes = fields["VmRSS"], fields.get("RssFile", 0) + fields.get("RssShmem", 0)
         return MemoryUse(rss_bytes, rss_bytes - shared_bytes, shared_bytes, rss_bytes)
     fields = _kib_fields(process / "smaps_rollup")
-    return MemoryUse(
-        rss_bytes=fields["Rss"],
-        private_bytes=fields["Private_Clean"] + fields["Private_Dirty"] + fields.get("Private_Hugetlb", 0),
-        shared_bytes=fields["Shared_Clean"] + fields["Shared_Dirty"] + fields.get("Shared_Hugetlb", 0),
-        pss_bytes=fields["Pss"],
-    )
+    private = fields["Private_Clean"] + fields["Private_Dirty"] + fields.get("Private_Hugetlb", 0)
+    shared = fields["Shared_Clean"] + fields["Shared_Dirty"] + fields.get("Shared_Hugetlb", 0)
+    return MemoryUse(fields["Rss"], private, shared, fields["Pss"])
 
 
 def private_bytes(process: Path = _SELF) -> int:
@@ -136,12 +133,8 @@ class Gpu:
         reserved = int(stats.get("reserved_bytes.all.current", 0))  # absent before the first allocation
         free, total = torch.cuda.mem_get_info()
         outside = max(0, total - free - reserved)
-        return GpuMemory(
-            allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
-            reserved_bytes=reserved,
-            beside_bytes=outside,
-            peak_bytes=int(stats.get("reserved_bytes.all.peak", 0)) + outside,
-        )
+        allocated = int(stats.get("allocated_bytes.all.current", 0))
+        return GpuMemory(allocated, reserved, outside, int(stats.get("reserved_bytes.all.peak", 0)) + outside)
 
     def reset_peak(self) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Real processes: sums through shared memory, groups, deaths, hosts."""
+"""Real processes: sums through shared memory, deaths, hosts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ WORKER = Path(__file__).parent / "worker.py"
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_ring_sums_random_pieces_in_order(tmp_path: Path, world_size: int) -> None:
     run_ranks(WORKER, world_size, tmp_path, "sums")
-
-
-@pytest.mark.parametrize("world_size", [3, pytest.param(5, marks=pytest.mark.long)])
-def test_subgroups_work_concurrently(tmp_path: Path, world_size: int) -> None:
-    run_ranks(WORKER, world_size, tmp_path, "groups")
 
 
 def test_two_runs_at_once_on_one_host(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -59,21 +58,6 @@ def sums(peers: Peers, seed: int, delays: bool = True) -> None:
             ring.drain()
     ring.drain()
     assert checked == list(range(120))
-
-
-def groups(peers: Peers) -> None:
-    """Two disjoint groups, and one of all, at work at once."""
-    even = peers.subgroup([0, 2, 4][: (peers.size + 1) // 2])
-    odd = peers.subgroup([1, 3][: peers.size // 2])
-    own = even or odd
-    assert own is not None and (even is None) != (odd is None)
-    assert own.ranks == tuple(range(peers.index % 2, peers.size, 2))
-    sums(own, seed=10 + peers.index % 2)
-    sums(peers, seed=12)
-    own.close()
-    with pytest.raises((PeerLost, KeyError)):
-        own.wait(3, 1) if own.size > 1 else own._sockets[0]
-    peers.barrier()
 
 
 def killed(peers: Peers, folder: Path) -> None:
@@ -195,8 +179,6 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         case ["sums"]:
             for seed in range(3):
                 sums(peers, seed)
-        case ["groups"]:
-            groups(peers)
         case ["killed"]:
             killed(peers, folder)
     dist.barrier()

@@ -77,24 +77,6 @@ class Peers:
                 listener.close()
         return cls(index, sockets, ranks)
 
-    def subgroup(self, members: Sequence[int]) -> Peers | None:
-        """Return a new group of `members`, in their order; None for other ranks. Collective over this group."""
-        self.barrier()
-        if self.index not in members:
-            return None
-        sockets: dict[int, socket.socket] = {}
-        index = members.index(self.index)
-        for peer, member in enumerate(members):
-            if peer > index:
-                ours, theirs = socket.socketpair()
-                socket.send_fds(self._sockets[member], [bytes((_DESCRIPTOR,))], [theirs.fileno()])
-                theirs.close()
-                sockets[peer] = ours
-        for peer, member in enumerate(members):
-            if peer < index:
-                sockets[peer] = socket.socket(fileno=self._receive_descriptor(member))
-        return Peers(index, sockets, [self.ranks[member] for member in members])
-
     def share(self, size_bytes: int) -> list[SharedMemory]:
         """Create memory of `size_bytes`, possibly 0, and map the memory of every member. Collective.
 
