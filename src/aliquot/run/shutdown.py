@@ -52,15 +52,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """The outcome of a signal in one phase, as the end of the line for the person.
+    """The outcome of a signal in one phase, as the end of the line for the person."""
 
-    Attributes:
-        at_once: if the first signal ends the process at once; None if the run goes on until it has saved.
-        if_cut: if the grace period is over or a second signal comes; None if work is lost then.
-    """
-
-    at_once: str | None
-    if_cut: str | None
+    at_once: str | None  # if the first signal ends the process at once; None if the run goes on until it has saved
+    if_cut: str | None  # if the grace period is over or a second signal comes; None if work is lost then
 
 
 _IS_SAVED = "after step {step}, which is saved{mirror}: start again to continue"
