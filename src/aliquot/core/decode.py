@@ -81,7 +81,7 @@ def check_json_depth(text: str) -> None:
 
 def check_depth(value: object) -> None:
     """Raise TooDeepError if dicts, lists and tuples in `value` nest too deeply or in a circle."""
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(DEEPEST + 1):  # the first level is `value`, even if it holds nothing
         level = [item for item in level if isinstance(item, dict | list | tuple)]
         if not level:

@@ -159,10 +159,11 @@ def record_error(error: RankError) -> bool:
 
 def _send_to_launcher(error: RankError) -> bool:
     try:
-        with Path(os.environ[ERROR_LOG]).open("ab", buffering=0) as log:  # one call, because other ranks write, too
-            log.write(f"{json.dumps(asdict(error))}\n".encode())
+        descriptor = os.open(os.environ[ERROR_LOG], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except (KeyError, OSError):  # no launcher has started this rank, or the launcher has ended
         return False
+    with os.fdopen(descriptor, "ab", buffering=0) as log:
+        log.write(f"{json.dumps(asdict(error))}\n".encode())  # one call, because other ranks write, too
     return True
 
 
