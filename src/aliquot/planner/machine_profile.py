@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from aliquot.planner.planned_machine import Machine
 from aliquot.planner.rates import ASSUMED_NETWORK, GLOO_BYTES_PER_S, OFF_BY, Rates, network_bytes_per_s
 
 FORMAT = 10
-_PROFILE_BYTES = 8192  # at most, about
 _BUSY = 0.1  # spread of products above which the next run measures again
 _FRESH_S = 3600.0
 _MEASURED_OFF_BY = 1.15  # the time model itself; see docs/planning.md
@@ -94,18 +92,14 @@ class MachineProfile:
 
 def measured_rates(machine: Machine, layout: RankLayout) -> Rates | None:
     """Return rates by the nearest profile of this machine; None for another machine, for GPUs, or without a profile."""
-    if machine.cpu is None or layout.device != "cpu":
-        return None
-    profile = _nearest(machine.cpu, layout)
+    profile = _nearest(machine, layout)
     return None if profile is None else profile.scaled(machine, layout)
 
 
 def is_measured(machine: Machine, layout: RankLayout) -> bool:
     """Whether a plan for `layout` needs no measurement first."""
-    if machine.cpu is None or layout.device != "cpu":
-        return True
-    profile = _nearest(machine.cpu, layout)
-    return profile is not None and profile.is_fresh
+    profile = _nearest(machine, layout)
+    return machine.cpu is None or layout.device != "cpu" or (profile is not None and profile.is_fresh)
 
 
 def recent(cpu: CpuFacts, ranks: int, threads: int) -> MachineProfile | None:
@@ -139,23 +133,21 @@ def calibrate() -> Path:
 
     Measures as many ranks of one thread as there are cores, and one rank with a thread for each core.
     """
-    cpu = read_cpu()
-    probe = cache_root() / "machines" / f"room-{os.getpid()}"  # a full disk fails before the measurement
-    probe.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(probe, " " * _PROFILE_BYTES)
-    probe.unlink()
+    cpu, directory = read_cpu(), cache_root() / "machines"
+    directory.mkdir(parents=True, exist_ok=True)
     for ranks, threads in dict.fromkeys(((cpu.usable_cores, 1), (1, cpu.usable_cores))):
         keep(cpu, ranks, threads, _measure(cpu, ranks, threads, THOROUGH), thorough=True)
-    return probe.parent
+    return directory
 
 
 def ensure_measured(machine: Machine, layout: RankLayout) -> None:
     """Measure this machine quickly for the ranks of one node of `layout`, unless a profile holds already."""
     if machine.cpu is None or is_measured(machine, layout):
         return
-    rates = _measure(machine.cpu, layout.ranks_per_node, layout.threads_per_rank, QUICK)
+    ranks, threads = layout.ranks_per_node, layout.threads_per_rank
+    rates = _measure(machine.cpu, ranks, threads, QUICK)
     with suppress(OSError):  # the plan estimates instead
-        keep(machine.cpu, layout.ranks_per_node, layout.threads_per_rank, rates)
+        keep(machine.cpu, ranks, threads, rates)
 
 
 def _measure(cpu: CpuFacts, ranks: int, threads: int, effort: Effort) -> dict[str, Any]:
@@ -185,9 +177,11 @@ def _measure(cpu: CpuFacts, ranks: int, threads: int, effort: Effort) -> dict[st
         torch.set_num_threads(threads_before)
 
 
-def _nearest(cpu: CpuFacts, layout: RankLayout) -> MachineProfile | None:
+def _nearest(machine: Machine, layout: RankLayout) -> MachineProfile | None:
     """Return the profile of the most similar ranks and threads, a fresh and undisturbed one if there is any."""
-    paths = (cache_root() / "machines").glob(f"{_name(cpu)}-*.json")
+    if machine.cpu is None or layout.device != "cpu":
+        return None
+    paths = (cache_root() / "machines").glob(f"{_name(machine.cpu)}-*.json")
     profiles = [profile for profile in map(_read, paths) if profile is not None]
 
     def distance(profile: MachineProfile) -> tuple[bool, bool, int, int]:

@@ -119,7 +119,7 @@ def kernel_bytes(
 ) -> int:
     """Return the bytes of kernels of a rank on CPU whose sequences are not packed, for every length but one.
 
-    The constants of `phase_memory` contain the kernels of one length. Without data, all lengths count.
+    The constants of `memory_plan` contain the kernels of one length. Without data, all lengths count.
     """
     if config.data.packing or config.train.precision != "bf16":
         return 0

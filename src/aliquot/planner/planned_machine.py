@@ -128,12 +128,9 @@ class Machine:
         else:
             ranks, _ = cpu_ranks(config, nodes or launch.most_nodes, self._cpu(), self.memory_bytes)
         if device == "cuda" and ranks > self.gpus:
-            raise DeviceError(
-                f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}: fewer launch.ranks"
-            )
-        environ = os.environ if self.is_local else {}
-        facts = self._cpu()
-        threads, _ = threads_per_rank(launch, environ, facts, ranks)
+            what = f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}"
+            raise DeviceError(f"{what}: fewer launch.ranks")
+        threads, _ = threads_per_rank(launch, os.environ if self.is_local else {}, self._cpu(), ranks)
         return RankLayout(nodes or launch.most_nodes, ranks, threads, device, self.numa_nodes)
 
     def _cpu(self) -> CpuFacts:
@@ -154,26 +151,21 @@ def machine_from_options(
     instance_name: str | None, memory_gib: float | None, cores: int | None, network_gbit: float | None
 ) -> Machine:
     """Return the machine that the options of a command describe: by default this machine. Raises UserError."""
-    if instance_name is not None:
-        if memory_gib is not None or cores is not None:
-            raise PlanError("give either an instance type, or memory and cores")
-        ec2 = Machine.from_instance(instance_name)
-        return ec2 if network_gbit is None else replace(ec2, network_bytes_per_s=network_gbit * 1e9 / 8)
-    if memory_gib is None and cores is None:
-        local = Machine.local()
-        return local if network_gbit is None else replace(local, network_bytes_per_s=network_gbit * 1e9 / 8)
-    if memory_gib is None or cores is None:
+    if memory_gib is not None and cores is not None and instance_name is None:
+        return Machine.from_numbers(memory_gib, cores, network_gbit)
+    if instance_name is not None and (memory_gib is not None or cores is not None):
+        raise PlanError("give either an instance type, or memory and cores")
+    if memory_gib is not None or cores is not None:
         raise PlanError("a machine by numbers needs both its memory (GiB) and its cores")
-    return Machine.from_numbers(memory_gib, cores, network_gbit)
+    machine = Machine.local() if instance_name is None else Machine.from_instance(instance_name)
+    return machine if network_gbit is None else replace(machine, network_bytes_per_s=network_gbit * 1e9 / 8)
 
 
 def _isa(ec2: InstanceType) -> tuple[str, ...]:
     """Return the instruction sets that matter here; Graviton 3 and later multiply bf16 by MMLA."""
     if ec2.cpu_manufacturer == "intel":
-        if ec2.family in _IVY_BRIDGE:
-            return ("avx",)
-        if ec2.family in _HASWELL:
-            return ("avx2",)
+        if ec2.family in _IVY_BRIDGE | _HASWELL:
+            return ("avx",) if ec2.family in _IVY_BRIDGE else ("avx2",)
         return ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if ec2.amx else ("avx512f", "avx2")
     if ec2.cpu_manufacturer == "amd":
         return ("avx512_bf16", "avx512f", "avx2") if ec2.generation >= 7 else ("avx2",)

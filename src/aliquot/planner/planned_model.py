@@ -22,11 +22,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from aliquot.config.schema import ModelSection, RunConfig
 from aliquot.core.errors import UserError
 from aliquot.core.small_files import cache_root, publish_text, read_small_file
 from aliquot.data.workload import Workload
-from aliquot.models.model_shape import LayerKind, ModelShape
+from aliquot.models.model_shape import ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory
 from aliquot.planner.micro_batch_cost import WORKS, MicroBatchCost, Step, Work
 
@@ -58,7 +60,7 @@ class PlannedModel:
         if values is None:
             values = asdict(self._shaped.shape)
             _write(self._key, values)
-        self.shape = _shape(values)
+        self.shape = TypeAdapter(ModelShape).validate_python(values)
         self._costs: dict[Hashable, MicroBatchCost] = {}
 
     def cost_of(
@@ -158,16 +160,6 @@ def collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _shape(values: dict[str, Any]) -> ModelShape:
-    kinds = tuple(
-        LayerKind(_tuples(kind["weights"]), _tuples(kind["learned"]), kind["window"], tuple(kind["positions"]))
-        for kind in values["kinds"]
-    )
-    head = None if values["head"] is None else tuple(values["head"])
-    tuples = {name: _tuples(values[name]) for name in ("weights", "learned", "rest")}
-    return ModelShape(**values | tuples | {"kinds": kinds, "head": head, "embedding": tuple(values["embedding"])})
-
-
 def _cost(values: dict[str, Any]) -> MicroBatchCost:
     return MicroBatchCost(**values | {name: _work(values[name]) for name in WORKS})
 
@@ -176,10 +168,6 @@ def _work(items: list[tuple[list[Any], float]]) -> Work:
     work: Work = defaultdict(float)
     work.update({tuple(key): amount for key, amount in items})
     return work
-
-
-def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, lists))
 
 
 def _configuration(section: ModelSection) -> Any:
