@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from aliquot.config.schema import RunConfig
@@ -302,21 +301,15 @@ class _RunPlan:
             step = self._step_time(setting, memory, count)
             return step.disk_s <= DISK_PART * step.total_s
 
-        count = _fewest_with(hardly_waits)
-        return None if count is None else count * self.size.micro * self.layout.world_size
+        counts = range(1, _MOST_MICRO_BATCHES + 1)
+        index = bisect_left(counts, True, key=hardly_waits)
+        return counts[index] * self.size.micro * self.layout.world_size if index < len(counts) else None
 
 
 def _read_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of the model's files, which have no adapter."""
     adapter = 0 if config.adapter is None else shape.learned_numel
     return (shape.numel - adapter) * shape.dtype_bytes if config.model.path is not None else 0
-
-
-def _fewest_with(suffices: Callable[[int], bool]) -> int | None:
-    """Bisect for the fewest micro-batches of a rank and step; None if not even _MOST_MICRO_BATCHES suffice."""
-    counts = range(1, _MOST_MICRO_BATCHES + 1)
-    index = bisect_left(counts, True, key=suffices)
-    return counts[index] if index < len(counts) else None
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:

@@ -55,9 +55,13 @@ def traffic(
         shared = micro_batches * layout.world_size * _staged_bytes(config, shape, layout, itemsize)
     elif engine == "fsdp":
         gathers, reduced = _collected(shape, layout, micro_batches, itemsize, unsharded)
-        wire, local, shared = _fsdp(config, layout, gathers, reduced) if layout.world_size > 1 else (0, 0, 0)
         gathered = itemsize * sum(shape.padded_groups(layout.world_size))
-        forward = (0, 0) if shared else _ring(layout, gathered)
+        if layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo":
+            # engines/fsdp/fsdp_collectives.py: each rank writes its shard and all of its gradients.
+            shared = gathers + layout.world_size * reduced if layout.world_size > 1 else 0
+        else:
+            wire, local = _ring(layout, gathers + _reduce_passes(layout) * reduced)
+            forward = _ring(layout, gathered)
     elif engine == "deepspeed":
         # Weights with a use soon after stay gathered (deepspeed_memory.py), small weights until their update. DeepSpeed
         # reduces gradients in the compute dtype.
@@ -65,7 +69,7 @@ def traffic(
         twice = shape.numel - min(shape.numel, REUSED_NUMEL)
         gathers = itemsize * (micro_batches * max(0, shape.numel + twice - small) + small)
         reduced = micro_batches * itemsize * shape.numel
-        wire, local = _ring(layout, gathers + reduced * (2 if layout.device == "cpu" else 1))
+        wire, local = _ring(layout, gathers + _reduce_passes(layout) * reduced)
         gathered = itemsize * max(0, shape.numel - small)
         forward = _ring(layout, gathered)
     once = engine == "fsdp" and unsharded.weights
@@ -139,16 +143,9 @@ def _collected(
     return gathers, (1 if unsharded.gradients else micro_batches) * 4 * learned
 
 
-def _fsdp(config: RunConfig, layout: RankLayout, gathers: int, reduced: int) -> tuple[int, int, int]:
-    """(between hosts, among ranks of a host, through shared memory) of engine fsdp.
-
-    gloo's reduce-scatter is an all-reduce and sends twice the bytes; nccl's is not.
-    """
-    shares_memory = layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
-    if shares_memory:
-        # engines/fsdp/fsdp_collectives.py: each rank writes its shard and all of its gradients.
-        return 0, 0, gathers + layout.world_size * reduced
-    return *_ring(layout, gathers + reduced * (2 if layout.device == "cpu" else 1)), 0
+def _reduce_passes(layout: RankLayout) -> int:
+    """gloo's reduce-scatter is an all-reduce and sends twice the bytes; nccl's is not."""
+    return 2 if layout.device == "cpu" else 1
 
 
 def _ring(layout: RankLayout, size_bytes: int) -> tuple[int, int]:
