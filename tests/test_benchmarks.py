@@ -17,6 +17,7 @@ NEED_NAMESPACES = {"hosts", "reduce_dtype"}
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # DeepSpeed compiles its optimizer when it first runs on a machine
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda file: file.stem)
 def test_smoke(program: Path, tmp_path: Path) -> None:
     if program.stem in NEED_NAMESPACES and (reason := why_not()) is not None:
