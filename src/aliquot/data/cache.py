@@ -31,8 +31,7 @@ from aliquot.tensor_io.publish import begin_alone, commit, sync
 def publishing(directory: Path) -> Iterator[Path]:
     """Yield an empty directory next to `directory`; if the block succeeds, sync the directory and rename it.
 
-    If another process published the same result first, that result stays, because the content is the same. Raises
-    UserError if the cache cannot be written, and whatever the block raises.
+    If another process published the same result first, that result stays, because the content is the same.
     """
     try:
         partial = begin_alone(directory)
@@ -91,7 +90,7 @@ def digests(files: Sequence[Path], cache: Path) -> list[str]:
     store = cache / "digests" / f"{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:32]}.json"
     now_ns = _now_ns(store.parent)  # before any file is looked at
     stats = [file.stat() for file in files]
-    states = [_state(stat) for stat in stats]
+    states = [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in stats]
     known = _known(store)
     digest_of = {
         place: known[place][1] for place, state in zip(places, states, strict=True) if [state] == known[place][:1]
@@ -123,10 +122,6 @@ def _now_ns(directory: Path) -> dict[int | None, int]:
             stat = os.fstat(file.fileno())
         now[stat.st_dev] = stat.st_ctime_ns
     return now
-
-
-def _state(stat: os.stat_result) -> list[int]:
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _known(file: Path) -> defaultdict[str, list[Any]]:

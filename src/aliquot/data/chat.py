@@ -54,7 +54,7 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
     """Return (token ids, mask, notes) of a record that formats.py has written as `text`.
 
     The mask is 1 at learned tokens. Notes say why a record has no tokens, which parts of the record the tokens lack,
-    and what was changed. Raises TokenizerError for a chat without a template and for a tokenizer without offsets.
+    and what was changed.
     """
     try:
         return _encode_record(tokenizer, text, spec)
@@ -112,7 +112,6 @@ def encode_chat(
     The mask is 1 at tokens of assistant turns after the first `context` messages. The generation marks of the template
     delimit these turns; without marks a turn extends from the prompt for it to the next message. A turn without words
     is not learned, nor is a turn of which the template writes nothing. With `everything` the mask is not needed.
-    Raises LeftOut if the template fails or the place of an answer is ambiguous.
     """
     form, changed = fit_messages(template, messages)
     if everything:
@@ -190,11 +189,7 @@ def _marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
 
 
 def _rendered_span(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span:
-    """Return the place in the whole text of the answer that is message `index`.
-
-    An answer begins after the prompt for it and ends where the next message begins. Raises LeftOut if a place is
-    ambiguous.
-    """
+    """Return the span of the answer that is message `index`: from after its prompt to the next message."""
     start = _start(template, messages, whole, index)
     if start is not None:
         end = next((end for end in _ends(template, messages, whole, index + 1) if end > start), None)

@@ -75,17 +75,13 @@ class ChatTemplate:
         return _GENERATION_MARKER.search(self.source) is not None
 
     def render(self, messages: Messages, prompt: bool = False) -> str:
-        """Return the text of `messages`, with `prompt` followed by a prompt for an answer.
-
-        Raises what the template raises.
-        """
+        """Return the text of `messages`, with `prompt` followed by a prompt for an answer."""
         return self._render(messages, add_generation_prompt=prompt)[0]
 
     def render_marked(self, messages: Messages) -> tuple[str, list[Span]]:
         """Return the text, and the spans that the template marks as generated.
 
-        The token mask of transformers is not used: it is wrong if a tokenizer's offsets exclude the space before a
-        word.
+        transformers' own token mask is wrong if a tokenizer's offsets exclude the space before a word.
         """
         return self._render(messages, return_assistant_tokens_mask=True)
 
@@ -149,7 +145,7 @@ def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
     without_nulls = [{key: part for key, part in message.items() if part is not None} for message in messages]
     yield [], without_nulls
     choices: list[list[Change | None]] = [
-        [None, ("a `content` of null", _null_content), ("an empty `content`", _empty_content)],
+        [None, ("a `content` of null", _with_default(None)), ("an empty `content`", _with_default(""))],
         [None, ("arguments of calls as objects", _object_arguments), ("arguments as JSON text", _text_arguments)],
         [None, ("a `content` as one text", _one_text), ("texts as parts of a `content`", _in_parts)],
     ]
@@ -163,12 +159,8 @@ def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
             yield names, form
 
 
-def _null_content(message: dict[str, Any]) -> dict[str, Any]:
-    return {"content": None, **message}
-
-
-def _empty_content(message: dict[str, Any]) -> dict[str, Any]:
-    return {"content": "", **message}
+def _with_default(content: str | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda message: {"content": content, **message}
 
 
 def _one_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -196,10 +188,10 @@ def _object_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    return _with_arguments(
-        message,
-        lambda arguments: json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments,
-    )
+    def as_text(arguments: Any) -> Any:
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+    return _with_arguments(message, as_text)
 
 
 def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ _WORDS = (
 )
 _BESIDE_WORDS = (r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+")  # noqa: RUF001
 
+_SPACES_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}  # a normalizer
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -85,10 +87,8 @@ def cut_of(tokenizer: str) -> Cut | None:
     if _is_byte_level(splitter) and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}):
         # NFC may decompose some letters into a letter and a mark, so that they no longer end in a letter.
         before = _LETTER if normalizer is None or normalizer["type"] != "NFC" else _STABLE
-        digits, signs = (
-            _character_class(marks, str.isdigit),
-            _character_class(marks, lambda mark: not mark.isspace() and not mark.isdigit()),
-        )
+        digits = _character_class(marks, str.isdigit)
+        signs = _character_class(marks, lambda mark: not mark.isspace() and not mark.isdigit())
         places = [
             rf"(?<=\S\n)(?={_LETTER})",
             # Python counts some numbers as letters, and a word may hold both: ASCII letters alone are safe here.
@@ -168,9 +168,7 @@ def _near(text: str, first: int, last: int, drop_before: str | None) -> tuple[in
                 return at, at
         elif text[at] in drop_before:  # the encoder drops the "▁" in front of the next piece
             return at, at
-        elif (
-            text[at] == " " and text[at + 1] not in drop_before
-        ):  # the "▁" in front of the next piece stands for the space
+        elif text[at] == " " and text[at + 1] not in drop_before:  # the "▁" of the next piece stands for the space
             return at, at + 1
     return last, last
 
@@ -192,30 +190,15 @@ def _isolates(step: dict[str, Any]) -> bool:
 
 
 def _is_sentencepiece(normalizer: dict[str, Any] | None, splitter: dict[str, Any] | None) -> bool:
-    if splitter is None and normalizer is not None:
-        return normalizer == {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "▁"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-            ],
-        }
-    return normalizer is None and splitter == {
-        "type": "Metaspace",
-        "replacement": "▁",
-        "prepend_scheme": "first",
-        "split": False,
-    }
+    steps = [{"type": "Prepend", "prepend": "▁"}, _SPACES_TO_MARKS]
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    return (normalizer, splitter) in [({"type": "Sequence", "normalizers": steps}, None), (None, metaspace)]
 
 
 def _is_without_prefix(normalizer: dict[str, Any] | None, splitter: dict[str, Any] | None) -> bool:
     """Return whether spaces become "▁" before splitting, without a "▁" in front of the text (Gemma)."""
     at_spaces = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    return splitter in (None, at_spaces) and normalizer == {
-        "type": "Replace",
-        "pattern": {"String": " "},
-        "content": "▁",
-    }
+    return splitter in (None, at_spaces) and normalizer == _SPACES_TO_MARKS
 
 
 def _falls_back_to_bytes(model: dict[str, Any]) -> bool:

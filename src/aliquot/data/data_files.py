@@ -17,15 +17,7 @@ from aliquot.core.errors import DataError, one_line
 from aliquot.core.small_files import pointer_message
 
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-IN_DIRECTORIES = {
-    ".txt",
-    ".md",
-    ".py",
-    ".jsonl",
-    ".json",
-    ".csv",
-    ".parquet",
-}  # suffixes that are read, also compressed
+IN_DIRECTORIES = {".txt", ".md", ".py", *RECORD_SUFFIXES}  # suffixes that are read, also compressed
 # Files that describe records, next to the records or in a directory above them.
 _CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", "changelog", "dataset_info",
           "dataset_infos", "dataset_dict"}  # fmt: skip
@@ -41,12 +33,12 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 _START_BYTES = 4096  # bytes at the begin of a file that show its format
 _ARCHIVES = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip",
-    b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!\x1a\x07": "rar",
+    "gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ", "zip": b"PK\x03\x04",
+    "7z": b"7z\xbc\xaf\x27\x1c", "rar": b"Rar!\x1a\x07",
 }  # fmt: skip
 _OTHERS = {
-    b"%PDF-": "PDF", b"PAR1": "parquet", b"ARROW1": "Arrow", b"Obj\x01": "Avro", b"\x89PNG": "PNG",
-    b"\xff\xd8\xff": "JPEG", b"SQLite format 3\0": "SQLite", b"\x93NUMPY": "NumPy", b"\x89HDF": "HDF5",
+    "PDF": b"%PDF-", "parquet": b"PAR1", "Arrow": b"ARROW1", "Avro": b"Obj\x01", "PNG": b"\x89PNG",
+    "JPEG": b"\xff\xd8\xff", "SQLite": b"SQLite format 3\0", "NumPy": b"\x93NUMPY", "HDF5": b"\x89HDF",
 }  # fmt: skip
 
 
@@ -134,8 +126,7 @@ def _walk(root: Path, suffixes: set[str], left_out: Counter[str]) -> list[Path]:
                 files.append(file)
             else:
                 left_out[f"a file of a kind that is not read ({file.suffix.lower() or 'no suffix'}), left out"] += 1
-    for reason in [reason for reason, count in left_out.items() if not count]:
-        del left_out[reason]
+    left_out += Counter()  # takes reasons without a file away
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -206,20 +197,18 @@ def _name_of_format(start: bytes) -> str | None:
     """Return a message about the format of a file that begins with `start`; None if the file may be text."""
     if not start.startswith(b"%PDF-") and not _is_binary(start):
         return None
-    archive = next((name for magic, name in _ARCHIVES.items() if start.startswith(magic)), None)
-    if archive is None and start[257:262] == b"ustar":
-        archive = "tar"
-    if archive in _CODECS.values():
-        suffix = next(suffix for suffix, name in _CODECS.items() if name == archive)
-        return f"a {archive} archive, not text: let its name end with {suffix}, or unpack it"
+    for suffix, codec in _CODECS.items():
+        if start.startswith(_ARCHIVES[codec]):
+            return f"a {codec} archive, not text: let its name end with {suffix}, or unpack it"
+    archive = "tar" if start[257:262] == b"ustar" else _named(_ARCHIVES, start)
     if archive is not None:
         return f"a {archive} archive, not text: unpack it first"
-    format_name = next((name for magic, name in _OTHERS.items() if start.startswith(magic)), None)
-    return (
-        None
-        if format_name is None
-        else f"a file of the format {format_name}, not text: convert it first, or leave it out"
-    )
+    other = _named(_OTHERS, start)
+    return other and f"a file of the format {other}, not text: convert it first, or leave it out"
+
+
+def _named(formats: dict[str, bytes], start: bytes) -> str | None:
+    return next((name for name, magic in formats.items() if start.startswith(magic)), None)
 
 
 def _is_binary(start: bytes) -> bool:

@@ -24,19 +24,24 @@ from aliquot.tensor_io.publish import check_space
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
+Ints = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
 
 AT_ONCE = 1 << 18  # elements in private memory at one time
 
 
 class NewArrays:
-    """Make flat arrays of zeros: in files of `directory`, or in private memory if `directory` is None."""
+    """Make flat arrays of zeros: in files of `directory`, or in private memory if `directory` is None.
+
+    Files get their space on the disk at once: writing to a mapped page of a full disk would kill the process.
+    """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self.arrays: dict[str, Array] = {}
 
     def keep(self, name: str, count: int, dtype: npt.DTypeLike) -> Array:
-        """Make an array [count] that stays in the cache. Raises OSError or UserError if the disk is full."""
+        """Make an array [count] that stays in the cache."""
         if self._directory is None:
             array = np.zeros(count, dtype)
         else:
@@ -44,31 +49,25 @@ class NewArrays:
             check_space(self._directory, count * np.dtype(dtype).itemsize)
             mapped = np.lib.format.open_memmap(path, "w+", dtype, (count,))
             with path.open("r+b") as file:
-                _reserve(file.fileno(), path.stat().st_size)
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
             array = np.asarray(mapped)
         self.arrays[name] = array
         return array
 
     def scratch(self, count: int, dtype: npt.DTypeLike) -> Array:
-        """Make a temporary array [count], in a file without a name. Raises OSError or UserError if the disk is full."""
+        """Make a temporary array [count], in a file without a name."""
         if self._directory is None:
             return np.zeros(count, dtype)
         check_space(self._directory, count * np.dtype(dtype).itemsize)
         with TemporaryFile(dir=self._directory) as file:
-            _reserve(file.fileno(), count * np.dtype(dtype).itemsize)
+            os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
             return np.asarray(np.memmap(file, dtype, "r+", shape=(count,)))
-
-
-def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Reserve space on the disk: a write to a mapped page of a full disk would kill the process by a signal."""
-    os.posix_fallocate(descriptor, 0, size_bytes)
 
 
 def cached_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None) -> Arrays:
     """Return the arrays that `fill` makes, from `directory` if it exists; in private memory if it cannot be written.
 
-    `most` is (pattern, count): of the directories that match the pattern the newest `count` stay. Raises what `fill`
-    raises.
+    `most` is (pattern, count): of the directories that match the pattern the newest `count` stay.
     """
     try:
         with _locked(directory.parent):
@@ -105,10 +104,6 @@ def _keep_newest(parent: Path, pattern: str, count: int) -> None:
     directories = sorted(parent.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
     for old in directories[:-count]:
         shutil.rmtree(old, ignore_errors=True)
-
-
-Ints = npt.NDArray[np.int64]
-Keys = npt.NDArray[np.uint64]
 
 
 class Cursors:

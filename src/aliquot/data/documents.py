@@ -38,10 +38,7 @@ class BadRecordError(DataError, id="data"):
 
 
 class Document(NamedTuple):
-    """A document, or a part of a long one.
-
-    Text as it is, or a record as JSON (formats.py); blank for a blank record.
-    """
+    """A document, or a part of a long one: text, or a record as JSON (formats.py); blank for a blank record."""
 
     text: str
     kind: Kind
@@ -66,12 +63,7 @@ def left_out(error: BadRecordError, done_bytes: int) -> Document:
 
 
 def refuse_bad_alone(documents: Iterator[Document], at_least: int = 1) -> Iterator[Document]:
-    """Pass documents on.
-
-    Raises:
-        DataError: `at_least` records cannot be read and there is no other document. The message is that of the first
-        record.
-    """
+    """Pass documents on. Raises the error of the first bad record if `at_least` are bad and there is nothing else."""
     first, bad, usable = "", 0, False
     for document in documents:
         bad += document.is_bad
@@ -83,10 +75,7 @@ def refuse_bad_alone(documents: Iterator[Document], at_least: int = 1) -> Iterat
 
 
 def text_documents(path: Path, unit: Unit) -> Iterator[Document]:
-    """Yield the documents of a UTF-8 text file. Line ends become newlines; a byte order mark is dropped.
-
-    Raises UserError with file and line at bytes that are not UTF-8.
-    """
+    """Yield the documents of a UTF-8 text file. Line ends become newlines; a byte order mark is dropped."""
     with opened(path) as (file, position):
         yield from _parts(file, position, path) if unit == "file" else _lines(file, position, path, unit)
 

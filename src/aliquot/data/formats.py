@@ -60,24 +60,18 @@ class Format:
                 where,
             )
         if missing is not None:
-            raise BadRecordError(
-                f"no field {missing!r}; there are {', '.join(map(str, present))}", where, MISSING_FIELD
-            )
+            present_names = ", ".join(map(str, present))
+            raise BadRecordError(f"no field {missing!r}; there are {present_names}", where, MISSING_FIELD)
 
     def read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
         """Return (document, kind); the document of an empty record is empty.
 
-        Raises:
-            BadRecordError: a value of a wrong type, a role that no template knows, or too deep nesting.
-            DataError: the record has another format.
+        Raises BadRecordError for a record that cannot be read, and DataError for a record of another format.
         """
         try:
             check_depth(record)
         except TooDeepError as error:
             raise BadRecordError(f"{error} in this record", where, TOO_DEEP) from None
-        return self._read(record, where)
-
-    def _read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
         if self.elsewhere and all(record.get(name) in (None, "") for name in self.fields):
             foreign = next((fields for fields in self.elsewhere if all(record.get(name) for name in fields)), None)
             if foreign is not None:

@@ -94,14 +94,9 @@ def prepare(
     Args:
         model_dir: the directory with the model's own tokenizer; None from scratch.
         vocab_size: rows of the model's embedding, before the `added` tokens extend it.
-        progress: called with (work, done_bytes, total_bytes) while something is made; never if all is cached.
+        progress: called while something is made; never if all is cached.
         config: the fields of the config.json next to which the tokenizer will be exported.
-        added: tokens to add to the tokenizer.
         adapter_dir: a trained adapter, whose prefix of documents precedes the model's.
-
-    Raises:
-        UserError: something is wrong with sources, tokenizer or cache.
-        TrainingError: a tokenising process died.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
         raise TokenizerError(
@@ -129,23 +124,15 @@ def prepare(
     all_have_rows = check_vocabulary(tokenizer, rows, is_own_tokenizer and not has_more)
     directory = publish_tokenizer(tokenizer, root)
     # An export states its prefix in token ids, which hold for the tokenizer in the same directory alone.
-    directories = (
-        [adapter_dir, model_dir] if is_own_tokenizer else [Path(section.tokenizer)] if section.tokenizer else []
-    )
-    prefixes = (
-        trained_tokens(directory_with_prefix, "prefix")
-        for directory_with_prefix in directories
-        if directory_with_prefix is not None
-    )
+    exports = [adapter_dir, model_dir] if is_own_tokenizer else [section.tokenizer and Path(section.tokenizer)]
+    prefixes = (trained_tokens(export, "prefix") for export in exports if export)
     trained = next((prefix for prefix in prefixes if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)
     convention = builder.convention(answers=False)
 
     def stores(sources: Mapping[str, Source], what: str) -> dict[str, str]:
-        return {
-            name: str(builder.store(source, partial(report, f"{what} {name}".strip())))
-            for name, source in sources.items()
-        }
+        reports = {name: partial(report, f"{what} {name}".strip()) for name in sources}
+        return {name: str(builder.store(source, reports[name])) for name, source in sources.items()}
 
     # Evaluation data come first: they are smaller, so that errors in them appear before the long work.
     eval_stores = stores(evaluated, "tokenising what is held out")
@@ -160,9 +147,7 @@ def prepare(
         pad_id=convention.pad_id if convention.pad_id < rows else 0,
         prefix=convention.prefix,
         chat_prefix=builder.convention(answers=True).prefix,
-        day=builder.day
-        if any(TokenStore.open(Path(directory_with_prefix)).mask is not None for directory_with_prefix in store_paths)
-        else None,
+        day=builder.day if any(TokenStore.open(Path(path)).mask is not None for path in store_paths) else None,
     )
 
 
@@ -197,11 +182,8 @@ class _Builder:
         conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
         ingredients = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
         as_text = section.special_tokens_in_text
-        text_ingredients = [] if as_text in (None, "encode") else [as_text]
-        answer_ingredients = ["answers", ENCODING, as_text, self.day]
-        text_path, answers_path = (
-            self._path([*ingredients, *extra]) for extra in (text_ingredients, answer_ingredients)
-        )
+        text_path = self._path([*ingredients, *([] if as_text in (None, "encode") else [as_text])])
+        answers_path = self._path([*ingredients, "answers", ENCODING, as_text, self.day])
         if answers_path.is_dir():
             return answers_path
         if text_path.is_dir() and TokenStore.open(text_path).mask is None:  # older caches hold answers there, too
@@ -220,10 +202,8 @@ class _Builder:
                 source.label,
             )
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
-        fast = tokenizer_json.is_file()
-        answers = first.kind != "text"
-        path = answers_path if answers else text_path
-        templated = answers and self._has_template
+        fast, answers = tokenizer_json.is_file(), first.kind != "text"
+        path, templated = answers_path if answers else text_path, answers and self._has_template
         cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
         convention, as_text = self.convention(answers), self.section.special_tokens_in_text
         spec = EncoderSpec(
@@ -244,15 +224,11 @@ class _Builder:
 
         dtype = token_dtype(largest_token(self.tokenizer) + 1)
         with publishing(path) as partial:
-            useful, left_out, firsts = tokenize(
-                source.documents(), spec, cut, dtype, partial, self.section.num_proc, report_written
-            )
-            if useful == 0:
-                reasons = "; ".join(counted(left_out, firsts))
-                raise DataError(
-                    f"no usable document: none has a token to learn from{f' ({reasons})' if reasons else ''}",
-                    source.label,
-                )
+            writer = tokenize(source.documents(), spec, cut, dtype, partial, self.section.num_proc, report_written)
+            if writer.useful == 0:
+                reasons = "; ".join(counted(writer.left_out, writer.firsts))
+                shown = f" ({reasons})" if reasons else ""
+                raise DataError(f"no usable document: none has a token to learn from{shown}", source.label)
         report_written(source.total_bytes)
         return path
 

@@ -40,9 +40,7 @@ class EncoderSpec:
 class TextEncoder:
     """Encodes the text of one record, which formats.py has written as `record`.
 
-    Args:
-        tokenizer: A tokenizer of transformers.
-        as_text: Whether special tokens in the record's texts are encoded letter by letter.
+    With `as_text` special tokens in the record's texts are encoded letter by letter.
     """
 
     def __init__(self, tokenizer: Any, record: str, as_text: bool) -> None:
@@ -76,10 +74,7 @@ class TextEncoder:
     def encode_chat(
         self, text: str, spans: list[Span] | None, template: ChatTemplate, messages: Messages
     ) -> tuple[list[int], list[int]]:
-        """Return (token ids, mask) of the `text` that `template` made of `messages`.
-
-        Raises LeftOut if the special tokens of the author cannot be located.
-        """
+        """Return (token ids, mask) of the `text` that `template` made of `messages`."""
         return self._encode(text, spans, self._stretches(text, template, messages) if self._as_text else [])
 
     def _stretches(self, text: str, template: ChatTemplate, messages: Messages) -> list[Span]:
@@ -163,14 +158,10 @@ def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
 
 @contextmanager
 def _whole_offsets(tokenizer: Any) -> Iterator[None]:
-    """Switch the post-processor of a tokenizer off, because it trims spaces off the offsets of tokens (trim_offsets).
-
-    A token of spaces alone would have no place otherwise.
-    """
+    """Switch the post-processor of a tokenizer off: it may trim spaces off offsets, and spaces alone have no place."""
     backend = tokenizer.backend_tokenizer
-    dresses = backend.post_processor
-    backend.post_processor = None
+    processor, backend.post_processor = backend.post_processor, None
     try:
         yield
     finally:
-        backend.post_processor = dresses
+        backend.post_processor = processor

@@ -121,10 +121,8 @@ class StoreWriter:
 
     def finish(self) -> None:
         """Write store.json; called when the other files are closed."""
-        counts = {"documents": self.documents, "tokens": self.tokens, "text_bytes": self.text_bytes}
-        irregularities = {"formats": self.formats, "left_out": self.left_out, "inexact_cuts": self.inexact_cuts}
-        irregularities["firsts"] = self.firsts
-        facts = {"dtype": self.dtype.name, **counts, "answers": self.answers, **irregularities}
+        names = ("documents", "tokens", "text_bytes", "answers", "formats", "left_out", "inexact_cuts", "firsts")
+        facts = {"dtype": self.dtype.name, **{name: getattr(self, name) for name in names}}
         (self.directory / "store.json").write_text(json.dumps(facts))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,20 +44,14 @@ def tokenize(
     directory: Path,
     num_proc: int | None,
     progress: Callable[[int], None],
-) -> tuple[int, Counter[str], dict[str, str]]:
-    """Encode `documents` into the files of a token store in `directory`.
+) -> StoreWriter:
+    """Encode `documents` into the files of a token store in `directory`, and return its writer.
+
+    Documents that fit one chunk are encoded in this process.
 
     Args:
-        num_proc: processes that encode chunks of about a million characters (default: the physical cores that this
-            process may use). Documents that fit one chunk are encoded in this process.
+        num_proc: processes that encode chunks (default: the physical cores that this process may use).
         progress: called with the bytes of the source that are written.
-
-    Returns:
-        (documents with a token to predict, left-out records by reason, place of the first record of each reason).
-
-    Raises:
-        UserError: a chat without a template, or a source that mixes text and answers.
-        TrainingError: a process died.
     """
     with ExitStack() as stack:
         writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers))
@@ -68,7 +61,7 @@ def tokenize(
             writer.write(encoded, chunk.texts.last, chunk.places)
             progress(chunk.done_bytes)
     writer.finish()
-    return writer.useful, writer.left_out, writer.firsts
+    return writer
 
 
 def _encode(
@@ -107,10 +100,9 @@ def _encode(
 
 
 def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
-    """Yield chunks of about CHUNK_CHARACTERS. Long documents are cut at exact places, or anywhere if they grow too
-    long.
+    """Yield chunks of about CHUNK_CHARACTERS, and let `writer` count formats of documents and left-out documents.
 
-    `writer` counts the formats of documents and the documents that are left out.
+    Long documents are cut at exact places, or anywhere if they grow too long.
     """
     texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0

@@ -68,8 +68,11 @@ def load_tokenizer(name: str | Path) -> Any:
                 f"{name}: the tokenizer is a sentencepiece model without a tokenizer.json next to it, and the package"
                 " sentencepiece is not installed: pip install sentencepiece"
             ) from error
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise TokenizerError(f"cannot load a tokenizer: {reason}", name) from error
+        raise TokenizerError(f"cannot load a tokenizer: {_reason(error)}", name) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _starts(path: Path) -> list[tuple[Path, bytes]]:
@@ -110,7 +113,7 @@ def trained_tokenizer(
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `source`, or take it from the cache.
 
     The tokenizer puts `<|bos|>` in front of a text, as Llama's does, and has `<|eos|>`. Equal documents give equal
-    tokenizers. Raises UserError for a vocabulary that cannot hold every byte, or without data to train on.
+    tokenizers.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -174,10 +177,8 @@ def give_template(tokenizer: Any, template: str | None) -> None:
     if "{" not in template:
         try:
             template = read_small_file(Path(template), anywhere=True).decode("utf-8")
-        except UnicodeDecodeError:
-            raise TokenizerError("data.chat_template cannot be read: not a text file", template) from None
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = "not a text file" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
             raise TokenizerError(f"data.chat_template cannot be read: {reason}", template) from error
     tokenizer.chat_template = template
 
@@ -194,9 +195,8 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, is_models_own: bool = Fals
     Raises UserError for tokens without a row, unless they are added tokens of the model's own tokenizer
     (`is_models_own`): the last token of Gemma 3 has no row and stands in no text.
     """
-    vocabulary = tokenizer.get_vocab()
     needed = largest_token(tokenizer) + 1
-    outside = {token for token, number in vocabulary.items() if number >= vocab_size}
+    outside = {token for token, number in tokenizer.get_vocab().items() if number >= vocab_size}
     if is_models_own and outside <= tokenizer.get_added_vocab().keys():
         return not outside
     if needed > vocab_size:
@@ -244,9 +244,10 @@ def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
         try:
             loaded = without_code(AutoTokenizer.from_pretrained)(directory)
         except Exception as error:  # tokenizers raises plain Exception
-            reason = " ".join(str(error).split())[:300]
             kind = config.get("model_type")
-            raise TokenizerError(f"transformers cannot load this tokenizer for a {kind} model: {reason}") from error
+            raise TokenizerError(
+                f"transformers cannot load this tokenizer for a {kind} model: {_reason(error)}"
+            ) from error
     same = all(tokenizer.encode(text) == loaded.encode(text) for text in _SAMPLE_TEXTS)
     return tokenizer if same and len(tokenizer) == len(loaded) else loaded
 
@@ -266,9 +267,8 @@ def convention_of(
     """Return the model's convention, as its tokenizer shows it, unless `add_bos` or `add_eos` say otherwise.
 
     The prefix is the one that the model was trained with (`trained`), else the one that the tokenizer puts in front of
-    a text. eos ends each document if the tokenizer has an eos, even if the tokenizer itself would not add it (Llama):
-    a model learns to end a document only from documents that end. The pad id is that of the pad token, else eos, else
-    0. Raises UserError for a bos or eos that the tokenizer lacks.
+    a text. eos ends each document, even if the tokenizer itself would not add it (Llama): a model learns to end a
+    document only from documents that end.
     """
     probe = "a b"
     bare = list(tokenizer.encode(probe, add_special_tokens=False))
