@@ -138,7 +138,7 @@ def test_removed_logs_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.Monke
 
     def ended(self: Recorder, *arguments: Any) -> None:
         end(self, *arguments)
-        shutil.rmtree(self._directory.logs, ignore_errors=True)
+        shutil.rmtree(self._run.directory.logs, ignore_errors=True)
 
     monkeypatch.setattr(Recorder, "end", ended)
     assert run(write_config(tmp_path, train={"max_steps": 2})).export == tmp_path / "run" / "export"
