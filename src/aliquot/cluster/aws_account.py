@@ -98,11 +98,10 @@ def _node_class(
         yield finding("security-group", node_class, "no security group meets its terms", fix)
     elif groups and not any(_allows_itself(group, groups) for group in groups):
         names = ", ".join(group["GroupId"] for group in groups)
-        yield finding(
-            "security-group", node_class, f"{names}: no rule allows all traffic from the group itself",
-            f"aws ec2 authorize-security-group-ingress --group-id {groups[0]['GroupId']} --protocol -1"
-            f" --source-group {groups[0]['GroupId']}",
-        )  # fmt: skip
+        first = groups[0]["GroupId"]
+        fix = f"aws ec2 authorize-security-group-ingress --group-id {first} --protocol -1 --source-group {first}"
+        message = f"{names}: no rule allows all traffic from the group itself"
+        yield finding("security-group", node_class, message, fix)
     subnets = account.subnets(node_class.items("spec", "subnetSelectorTerms"), node_class)
     if subnets == []:
         fix = "tag the private subnets, or correct the terms"
@@ -132,10 +131,8 @@ def _allows_itself(group: dict[str, Any], groups: Sequence[dict[str, Any]], port
     """Return whether a rule allows all traffic, or at least TCP to `port`, from one of the node's groups."""
     group_ids = {candidate["GroupId"] for candidate in groups}
     for rule in group.get("IpPermissions", []):
-        protocol = rule.get("IpProtocol")
+        protocol, pairs = rule.get("IpProtocol"), rule.get("UserIdGroupPairs", [])
         tcp = port is not None and protocol == "tcp" and rule.get("FromPort", 1) <= port <= rule.get("ToPort", 0)
-        if (protocol == "-1" or tcp) and any(
-            pair.get("GroupId") in group_ids for pair in rule.get("UserIdGroupPairs", [])
-        ):
+        if (protocol == "-1" or tcp) and any(pair.get("GroupId") in group_ids for pair in pairs):
             return True
     return False

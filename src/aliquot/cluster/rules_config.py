@@ -36,12 +36,10 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
     plan, settings, storage = job.plan, job.config.checkpoint, job.section.storage
     needed_s = plan.step_s + plan.save_s
     if needed_s > settings.grace_s:
-        yield finding(
-            "grace", "checkpoint.grace_s",
-            f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan"
-            f" ({plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s)",
-            "that long, where nodes wait so long, or a file system that is faster (larger: cluster.storage)", "warning",
-        )  # fmt: skip
+        rate = f"{plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s"
+        message = f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan ({rate})"
+        fix = "that long, where nodes wait so long, or a file system that is faster (larger: cluster.storage)"
+        yield finding("grace", "checkpoint.grace_s", message, fix, "warning")
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
     if storage.kind != "claim" and needed_bytes > storage.size_gib * GIB:

@@ -72,12 +72,10 @@ def _labels(pool: PoolView) -> Iterator[RuleFinding]:
                 continue
             parts = [part for part in re.split(r"[,\s]+", str(value)) if part]
             split = len(parts) > 1 and all(LABEL_VALUE.match(part) for part in parts)
-            quoted = ", ".join(json.dumps(part) for part in parts)
-            yield finding(
-                "label-value", pool.manifest, f"{requirement.get('key')} has the value {value!r}",
-                f"write {len(parts)} values: [{quoted}]" if split
-                else "a label value is a string of letters, digits, '-', '_' and '.', at most 63 of them",
-            )  # fmt: skip
+            fix = "a label value is a string of letters, digits, '-', '_' and '.', at most 63 of them"
+            if split:
+                fix = f"write {len(parts)} values: {json.dumps(parts)}"
+            yield finding("label-value", pool.manifest, f"{requirement.get('key')} has the value {value!r}", fix)
 
 
 def _names(pool: PoolView) -> Iterator[RuleFinding]:

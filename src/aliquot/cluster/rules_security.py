@@ -26,6 +26,7 @@ _SYSCTLS = {
 _SELINUX_TYPES = ("", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
 _TOKEN_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
 _TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,})\b")
+_SECCOMP_TYPES = ("RuntimeDefault", "Localhost")
 _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
 
@@ -87,30 +88,23 @@ def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
 def _container_violations(container: dict[str, Any], pod_context: dict[str, Any]) -> Iterator[str]:
     context = mapping(container.get("securityContext"))
     merged = {**pod_context, **context}  # a container overrides its pod
-    if context.get("allowPrivilegeEscalation") is not False:
-        yield "allowPrivilegeEscalation is not false"
-    if context.get("privileged"):
-        yield "privileged"
-    if merged.get("runAsNonRoot") is not True:
-        yield "runAsNonRoot is not true"
-    if merged.get("runAsUser") == 0:
-        yield "runAsUser is 0"
-    if dig(merged, "seccompProfile", "type") not in ("RuntimeDefault", "Localhost"):
-        yield "seccompProfile is not RuntimeDefault"
-    if "ALL" not in listed(dig(context, "capabilities", "drop")):
-        yield "capabilities do not drop ALL"
-    if added := [
-        capability for capability in listed(dig(context, "capabilities", "add")) if capability != "NET_BIND_SERVICE"
-    ]:
-        yield f"capabilities add {', '.join(map(str, added))}"
-    if context.get("procMount") not in (None, "Default"):
-        yield f"procMount is {context['procMount']}"
-    if any(mapping(port).get("hostPort") for port in listed(container.get("ports"))):
-        yield "a hostPort"
+    added = [name for name in listed(dig(context, "capabilities", "add")) if name != "NET_BIND_SERVICE"]
     handlers = [container.get(probe) for probe in _PROBES]
     handlers += [dig(container, "lifecycle", hook) for hook in ("postStart", "preStop")]
-    if any(dig(handler, kind, "host") for handler in handlers for kind in ("httpGet", "tcpSocket")):
-        yield "a probe or hook names a host"
+    hosts = (dig(handler, kind, "host") for handler in handlers for kind in ("httpGet", "tcpSocket"))
+    is_violated = {
+        "allowPrivilegeEscalation is not false": context.get("allowPrivilegeEscalation") is not False,
+        "privileged": context.get("privileged"),
+        "runAsNonRoot is not true": merged.get("runAsNonRoot") is not True,
+        "runAsUser is 0": merged.get("runAsUser") == 0,
+        "seccompProfile is not RuntimeDefault": dig(merged, "seccompProfile", "type") not in _SECCOMP_TYPES,
+        "capabilities do not drop ALL": "ALL" not in listed(dig(context, "capabilities", "drop")),
+        f"capabilities add {', '.join(map(str, added))}": added,
+        f"procMount is {context.get('procMount')}": context.get("procMount") not in (None, "Default"),
+        "a hostPort": any(mapping(port).get("hostPort") for port in listed(container.get("ports"))),
+        "a probe or hook names a host": any(hosts),
+    }
+    yield from (violation for violation, violated in is_violated.items() if violated)
     yield from _options(context)
 
 
@@ -119,9 +113,8 @@ def _options(context: dict[str, Any]) -> Iterator[str]:
     selinux = mapping(context.get("seLinuxOptions"))
     if (selinux.get("type") or "") not in _SELINUX_TYPES or selinux.get("user") or selinux.get("role"):
         yield "seLinuxOptions"
-    if dig(context, "seccompProfile", "type") == "Unconfined":
-        yield "seccompProfile is Unconfined"
-    if dig(context, "appArmorProfile", "type") == "Unconfined":
-        yield "appArmorProfile is Unconfined"
+    for profile in ("seccompProfile", "appArmorProfile"):
+        if dig(context, profile, "type") == "Unconfined":
+            yield f"{profile} is Unconfined"
     if dig(context, "windowsOptions", "hostProcess"):
         yield "windowsOptions.hostProcess"

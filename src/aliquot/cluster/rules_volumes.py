@@ -92,11 +92,9 @@ def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject], lustre: boo
     bound = mapping(volume.get("spec", "claimRef"))
     differ = namespaces_differ(bound.get("namespace"), claim.get("metadata", "namespace"))
     if bound and (bound.get("name") != claim.name or differ):
-        yield finding(
-            "storage-binding", claim,
-            f"the volume is kept for another claim: claimRef {bound.get('namespace', 'default')}/{bound.get('name')}",
-            "this claim's name and namespace in the volume's claimRef",
-        )  # fmt: skip
+        other = f"{bound.get('namespace', 'default')}/{bound.get('name')}"
+        fix = "this claim's name and namespace in the volume's claimRef"
+        yield finding("storage-binding", claim, f"the volume is kept for another claim: claimRef {other}", fix)
     capacity = parse_bytes(volume.get("spec", "capacity", "storage"))
     if size is not None and capacity is not None and size > capacity:
         yield finding("storage-binding", claim, "asks for more than the volume's capacity", "the same size in both")
@@ -132,8 +130,7 @@ def _reference(
     candidates = select_kinds(manifests, kind)
     named = [item for item in candidates if item.name == name]
     if named and all(item.in_other_namespace(job.manifest) for item in named):
-        message = f"{kind}/{name} lies in the namespace {named[0].namespace}, the job in {job.manifest.namespace}"
-        yield finding("reference", job.manifest, message, "the same metadata.namespace in both")
+        yield _namespaces_differ(job, named[0])
     nearby = [item.name for item in candidates if not item.in_other_namespace(job.manifest)]
     unused = [other for other in nearby if (kind, other) not in used]
     if not named and unused:
@@ -144,11 +141,12 @@ def _reference(
 def _runtime(job: JobView) -> Iterator[RuleFinding]:
     runtime = job.runtime
     if runtime is not None and runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
-        yield finding(
-            "reference", job.manifest,
-            f"TrainingRuntime/{runtime.name} lies in the namespace {runtime.namespace}, the job in"
-            f" {job.manifest.namespace}", "the same metadata.namespace in both",
-        )  # fmt: skip
+        yield _namespaces_differ(job, runtime)
+
+
+def _namespaces_differ(job: JobView, other: ManifestObject) -> RuleFinding:
+    message = f"{other.kind}/{other.name} lies in the namespace {other.namespace}, the job in {job.manifest.namespace}"
+    return finding("reference", job.manifest, message, "the same metadata.namespace in both")
 
 
 def _mounts(job: JobView) -> Iterator[RuleFinding]:
@@ -158,15 +156,13 @@ def _mounts(job: JobView) -> Iterator[RuleFinding]:
     pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]
     keys = ("initContainers", "containers")
     for container in (item for pod in pods for key in keys for item in containers(pod, key)):
-        mounts = [mapping(item) for item in listed(container.get("volumeMounts"))]
+        name, mounts = container.get("name"), [mapping(item) for item in listed(container.get("volumeMounts"))]
         for mount in mounts:
             if str(mount.get("name")) not in volumes:
-                yield finding(
-                    "reference", job.manifest,
-                    f"the container {container.get('name')} mounts {mount.get('name')!r}, and there is no such volume",
-                    f"one of {', '.join(sorted(volumes))}" if volumes else "a volume of that name",
-                )  # fmt: skip
+                message = f"the container {name} mounts {mount.get('name')!r}, and there is no such volume"
+                fix = f"one of {', '.join(sorted(volumes))}" if volumes else "a volume of that name"
+                yield finding("reference", job.manifest, message, fix)
         for path, count in Counter(str(mount.get("mountPath")) for mount in mounts).items():
             if count > 1:
-                message = f"the container {container.get('name')} mounts {count} volumes at {path}"
+                message = f"the container {name} mounts {count} volumes at {path}"
                 yield finding("reference", job.manifest, message, "a path each")
