@@ -37,7 +37,7 @@ from aliquot.models import backward_pass, initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.stored_weights import Published, PublishedParts
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.optim import adamw, sizes
+from aliquot.optim import adamw, gradient_norm, sizes
 from aliquot.tensor_io.parts import ViewableStore
 from tests.engines import cases
 from tests.engines.cases import EngineSetup
@@ -76,7 +76,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         exact=built.exact - built.learned,
     )
     # Several blocks and windows of a weight, and a rest.
-    sizes.BLOCK = adamw.BLOCK = adamw.NORM_BLOCK = 192
+    sizes.BLOCK = adamw.BLOCK = gradient_norm.NORM_BLOCK = 192
     # Of a mixture several experts in a piece, and several pieces of a weight.
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
     if setup.uncompiled:  # as where DeepSpeed finds no way to build its shared-memory op

@@ -19,7 +19,7 @@ from aliquot.core.errors import StorageError
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream, disk_rate
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import PAGE_BYTES, paged, record, windows
-from aliquot.optim.adamw import block_squares
+from aliquot.optim.gradient_norm import block_squares
 from aliquot.tensor_io.range_io import mapped_tensor
 from tests.examples import examples
 

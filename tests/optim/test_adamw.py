@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from aliquot.optim import adamw
-from aliquot.optim.adamw import BlockedAdamW, FlatShard, decays, squared_norms, squared_norms_on_device
+from aliquot.optim.adamw import BlockedAdamW, FlatShard, decays
+from aliquot.optim.gradient_norm import squared_norms, squared_norms_on_device
 from aliquot.optim.master_weights import PairedWeights, SplitWeights, WholeWeights
 from aliquot.optim.moments import moment
 

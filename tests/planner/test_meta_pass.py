@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aliquot.config.schema import RunConfig
-from aliquot.engines.measurements import ActivationMeter
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.models import meta, model_calls
 from aliquot.models.backward_pass import enable_checkpointing
 from aliquot.models.shaped_model import ShapedModel, shaped_model

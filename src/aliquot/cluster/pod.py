@@ -1,4 +1,4 @@
-"""Write what the pods of a job get: configuration, variables, volumes, placement, security context and network."""
+"""Write what the pods of a job get: configuration, variables, volumes and placement."""
 
 from __future__ import annotations
 
@@ -149,40 +149,17 @@ def affinity(job: Job, any_job: bool = False) -> Document | None:
     if job.section.zone is not None or job.plan.nodes == 1:
         return None
     term = compact(
-        labelSelector={"matchLabels": _pod_labels(job, any_job)},
+        labelSelector={"matchLabels": pod_labels(job, any_job)},
         matchLabelKeys=[_JOB_SET] if any_job else None,
         topologyKey=_ZONE,
     )
     return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def _pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
+def pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
     """Return labels that identify the job's pods, or with `any_job` the pods of all jobs of the runtime."""
     return runtime_labels(job) if any_job else {_JOB_SET: job.name}
 
 
 def runtime_labels(job: Job) -> dict[str, str]:
     return {ANCESTOR: "trainer", _RUNTIME: job.name}
-
-
-def pod_security() -> Document:
-    return {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "seccompProfile": {"type": "RuntimeDefault"}}
-
-
-def container_security() -> Document:
-    return {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-def network_policy(job: Job, any_job: bool = False) -> Document:
-    """Restrict incoming connections to the job's pods; outgoing connections (DNS, the hub, S3) are not restricted.
-
-    gloo and NCCL authenticate nobody and choose their ports, so the job's pods reach all ports of each other. The
-    Prometheus port is open to every pod and node, because the place of the server is unknown. `any_job`: for all jobs
-    of the runtime in this namespace, not only for the job with this name.
-    """
-    pods = {"podSelector": {"matchLabels": _pod_labels(job, any_job)}}
-    ingress: list[Document] = [{"from": [pods]}]
-    if (port := job.config.observe.prometheus) is not None:
-        ingress.append({"ports": [{"protocol": "TCP", "port": port}]})
-    spec = {**pods, "policyTypes": ["Ingress"], "ingress": ingress}
-    return job.manifest("networking.k8s.io/v1", "NetworkPolicy", spec=spec)

@@ -6,7 +6,7 @@ the directories. Each job has a runtime of its own in its namespace.
 
 from __future__ import annotations
 
-from aliquot.cluster import pod
+from aliquot.cluster import pod, security
 from aliquot.cluster.infrastructure import wait_containers
 from aliquot.cluster.job import EFA, GPU, LOGS_BYTES, Job
 from aliquot.cluster.manifests import Document, compact
@@ -47,10 +47,10 @@ def training_runtime(job: Job) -> Document:
     pod_spec = compact(
         restartPolicy="Never",  # JobSet restarts all nodes, because a single rank cannot rejoin its peers
         terminationGracePeriodSeconds=job.grace_s if _old_dialect(job) else None,
-        securityContext=pod.pod_security() if _old_dialect(job) else None,
+        securityContext=security.pod_security() if _old_dialect(job) else None,
         automountServiceAccountToken=False,  # an IAM role and Trainer's status have separate tokens
         initContainers=wait_containers(job),
-        containers=[_node_container(job, securityContext=pod.container_security())],
+        containers=[_node_container(job, securityContext=security.container_security())],
         volumes=[pod.shared_volume(job)] if wait_containers(job) else None,
     )
     job_set = _job_set(job, pod_spec, _ANCESTOR, elastic=job.section.is_elastic)
@@ -74,13 +74,13 @@ def cluster_training_runtime(job: Job) -> Document:
         workingDir="/tmp",  # the SDK writes its script here, and any user may write
         env=[*pod.environment(job), shutdown],
         resources={"requests": requests, "limits": limits},
-        securityContext=pod.container_security(),
+        securityContext=security.container_security(),
         volumeMounts=pod.volume_mounts(job, with_config=False),
     )
     pod_spec = compact(
         restartPolicy="Never",
         terminationGracePeriodSeconds=job.grace_s,
-        securityContext=pod.pod_security(),
+        securityContext=security.pod_security(),
         nodeSelector=pod.node_selector(job),
         tolerations=pod.tolerations(job),
         affinity=pod.affinity(job, any_job=True),
@@ -133,7 +133,7 @@ def _old_dialect(job: Job) -> bool:
 
 def _patches(job: Job) -> Document:
     """Write the pod fields for Trainer 2.2 and later."""
-    spec = _pod(job, terminationGracePeriodSeconds=job.grace_s, securityContext=pod.pod_security())
+    spec = _pod(job, terminationGracePeriodSeconds=job.grace_s, securityContext=security.pod_security())
     replicated = {"name": NODE, "template": {"spec": {"template": {"spec": spec}}}}
     runtime = {"template": {"spec": {"replicatedJobs": [replicated]}}}
     return {"runtimePatches": [{"manager": _MANAGER, "trainingRuntimeSpec": runtime}]}

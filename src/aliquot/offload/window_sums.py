@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import AHEAD, SUMS_BUFFERS, paged
-from aliquot.optim.adamw import block_squares
+from aliquot.optim.gradient_norm import block_squares
 from aliquot.tensor_io.range_io import mapped_tensor
 
 Key = TypeVar("Key")  # names a window

@@ -1,7 +1,4 @@
-"""AdamW on the shards of a rank: block by block for engine host, torch's fused optimizer for engine fsdp.
-
-Sums of squares of gradients are precise enough for a norm that does not depend on the world size.
-"""
+"""AdamW on the shards of a rank: block by block for engine host, torch's fused optimizer for engine fsdp."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from aliquot.machine.torch_compile import compile_function, inductor_options
+from aliquot.optim.gradient_norm import clip_coefficient
 from aliquot.optim.master_weights import PairedWeights, Weights
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
 
-NORM_BLOCK = 1 << 16
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")  # as in transformers' Trainer
 
 
@@ -41,35 +38,6 @@ def decay_groups(weights: Sequence[Tensor], decays: Sequence[bool], weight_decay
         for decaying, rate in ((True, weight_decay), (False, 0.0))
     ]
     return [group for group in groups if group["params"]]
-
-
-def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor: fp32 within blocks of 65,536 elements, exact between blocks.
-
-    On a GPU the sums are fp64 and fetched together, because each transfer waits for the device.
-    """
-    if tensors and tensors[0].device.type != "cpu":
-        return squared_norms_on_device(tensors)
-    return [math.fsum(block_squares(tensor.view(-1))) for tensor in tensors]
-
-
-def squared_norms_on_device(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sums of squares of tensors on one device, after a single wait. The tensors may be empty."""
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-    return [norm**2 for norm in torch.stack(norms).tolist()]
-
-
-def block_squares(flat: Tensor) -> list[float]:
-    """Return the sum of squares of each block of a flat CPU tensor."""
-    blocks = (flat[start : start + NORM_BLOCK] for start in range(0, flat.numel(), NORM_BLOCK))
-    return [float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2 for block in blocks]
-
-
-def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
-    """Return the factor for gradients of norm `grad_norm`, clamped to 1 as in torch.nn.utils.clip_grad_norm_."""
-    if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
-        return max_grad_norm / (grad_norm + 1e-6)
-    return 1.0
 
 
 @dataclass(frozen=True)

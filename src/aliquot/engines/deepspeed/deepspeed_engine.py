@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from aliquot.core.errors import EngineError, SelfTestError
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.deepspeed.deepspeed_setup import adamw, prepare_ops, prepare_states, report_phases, set_steps
-from aliquot.engines.measurements import ActivationMeter
 from aliquot.engines.model_kernels import compile_layers, warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.matmul import copies_transposed

@@ -19,7 +19,7 @@ from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.offload.scratch_file import Move, ScratchStream
 from aliquot.offload.window_sums import WindowSums
 from aliquot.offload.windows import paged, windows
-from aliquot.optim.adamw import block_squares
+from aliquot.optim.gradient_norm import block_squares
 from aliquot.optim.sizes import States
 
 

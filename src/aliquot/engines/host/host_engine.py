@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
+from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_builder import build_parts, parameter_index
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.streamed_layers import Layers
-from aliquot.engines.measurements import ActivationMeter, global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.matmul import copies_transposed

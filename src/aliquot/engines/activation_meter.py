@@ -1,32 +1,16 @@
-"""Measurements that all engines share: the global gradient norm, and bytes saved for the backward pass."""
+"""Measure the bytes that a forward pass saves for the backward pass."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from aliquot.models.backward_pass import is_kept
-
-
-def global_norm(squares: Sequence[float], device: torch.device) -> float:
-    """Return the norm of all ranks' gradients, equal on every rank; NaN if a gradient is not finite. Collective.
-
-    `squares`: this rank's sum of squares of each weight; `device`: of the collective's tensors.
-    """
-    local = torch.tensor(list(squares), dtype=torch.float64, device=device)
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local)
-    gathered = torch.cat(parts).cpu()
-    # fsum is exact, so that the order of ranks does not matter.
-    return math.sqrt(math.fsum(gathered.tolist())) if bool(gathered.isfinite().all()) else math.nan
 
 
 class ActivationMeter:
@@ -50,7 +34,7 @@ class ActivationMeter:
         self._measured = True
         storages: dict[int, int] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
             # A gathered weight is saved as itself or as a view (`weight.t()`) and is no activation.
             if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
