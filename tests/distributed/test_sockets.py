@@ -26,7 +26,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from aliquot.core.errors import LaunchError, StorageError
-from aliquot.distributed.signed_store import SECRET_FILE, SECRET_VARIABLE, SignedStore, common_secret, sign_store
+from aliquot.distributed.run_secret import SECRET_FILE, SECRET_VARIABLE, common_secret
+from aliquot.distributed.signed_store import SignedStore, sign_store
 from tests.distributed.launcher import environment
 from tests.distributed.test_rendezvous import free_port, last_lines, node, started
 from tests.runs import curve, trained, write_config

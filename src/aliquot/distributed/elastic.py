@@ -29,8 +29,8 @@ from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims
 from aliquot.distributed.local_group import Ended, RankProgram, run_local_ranks
 from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRun, Leader, PreviousRound
 from aliquot.distributed.rendezvous import meet_round
+from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
-from aliquot.distributed.signed_store import common_secret
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0

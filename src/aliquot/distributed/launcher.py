@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import LaunchError, StorageError
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
+from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import exit_on_sigterm
-from aliquot.distributed.signed_store import common_secret
 from aliquot.distributed.topology import check_port
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # rendezvous.infer_local_ranks infers the others

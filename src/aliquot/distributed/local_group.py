@@ -28,8 +28,8 @@ from aliquot.distributed.forked_rank import end_forked_ranks, fork_server_errors
 from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import ERROR_LOG, ErrorLog, explain_failure, explain_stop
 from aliquot.distributed.rendezvous import NodeGroup
+from aliquot.distributed.run_secret import SECRET_VARIABLE
 from aliquot.distributed.signals import STOP_SIGNALS
-from aliquot.distributed.signed_store import SECRET_VARIABLE
 
 _BACKEND = "aliquot"
 _GROUP = "group"

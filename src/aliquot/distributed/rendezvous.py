@@ -28,7 +28,8 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import LaunchError, NodesDifferError, RendezvousError
 from aliquot.distributed.collectives.peers import host_identity
 from aliquot.distributed.gloo_interface import address_of, gloo_interface
-from aliquot.distributed.signed_store import SECRET_FILE, SECRET_VARIABLE, SignedStore, new_secret, sign_store
+from aliquot.distributed.run_secret import SECRET_FILE, SECRET_VARIABLE, new_secret
+from aliquot.distributed.signed_store import SignedStore, sign_store
 from aliquot.distributed.store_server import (
     CONNECT_TIMEOUT_S,
     STORE_TIMEOUT_S,

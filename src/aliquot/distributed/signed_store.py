@@ -1,76 +1,25 @@
-"""The secret of a run, and a store that ignores values of strangers: every value is signed with the secret.
+"""A store that ignores values of strangers: every value is signed with the secret of the run.
 
 The TCPStore of torch takes values from anybody who reaches its port. Every value therefore carries an HMAC over the run
 id, the key and the value, and is verified before anything parses it: an unsigned value counts as absent.
-
-The secret never crosses a socket. Ranks inherit it from their launcher. Several nodes share it through a file in the
-run directory that only its owner can read, or through the environment of the job.
 """
 
 from __future__ import annotations
 
 import hmac
-import secrets
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from aliquot.core.errors import LaunchError, storage_error
-from aliquot.core.small_files import open_unlinked, read_small_file
+from aliquot.distributed.run_secret import SECRET_VARIABLE
 
-SECRET_VARIABLE = "ALIQUOT_SECRET"
-SECRET_FILE = ".secret"  # in the run directory
-_SECRET_BYTES = 32
-_MAX_FILE_BYTES = 256
-_VISIBLE_S = 15.0  # a network file system shows a file within this time after another node has written it
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 _POLL_S = 0.05
-
-
-def new_secret() -> str:
-    """Return a secret, or a run id, that nobody can guess."""
-    return secrets.token_hex(_SECRET_BYTES)
-
-
-def common_secret(environ: Mapping[str, str], run_directory: Path | None) -> str:
-    """Return the secret that all nodes of a run share; the first node creates it. Raises LaunchError, StorageError."""
-    if secret := environ.get(SECRET_VARIABLE):
-        return secret
-    if run_directory is None:
-        raise LaunchError(
-            "several nodes that share no run directory need a common secret, by which they know each other: set the"
-            f" environment variable {SECRET_VARIABLE} to the same long random text on every node"
-        )
-    file = run_directory.absolute() / SECRET_FILE
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), open_unlinked(file, "x", permissions=0o600, encoding="ascii") as output:
-            output.write(f"{new_secret()}\n")
-        return _read_secret(file)
-    except OSError as error:
-        text = f"cannot read the secret that all nodes share: {error.strerror}; or set {SECRET_VARIABLE} on every node"
-        raise storage_error(text, error, file) from None
-
-
-def _read_secret(file: Path) -> str:
-    """Read a file that another node may still be writing. Raises OSError, and LaunchError if it holds no secret."""
-    until = time.monotonic() + _VISIBLE_S
-    while True:
-        text = b""
-        with suppress(ValueError):  # not a regular file, or too large for a secret
-            text = read_small_file(file, _MAX_FILE_BYTES, follow_links=False)
-        if text.endswith(b"\n") and len(text) > _SECRET_BYTES:
-            return text.decode("ascii", "replace").strip()
-        if time.monotonic() > until:
-            raise LaunchError(f"{file} holds no secret: remove it, and start all nodes again")
-        time.sleep(_POLL_S)
 
 
 class SignedStore(Store):

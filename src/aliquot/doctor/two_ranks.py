@@ -24,7 +24,7 @@ from aliquot.core.interpreter import python_command
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.distributed.ranks import Ranks, gather
-from aliquot.distributed.signed_store import SECRET_VARIABLE, new_secret
+from aliquot.distributed.run_secret import SECRET_VARIABLE, new_secret
 from aliquot.distributed.topology import place_rank
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.cgroup import read_text

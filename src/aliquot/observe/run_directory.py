@@ -16,7 +16,7 @@ from aliquot.core.errors import NodesDifferError, RunDirectoryError, storage_err
 from aliquot.core.run_lock import BEATING_LOCK, LOCK, RunLock
 from aliquot.core.small_files import publish_text, read_small_file
 from aliquot.distributed.leader_lease import ROUND, ROUNDS, check_round
-from aliquot.distributed.signed_store import SECRET_FILE
+from aliquot.distributed.run_secret import SECRET_FILE
 from aliquot.machine.facts import mount_of
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
