@@ -1,7 +1,9 @@
-"""LoRA: peft adds two small matrices to each adapted matrix; only these learn, are saved, exported and merged.
+"""LoRA adapters: add them to a model with peft, and merge them into the base model for an export.
 
-In a run an adapted matrix is `X.base_layer.weight` next to `X.lora_A.default.weight` and `X.lora_B.default.weight`;
-in the files of the model it is `X.weight`, in the files of an adapter `base_model.model.X.lora_A.weight`.
+peft adds two small matrices, A and B, to each adapted weight matrix. Only A and B are trained and saved.
+During training the adapted matrix `X.weight` of the base model is named `X.base_layer.weight`. Its adapter consists of
+`X.lora_A.default.weight` and `X.lora_B.default.weight`, which an adapter file stores as
+`base_model.model.X.lora_A.weight` and `base_model.model.X.lora_B.weight`.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BASE = "model (hash of samples)"  # key of a checkpoint's state: the fingerprint of the base model
-STEM = "adapter_model"  # how the names of its safetensors begin, by peft's convention
-_NAME = ".default"  # the name of the adapter in a model, which files leave out
+STEM = "adapter_model"  # the first part of the safetensors file names of an adapter, by peft's convention
+_NAME = ".default"  # peft's name for the adapter in a model; names in files omit it
 _PREFIX = "base_model.model."
 _A, _B = f".lora_A{_NAME}.weight", f".lora_B{_NAME}.weight"
 _MODEL_CONFIGS = ("config.json", "generation_config.json")
@@ -53,6 +55,8 @@ _MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Adapter:
+    """The tensors and peft settings of an adapter that `adapt` has added to a model."""
+
     loads: tuple[Published, ...]  # weights of the base model, as its files store them
     saves: tuple[Published, ...]  # weights of the adapter, as its files store them
     settings: Any  # peft's LoraConfig
@@ -71,7 +75,9 @@ class Adapter:
 
 
 def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fills]:
-    """Add adapters to `model`, on the meta device, and freeze the rest; return how to initialise the adapters.
+    """Add LoRA matrices to `model`, which is on the meta device, and freeze all other weights.
+
+    Returns the adapter, and the operations that initialise its weights.
 
     Raises UserError if peft is not installed or does not find the layers to adapt.
     """
@@ -81,7 +87,8 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         from transformers.pytorch_utils import Conv1D
     except ImportError as error:
         raise MissingToolError("adapter: LoRA needs peft: pip install 'aliquot[lora]'") from error
-    if section.path is None:  # a saved adapter may name layers of other models; its weights show what it adapts
+    # The settings of a saved adapter may also name layers of other models; its weights show which layers it adapts.
+    if section.path is None:
         _check_names(model, section.target_modules)
     settings: Any = LoraConfig(
         task_type="CAUSAL_LM",
@@ -116,7 +123,7 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
 
 
 def _check_names(model: PreTrainedModel, targets: str | Sequence[str]) -> None:
-    """Raise ConfigError for a name without a module: peft ignores such a name if another one has a module."""
+    """Raise ConfigError for a name in `targets` that matches no module; peft raises only if no name matches."""
     if isinstance(targets, str):
         return
     paths = [f".{path}" for path, _ in model.named_modules() if path]
@@ -129,9 +136,11 @@ def _check_names(model: PreTrainedModel, targets: str | Sequence[str]) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers but the head and layers that compute more (the router of Llama 4).
+    """Return the names of the plain linear layers, without the output head.
 
-    Layers in blocks with experts, and layers named like such blocks, are left out: peft would adapt the experts, too.
+    Subclasses of a linear layer with a different forward pass, such as the router of Llama 4, are excluded. Layers
+    inside expert blocks, and layers that have the name of such a block, are excluded because peft would adapt the
+    experts, too.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -148,16 +157,19 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def saves_of(tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...]:
-    """Return the weights of an adapter, named as in a run, as its files store them."""
+    """Map the weights of an adapter to the tensors of its files.
+
+    `tensors` are names, as in the model during training, and shapes.
+    """
     return tuple(Published(_PREFIX + name.replace(_NAME, ""), shape, name, 0) for name, shape in tensors)
 
 
 def fuse(settings: LoraConfig) -> None:
     """Make peft create FusedLoraLinear for linear layers.
 
-    That layer computes the sums of peft's plain layer inside of the matrix products. peft scales and adds in separate
-    passes over results of the layer's size, which take a fifth of a step on a CPU. peft calls the registration of
-    custom layers experimental. Without it, and for dropout, merged weights and other variants, peft's code runs.
+    FusedLoraLinear scales and adds the adapter's output inside a matrix product. peft's layer does both in separate
+    passes over its output, which take a fifth of a step on a CPU. peft's layer still runs for dropout, merged weights
+    and other LoRA variants, and if peft lacks the registration of custom layers, which is experimental.
     """
     register = getattr(settings, "_register_custom_module", None)
     if register is not None:
@@ -166,7 +178,10 @@ def fuse(settings: LoraConfig) -> None:
 
 @cache
 def fused_lora_layer() -> Any:
-    """Return peft's linear LoRA layer with a fused forward pass; a class made here, because peft is optional."""
+    """Return a subclass of peft's linear LoRA layer with a fused forward pass.
+
+    The class is defined inside this function because peft is an optional dependency.
+    """
     from peft.tuners.lora import Linear
 
     class FusedLoraLinear(Linear):
@@ -187,7 +202,11 @@ def fused_lora_layer() -> Any:
 
 
 class _Lora(torch.autograd.Function):
-    """x [..., I], weight [O, I] and bias [O], frozen, a [r, I], b [O, r] -> rows [-1, O]"""
+    """Apply a frozen linear layer with a LoRA adapter, as one autograd function.
+
+    Shapes: x [..., I], weight [O, I], bias [O], a [r, I], b [O, r] -> [tokens, O], where tokens is the product of the
+    leading dimensions of x. Weight and bias get no gradient.
+    """
 
     @staticmethod
     def forward(
@@ -195,7 +214,7 @@ class _Lora(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         inner = rows @ a.t()
-        # Not in place, because selective checkpointing keeps the result of the first product.
+        # Not in place, because selective checkpointing saves the output of F.linear.
         result = torch.addmm(F.linear(rows, weight, bias), inner, b.t(), alpha=scaling)
         ctx.save_for_backward(rows, inner, weight, a, b)
         ctx.scaling, ctx.shape = scaling, x.shape
@@ -211,17 +230,22 @@ class _Lora(torch.autograd.Function):
 
 
 class MergedWeights:
-    """Weights of the base model with the adapter merged in, by the names and shapes of the model's files.
+    """Weights of a base model with an adapter merged in, under the names and shapes in the base model's files.
 
-    To each adapted weight the product of the adapter's two matrices is added, in fp32.
+    Reading an adapted weight adds the scaled product of the adapter's two matrices to the weight, in fp32.
     """
 
     def __init__(
         self, adapter: StoredWeights, settings: bytes, reader: RangeReader, base: str | None, base_fingerprint: object
     ) -> None:
-        """Open the base model that peft's `settings`, as JSON, name; it is at `base` if it has moved.
+        """Open the base model and read the matrices of the adapter.
 
-        Raises UserError if the model does not have `base_fingerprint`, as in training.
+        Raises UserError if the base model does not have `base_fingerprint`, the fingerprint of the base model during
+        training.
+
+        Args:
+            settings: peft's adapter_config.json, which names the base model.
+            base: the directory or hub id of the base model, in place of the name in `settings`.
         """
         fields = parse_json(settings, ADAPTER_CONFIG)
         try:
@@ -249,7 +273,7 @@ class MergedWeights:
             self._factors[entry.name] = (a.t(), b.t()) if fields.get("fan_in_fan_out") else (b, a)
 
     def files(self, adapter_files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the configurations of the base model and the tokenizer files of the adapter."""
+        """Return the configuration files of the base model and the tokenizer files of the adapter."""
         configs = [self._directory / name for name in _MODEL_CONFIGS if (self._directory / name).is_file()]
         text_files = {name: data for name, data in adapter_files.items() if name != ADAPTER_CONFIG}
         return with_ends(text_files | {file.name: read_small(file) for file in configs})

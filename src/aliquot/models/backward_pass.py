@@ -1,8 +1,9 @@
-"""What the backward pass of a model does its own way: activation checkpointing, and gradients of linear layers.
+"""Change the backward pass of a model: activation checkpointing, and faster weight gradients of linear layers.
 
-CopyingLinear, for models that are not compiled, multiplies transposed copies for the gradient of its weight.
-engines/model_kernels.py explains the reason and does the same to compiled models. A copy by torch takes twice as long
-as a copy by a compiled kernel. The smaller copy is made: of the output's gradient, or of the input and the result.
+A matrix product whose left side is a transposed view is slow on CPUs with AMX. Therefore, in models that are not
+compiled, CopyingLinear computes the gradient of its weight from a contiguous transposed copy. It either copies the
+gradient of the output, or the input and the resulting weight gradient, whichever is smaller. For compiled models
+engines/model_kernels.py does the same with kernels that copy twice as fast as torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from aliquot.core.errors import UnsupportedModelError
 from aliquot.machine.matmul import copy_pays
 
 _MANY_TOKENS = 1 << 20
-# `selective` keeps results that are expensive to compute and recomputes cheap ones: norms, rotary, activations.
+# `selective` checkpointing saves the results of these operations, which are expensive to compute: matrix products and
+# attention. It recomputes cheap operations: norms, rotary embeddings, activation functions.
 _KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -31,18 +33,25 @@ _KEPT = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-# Attention on GPUs and CPUs: these operations exist only after the import of their modules.
+# Attention on GPUs and on CPUs, by name, because the operations exist only after the import of their modules.
 _KEPT_BY_NAME = frozenset({"torch_attn::_varlen_attn", "aliquot::tiled_attention"})
 
 
 def enable_checkpointing(model: nn.Module, mode: Literal["none", "selective", "full"], dropout: bool = False) -> None:
-    """Recompute each decoder layer in the backward pass: all of it (full), or all but products and attention."""
+    """Enable activation checkpointing of each decoder layer.
+
+    Args:
+        mode: `full` recomputes the whole layer in the backward pass. `selective` saves the results of matrix products
+            and attention, and recomputes all others.
+        dropout: whether the model has dropout, so that the recomputation must restore the state of the random numbers.
+    """
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
     if mode == "selective":
         if getattr(model.config, "clip_qkv", None) is not None:
-            # OLMo clamps the results of products in place: kept results would be clamped, but gradients would pass.
+            # OLMo clamps the results of matrix products in place. The saved results would already be clamped, so that
+            # the recomputed clamp would pass gradients that it must block.
             raise UnsupportedModelError(
                 f"{type(model).__name__} changes what selective checkpointing keeps (clip_qkv): set"
                 " train.gradient_checkpointing to none or full"
@@ -57,7 +66,7 @@ def enable_checkpointing(model: nn.Module, mode: Literal["none", "selective", "f
 
 
 def is_kept(operation: object) -> bool:
-    """Return whether `selective` keeps the result of an operation of torch."""
+    """Return whether `selective` activation checkpointing saves the result of a torch operation."""
     return operation in _KEPT or getattr(operation, "_name", None) in _KEPT_BY_NAME
 
 
@@ -66,13 +75,18 @@ def _policy(_context: object, operation: object, *_args: object, **_kwargs: obje
 
 
 class CopyingLinear(nn.Linear):
+    """A linear layer that computes the gradient of its weight from a transposed copy, which is faster on some CPUs."""
+
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 
 def copy_in_backward(model: nn.Module, copies: bool = True) -> None:
-    """Turn the linear layers that learn into CopyingLinear, or back into plain ones; subclasses of nn.Linear stay."""
+    """Turn trained nn.Linear layers into CopyingLinear where that is faster; with `copies` false, turn them back.
+
+    Other subclasses of nn.Linear are not changed.
+    """
     for module in model.modules():
         # Changing the class, as FSDP2 does, keeps parameters, hooks and names.
         if copies and type(module) is nn.Linear and module.weight.requires_grad:
@@ -83,7 +97,7 @@ def copy_in_backward(model: nn.Module, copies: bool = True) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., I], weight [O, I], bias [O] -> [..., O]"""
+    """Apply a linear layer: x [..., I], weight [O, I], bias [O] -> [..., O]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,7 +118,7 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """gradient [T, O], x [T, I] -> [O, I]"""
+    """Return the gradient of a linear layer's weight: gradient [T, O], x [T, I] -> [O, I]."""
     (tokens, outputs), inputs = gradient.shape, x.shape[1]
     if not copy_pays(outputs, tokens, inputs):
         return torch.mm(gradient.t(), x)

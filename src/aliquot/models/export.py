@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory: every rank its own ranges, published by one rename."""
+"""Export a model as a Hugging Face directory. Each rank writes its shards; one rename makes the directory visible."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ from aliquot.tensor_io.publish import check_names, check_space, clean_leftovers,
 from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, drain
 
-STATE = "state.json"  # of a checkpoint
+STATE = "state.json"  # file of a checkpoint that holds the training progress and the settings that a resume compares
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """How an export is stored, checked and published."""
 
-    max_shard_bytes: int = 50_000_000_000  # at which a further safetensors file begins: transformers' default
-    published: Sequence[Published] | None = None  # the tensors to store, if they are not those of the model
-    exact: Collection[str] = ()  # tensors that are stored as fp32, whatever the dtype of the export is
-    stem: str = "model"  # how the names of the safetensors files begin
-    tell: Callable[[], Any] = lambda: None  # returns the report of a rank that has written its parts
-    # Rank 0 calls it last, with the reports of all ranks; the export is published if it returns.
+    max_shard_bytes: int = 50_000_000_000  # maximum size of a safetensors file; transformers has the same default
+    published: Sequence[Published] | None = None  # the tensors to store; None: the tensors of the model
+    exact: Collection[str] = ()  # names of weights that are stored as fp32, whatever the dtype of the export
+    stem: str = "model"  # the first part of the names of the safetensors files
+    tell: Callable[[], Any] = lambda: None  # each rank calls `tell` after writing and sends the result to `check`
+    # Rank 0 calls `check` with the results of `tell` from all ranks; if `check` raises, the export is discarded.
     check: Callable[[list[Any]], None] = lambda reports: None
-    watch: Watch | None = None  # called for each written piece; an exception ends the export
-    # export_checkpoint writes these instead of the files that the checkpoint was saved with.
+    watch: Watch | None = None  # called after each written piece; an exception ends the export
+    # The small files that export_checkpoint writes; None: the files that the checkpoint was saved with.
     config_files: Mapping[str, bytes] | None = None
     verify: bool = True  # export_checkpoint compares all exported bytes with the checksums of the manifest
-    replace: bool = False  # replace an existing export when the new one is whole, or before if only one has room
-    # Rank 0 asks before a replacement; True: the former export has another name now and stays.
+    # Replace an existing export: after the new export is complete, or before if the disk has no space for both.
+    replace: bool = False
+    # Rank 0 calls `spare` with the path of the existing export before deleting that export; True: keep it.
     spare: Callable[[Path], bool] = lambda former: False
 
 
@@ -68,23 +69,23 @@ def export(
     ranks: RankGroup,
     options: ExportOptions = ExportOptions(),
 ) -> None:
-    """Write the weight parts of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
+    """Write the weights of `store` to `out_dir` as safetensors of `dtype`, rounded to nearest even. Collective.
 
     The files do not depend on the world size.
 
     Args:
-        tensors: names and shapes of the whole model in its order, without tied aliases, the same on every rank.
-        config_files: config.json, tokenizer files and so on by plain name; those of rank 0 are written, and config.json
-            gets the dtype.
+        tensors: names and shapes of the whole model in the model's order, without tied aliases, the same on every rank.
+        config_files: config.json, tokenizer files and other small files, by file name. Rank 0 writes its own
+            `config_files` and sets the dtype in config.json.
 
-    Raises UserError on every rank, and no `out_dir` appears: it is not empty, a rank cannot write, or `check` or
-    `watch` raises.
+    Raises UserError on every rank if `out_dir` exists and is not empty, if a rank cannot write, or if `check` or
+    `watch` of the options raises. `out_dir` is then not created.
     """
     exact = options.exact
     if (published := options.published) is not None:
         store, tensors = PublishedParts(store, published), tensors_of(published)
         exact = {tensor.name for tensor in published if tensor.source in exact}
-    out_dir = out_dir.resolve()  # "." and links have no name next to which a directory could be written
+    out_dir = out_dir.resolve()  # the temporary directory needs the real name and parent, also of "." and of links
     entries = [LayoutEntry(name, shape, torch.float32 if name in exact else dtype) for name, shape in tensors]
     layout = FilesLayout.from_entries(entries, options.max_shard_bytes, options.stem)
 
@@ -121,15 +122,15 @@ def export_checkpoint(
     base: str | None = None,
     options: ExportOptions = ExportOptions(),
 ) -> None:
-    """Export the weights of a checkpoint; each rank writes its part. Collective.
+    """Export the weights of a checkpoint as a Hugging Face directory; each rank writes its share. Collective.
 
-    Memory is bounded by a few buffers. A model is built on the meta device alone, for the names that its files have.
-
-    Raises UserError as `export` does, and DamagedCheckpoint.
+    Each rank needs memory for a few buffers only: the model, built for the names of its weights, is on the meta device.
 
     Args:
-        merge: of an adapter, export the model that the adapter changes, instead of the adapter.
-        base: the directory of that model, if the model has moved.
+        merge: for the checkpoint of an adapter, export the base model with the adapter merged in.
+        base: the directory of the base model for `merge`, if the model has moved since training.
+
+    Raises UserError as `export` does, and DamagedCheckpoint if bytes do not match the manifest.
     """
     manifest = read_manifest(checkpoint_dir)
     if options.verify:
@@ -167,8 +168,8 @@ def export_checkpoint(
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """Return config.json with the dtype of the weights, in which transformers loads them."""
+    """Return config.json with `dtype` as the dtype in which transformers loads the weights."""
     fields = parse_json(config, "config.json")
-    fields.pop("torch_dtype", None)  # what transformers 4 called it
+    fields.pop("torch_dtype", None)  # the name of `dtype` in transformers 4
     fields["dtype"] = str(dtype).removeprefix("torch.")
     return json_bytes(fields)

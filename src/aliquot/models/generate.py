@@ -1,4 +1,4 @@
-"""Continue prompts and chats with a model directory, through transformers alone."""
+"""Generate continuations of prompts, and replies in a chat, from a model directory with transformers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 Messages = Sequence[Mapping[str, str]]
-_COLD = 1e-4  # a lower temperature makes logits infinite
-# Keys of generation_config.json that apply: tokens that end a text, the set of tokens to draw from, and changes of
-# likelihood, with the value that has no effect.
+_COLD = 1e-4  # below this temperature, division would make logits infinite: generate greedily
+# The keys of generation_config.json that apply here: special tokens (_ENDS), limits of the set of tokens to sample from
+# (_DRAWN_FROM), and penalties of tokens (_LESS_LIKELY) with the values that turn the penalties off.
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DRAWN_FROM = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _LESS_LIKELY: dict[str, Any] = {
@@ -43,14 +43,14 @@ _LESS_LIKELY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many tokens to generate, and how to draw each of them. Temperature 0: the likeliest token each time."""
+    """How many tokens to generate, and how to sample them. Temperature 0 means greedy decoding."""
 
     max_new_tokens: int
     temperature: float = 0.8
     seed: int = 42
 
     def options(self, max_new_tokens: int) -> dict[str, Any]:
-        """Options of transformers' `generate`; the model's generation config gives the others."""
+        """Return the options of transformers' `generate` that replace values of the model's generation config."""
         if self.temperature < _COLD:
             return {"max_new_tokens": max_new_tokens, "do_sample": False, **_LESS_LIKELY}
         return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": self.temperature}
@@ -58,22 +58,24 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model directory in memory."""
+    """A model and its tokenizer, loaded from a directory."""
 
     model: Any
     tokenizer: Any
     prefix: Sequence[int] | None  # token ids that training put before each document; None: unknown
-    chat_prefix: Sequence[int] | None  # the same of chats
+    chat_prefix: Sequence[int] | None  # token ids that training put before each chat; None: unknown
 
     @property
     def room(self) -> int | None:
-        """The longest context of the model in tokens; None without a limit."""
+        """Return the longest context of the model in tokens; None if the model has no limit."""
         positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
         return positions if positions is not None and positions > 0 else None
 
 
 def load(directory: Path, base: str | None = None) -> Loaded:
-    """Load a model, or an adapter with its base model, which is at `base` if it has moved.
+    """Load the model in `directory`, or the adapter in `directory` with its base model.
+
+    `base` is the directory of the base model if the base model has moved since training.
 
     Raises UserError if `directory` holds no model with a tokenizer.
     """
@@ -85,7 +87,8 @@ def load(directory: Path, base: str | None = None) -> Loaded:
             "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
         )
     if adapts and (directory / STATE).is_file():
-        with tempfile.TemporaryDirectory() as folder:  # transformers loads adapters by the file names of exports
+        # transformers does not find an adapter under the file names of a checkpoint: export the adapter first.
+        with tempfile.TemporaryDirectory() as folder:
             export_checkpoint(directory, Path(folder) / "export", "float32")
             return load(Path(folder) / "export", base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +104,7 @@ def load(directory: Path, base: str | None = None) -> Loaded:
         model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype="auto")
         if whole != directory:
             model.load_adapter(str(directory))
-    except Exception as error:  # safetensors, tokenizers and transformers raise errors of their own
+    except Exception as error:  # safetensors, tokenizers and transformers each raise their own types of errors
         if not any(directory.glob("*token*")):
             raise ModelFilesError("no tokenizer here: copy it next to the model", directory) from error
         reason = " ".join(str(error).split())
@@ -114,7 +117,11 @@ def load(directory: Path, base: str | None = None) -> Loaded:
 
 
 def _one_by_one(model_config: GenerationConfig) -> GenerationConfig:
-    """Return a generation config without beams, assistants, lengths and output formats: one text, token by token."""
+    """Return a generation config that generates one text, token by token.
+
+    Of `model_config` it keeps special tokens, sampling limits and penalties. It drops beam search, assistant models,
+    lengths and output formats.
+    """
     from transformers import GenerationConfig
 
     config = GenerationConfig()
@@ -127,7 +134,10 @@ def _one_by_one(model_config: GenerationConfig) -> GenerationConfig:
 def generate(
     directory: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int, base: str | None = None
 ) -> Iterator[str]:
-    """Yield each prompt with its continuation, which is independent of other prompts. Raises UserError as `load`."""
+    """Yield each prompt with its continuation. Raises UserError as `load` and `continuation` do.
+
+    A continuation does not depend on the other prompts.
+    """
     loaded, sampling = load(directory, base), Sampling(max_new_tokens, temperature, seed)
     for prompt in prompts:
         yield continuation(loaded.model.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.room, sampling)
@@ -142,13 +152,13 @@ def continuation(
     sampling: Sampling,
     chat: bool = False,
 ) -> str:
-    """Return the prompt with its continuation. Raises UserError if the prompt has no token, or too many.
+    """Return the prompt with its continuation. Raises UserError if the prompt has no token, or too many tokens.
 
     Args:
-        generate: the function of transformers or of an engine.
-        prefix: token ids before each document, or each chat; None: the prefix of the tokenizer.
-        room: the longest context of the model, in tokens; generation ends there.
-        chat: the prompt is the message of a user, to be rendered by the chat template.
+        generate: `generate` of a transformers model, or of an engine.
+        prefix: token ids to put before the prompt; None: the special tokens that the tokenizer adds.
+        room: the longest context of the model, in tokens; generation stops at this length.
+        chat: whether the prompt is the message of a user, which the chat template must render.
     """
     check_text(prompt)
     if chat:
@@ -171,7 +181,10 @@ def continuation(
 
 
 def check_text(text: str) -> None:
-    """Raise UserError for bytes that are no text: Python holds them as lone surrogates, which no tokenizer accepts."""
+    """Raise UserError if `text` comes from bytes that are not UTF-8.
+
+    Python decodes such bytes of an argument to lone surrogates, which no tokenizer accepts.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -179,14 +192,20 @@ def check_text(text: str) -> None:
 
 
 def chat_ids(tokenizer: Any, messages: Messages, prefix: Sequence[int] | None) -> list[int]:
-    """Return the token ids of a chat up to the next answer, with `prefix` in front unless the template wrote it."""
+    """Return the token ids of a chat, up to the beginning of the next answer.
+
+    The ids begin with `prefix`, which is not repeated if the chat template writes the prefix itself.
+    """
     text = _rendered(tokenizer, messages, add_generation_prompt=True)
     ids, before = tokenizer.encode(text, add_special_tokens=False), list(prefix or ())
     return list(ids) if ids[: len(before)] == before else [*before, *ids]
 
 
 def ends_of_turn(tokenizer: Any) -> dict[str, Any]:
-    """Return options that end `generate` at eos and at the special token that the template puts after an answer."""
+    """Return options with which `generate` stops at the end of an answer.
+
+    An answer ends at the eos token, or at the special token that the chat template puts after an answer.
+    """
     rendered = _rendered(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "qzq"}])
     after_answer = tokenizer.encode(rendered.rpartition("qzq")[2], add_special_tokens=False)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -209,7 +228,7 @@ class Chat:
     """A chat with a loaded model: the messages so far, and replies to them."""
 
     def __init__(self, loaded: Loaded, max_new_tokens: int, temperature: float, seed: int) -> None:
-        """Raises UserError if the tokenizer has no chat template."""
+        """Start an empty chat. Raises UserError if the tokenizer has no chat template."""
         self._loaded = loaded
         self._messages: list[dict[str, str]] = []
         self._options = Sampling(max_new_tokens, temperature).options(max_new_tokens) | ends_of_turn(loaded.tokenizer)
@@ -220,9 +239,11 @@ class Chat:
         self._messages.clear()
 
     def reply(self, text: str) -> Generator[str, None, None]:
-        """Yield pieces of the reply to `text`. A reply that is closed early stops and stays in the chat as it is.
+        """Yield the reply to `text` in pieces, and add both messages to the chat.
 
-        Raises UserError, without a change of the chat, if the chat is too long for the model or `text` is not text.
+        Closing the generator early stops the reply; the chat keeps the pieces generated so far.
+
+        Raises UserError, before it changes the chat, if the chat is too long for the model or `text` is not UTF-8.
         """
         check_text(text)
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -241,7 +262,7 @@ class Chat:
             try:
                 with torch.no_grad():
                     self._loaded.model.generate(torch.tensor([ids]), **options)
-            except Exception as error:  # raised by the reading thread, which would wait forever otherwise
+            except Exception as error:  # the thread that reads the streamer raises it; otherwise it would wait forever
                 failed.append(error)
                 streamer.end()
 

@@ -1,9 +1,10 @@
-"""Sharded initialisation: the same weights at any world size; each rank draws only its own blocks.
+"""Initialise sharded weights: each rank draws only its shards, and the weights do not depend on the world size.
 
-The `_init_weights` of transformers runs once on the meta device, while a dispatch mode records its in-place operations
-on parameters. These operations are replayed on fixed blocks of rows, each block with a generator seeded by (seed, name,
-block), so that any rank can draw any block alone. Values that cannot be replayed (time steps of state-space layers,
-functions that ignore meta tensors) come from running `_init_weights` on the whole layer, seeded by (seed, layer).
+`_init_weights` of transformers runs once on the meta device, while a dispatch mode records the in-place operations on
+parameters. Each rank then replays the operations on fixed blocks of rows. The random generator of a block is seeded by
+(seed, weight name, block index), so that a rank can draw any block alone. Some weights cannot be replayed: time steps
+of state-space layers, and functions that ignore meta tensors. For these, `_init_weights` runs on the whole layer,
+seeded by (seed, layer).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 
 # A block holds whole rows and about this many values: 4 MiB in fp32.
 BLOCK_NUMEL = 1 << 20
-# These operations overwrite all values, so that earlier operations need no replay.
+# These operations overwrite all values, so that operations before them need no replay.
 OVERWRITING = ("normal_", "uniform_", "fill_", "zero_")
-# Initialisations of torch that ignore meta tensors, so that no record of them is possible.
+# Initialisation functions of torch that ignore meta tensors, so that their operations cannot be recorded.
 _SKIPS_META = ("trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 
 
 @dataclass(frozen=True)
 class Fill:
-    """One in-place operation with plain arguments on elements [start, stop) of a weight."""
+    """One recorded in-place operation, which initialises elements [start, stop) of a weight."""
 
     operation: str
     arguments: tuple[Any, ...]
@@ -51,7 +52,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class LayerFill:
-    """A weight whose values come from running `_init_weights` on the whole layer."""
+    """A weight that `_init_weights` must initialise together with the whole layer of the weight."""
 
     config: PretrainedConfig
     layer: str  # path of the module
@@ -59,13 +60,16 @@ class LayerFill:
     reason: str
 
     def whole(self, seed: int) -> Tensor:
-        """Return flat fp32 values. Raises UnsupportedModelError if the layer leaves the weight uninitialised."""
+        """Return the values of the whole weight, flat and in fp32.
+
+        Raises UnsupportedModelError if transformers does not initialise the weight.
+        """
         kind: Any = type(self.config)
         fields = json.dumps(self.config.to_dict(), default=str)
         layer_values = _layer_weights(kind, fields, self.layer, seed)[self.name]
         if not bool(layer_values.isnan().any()):
             return layer_values
-        # Some values come from the constructor alone: a narrow copy of the model shows them.
+        # The constructor of the layer sets some weights to a constant. A narrow copy of the model shows the constant.
         suffix = f".{self.name}" if self.layer else self.name
         values = built(narrow(self.config), "eager").state_dict()
         constants = {float(value) for name in values if name.endswith(suffix) for value in values[name].unique()}
@@ -78,7 +82,7 @@ Fills = Mapping[str, "tuple[Fill, ...] | LayerFill"]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record every in-place operation on a meta tensor with the storage that it changes."""
+    """Record every in-place operation on a meta tensor, together with the tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +93,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = schema.name.removeprefix("aten::")
         writes = schema.arguments and schema.arguments[0].alias_info and schema.arguments[0].alias_info.is_write
         recorded = writes and args[0].is_meta
-        # Overwriting a meta tensor changes nothing, and torch needs long for it.
+        # Overwriting a meta tensor has no effect and is slow in torch, so it is skipped.
         result = args[0] if recorded and operation in OVERWRITING else func(*args, **(kwargs or {}))
         if recorded:
             target, arguments = args[0], tuple(args[1:])
@@ -104,14 +108,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(model: PreTrainedModel) -> Fills:
-    """Run the model's own initialisation on meta parameters and return the fills of each parameter by name.
+    """Run the initialisation of a model on the meta device; return for each parameter the operations that fill it.
 
-    Its non-persistent buffers are filled for real.
+    The non-persistent buffers of the model get real values on the CPU.
     """
     owned: set[Tensor] = set()
     for module in model.modules():
-        # transformers marks modules as initialised while it builds them; this pass must initialise them again. A head
-        # tied to the embedding stays marked: transformers ties after initialising, so that the embedding's values win.
+        # transformers marks modules as initialised while it builds them; without the mark, initialize_weights below
+        # initialises a module again. A head tied to the embedding keeps its mark, because transformers ties weights
+        # after initialising them: the values of the embedding must win.
         weights = set(module.parameters(recurse=False))
         if weights and weights <= owned:
             vars(module)["_is_hf_initialized"] = True
@@ -139,16 +144,16 @@ def record(model: PreTrainedModel) -> Fills:
 
 
 def _skipped(model: PreTrainedModel) -> str | None:
-    """Return the first function of `_SKIPS_META` that the initialisation code of a model calls."""
+    """Return the first function of `_SKIPS_META` that the initialisation code of `model` calls, or None."""
     methods = {type(module)._init_weights for module in model.modules() if hasattr(module, "_init_weights")}
     code = "".join(map(inspect.getsource, methods))
     return next((name for name in _SKIPS_META if f"init.{name}(" in code), None)
 
 
 def record_added(model: nn.Module, add: Callable[[], object]) -> Fills:
-    """Call `add`, which adds initialised modules to a model on the meta device; return the fills of their parameters.
+    """Call `add`, which adds modules to a model on the meta device; return the operations that fill their parameters.
 
-    Raises UnsupportedModelError for parameters that cannot be drawn in blocks.
+    Raises UnsupportedModelError for a parameter whose initialisation cannot be replayed in blocks.
     """
     before = set(model.parameters())
     with _Recorder() as recorder, torch.device("meta"):
@@ -186,7 +191,7 @@ def _layer_fill(model: PreTrainedModel, name: str, layers: list[str], reason: st
     return LayerFill(model.config, layer, name.removeprefix(layer + "."), reason)
 
 
-@lru_cache(maxsize=1)  # a rank needs all weights of a layer before weights of the next layer
+@lru_cache(maxsize=1)  # one entry suffices: a rank asks for all weights of a layer before the weights of another layer
 def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = model_from_config(kind.from_dict(json.loads(config)), dtype=torch.float32)
@@ -196,7 +201,8 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little"))
         for parameter in layer.parameters():
             parameter.fill_(math.nan)
-        # Inner modules come before outer ones, as in transformers; other parts of outer ones stay on the meta device.
+        # As in transformers, inner modules come before outer modules. The modules around the layer stay on the meta
+        # device, except for the layer itself.
         around = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)]
         for module in (*reversed(list(layer.modules())), *around, *([model] if path else [])):
             vars(module).pop("_is_hf_initialized", None)
@@ -205,7 +211,7 @@ def _layer_weights(kind: Any, config: str, path: str, seed: int) -> dict[str, Te
 
 
 def initialize(store: PartStore, fills: Fills, seed: int) -> None:
-    """Fill the weight parts of `store` that `fills` describes; moments stay untouched."""
+    """Initialise the weights of `store` that `fills` describes; moments of the optimizer are not changed."""
     for part in store.parts():
         if part.kind != "weight" or part.name not in fills:
             continue
@@ -220,7 +226,10 @@ def initialize(store: PartStore, fills: Fills, seed: int) -> None:
 
 
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(index, start, stop) of the blocks of whole rows that meet elements [start, stop) of a tensor of `shape`."""
+    """Yield the blocks of rows of a tensor of `shape` that overlap elements [start, stop).
+
+    A block is (index, first element, end element).
+    """
     numel = torch.Size(shape).numel()
     row = numel // shape[0] if shape and shape[0] else 1
     size = max(1, BLOCK_NUMEL // max(row, 1)) * max(row, 1)
@@ -229,7 +238,7 @@ def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int,
 
 
 def draw(fills: tuple[Fill, ...], seed: int, name: str, index: int, start: int, stop: int) -> Tensor:
-    """Elements [start, stop), one whole block of the weight `name`, as flat fp32 on CPU."""
+    """Draw block `index` of the weight `name`, elements [start, stop), as flat fp32 on the CPU."""
     digest = hashlib.sha256(f"{seed}:{name}:{index}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     values = torch.zeros(stop - start)

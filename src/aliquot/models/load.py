@@ -1,9 +1,9 @@
-"""Fill the weights of a model from a Hugging Face directory: each rank reads only the bytes of its own parts.
+"""Load the weights of a model from a Hugging Face directory: each rank reads only the bytes of its shards.
 
-Rows for added tokens are made as transformers' `resize_token_embeddings` makes them, from a normal distribution with
-the mean of the old rows and 1e-9 of their covariance. A sum of centred old rows, each times a number from
-N(0, 1e-9 / rows), has this distribution, so that no covariance is computed. Old rows are summed in chunks, which do not
-depend on the world size and are divided among the ranks.
+The embedding rows of added tokens are drawn as `resize_token_embeddings` of transformers draws them: from a normal
+distribution with the mean of the old rows and 1e-9 times their covariance. No covariance matrix is computed: a new row
+is the mean plus the sum of the centred old rows, each multiplied by a random number from N(0, 1e-9 / old rows). The
+ranks share the sums in chunks of old rows. The chunks do not depend on the world size.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, fill
 
 _COMPARED_BYTES = 8 << 20
-_CHUNKS = 16  # of old rows
+_CHUNKS = 16  # number of chunks of old rows that the ranks share
 _BLOCK_NUMEL = 1 << 20
-_AT_ONCE = 64  # new rows whose sums the ranks exchange together
-_COVARIANCE_SCALE = 1e-9  # transformers'
+_AT_ONCE = 64  # number of new rows whose sums the ranks exchange together
+_COVARIANCE_SCALE = 1e-9  # as in transformers
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How the names, layout and rows of stored weights may differ from those of the model."""
+    """How names, layout and rows of the stored weights may differ from the weights of the model."""
 
     watch: Watch | None = None  # called with this rank's progress
-    published: Sequence[Published] | None = None  # a layout that the files may have instead of the model's own
-    may_grow: Sequence[str] = ()  # tensors of which the files may have fewer rows; the others are made from `seed`
-    seed: int = 0
-    names: StoredNames = field(default_factory=StoredNames)  # other names that the files may use
-    tell: Callable[[str], None] | None = None  # rank 0 says here which tensors loading passes over
+    published: Sequence[Published] | None = None  # the published layout, in which the files may store the weights
+    may_grow: Sequence[str] = ()  # weights that may have fewer rows in the files; the missing rows are drawn
+    seed: int = 0  # seed of the drawn rows
+    names: StoredNames = field(default_factory=StoredNames)  # other names that the files may use for the weights
+    tell: Callable[[str], None] | None = None  # rank 0 calls `tell` with a line about stored tensors that are ignored
 
 
 def load_weights(
@@ -58,14 +58,14 @@ def load_weights(
     ranks: RankGroup,
     options: LoadOptions = LoadOptions(),
 ) -> int:
-    """Fill the weight parts of `store` from the safetensors in `directory`, whatever their float dtype. Collective.
-
-    Returns the bytes that this rank read. Raises UserError on every rank: no safetensors, malformed files, tensors that
-    are missing, superfluous or of another shape, or values that are not finite.
+    """Load the weights of `store` from the safetensors in `directory`, which may have any float dtype. Collective.
 
     Args:
-        tensors: names and shapes of the whole model, without aliases.
-        tied: alias -> the name in `tensors` whose weight it shares; the directory may hold either or both.
+        tensors: names and shapes of the whole model, without the aliases of tied weights.
+        tied: alias -> name in `tensors`, for tied weights. The files may have the weight under either name, or both.
+
+    Returns the number of bytes that this rank read. Raises UserError on every rank if the directory has no safetensors
+    or malformed ones, if tensors are missing, superfluous or of another shape, or if values are not finite.
     """
     published, names = options.published, options.names
 
@@ -92,7 +92,7 @@ def load_weights(
         )
         stored_shapes = [(name, grown[name].shape if name in grown else shape) for name, shape in expected]
         check_tensors(stored_shapes, entries, directory, extra)
-        if grown:  # a store of the old rows alone
+        if grown:  # load into the old rows only; _add_rows fills the new rows
             target = PublishedParts(target, [Published(name, shape, name, 0) for name, shape in stored_shapes])
         return fill(target, {"weight": entries}, watch=options.watch, check=_check_finite)
 
@@ -105,10 +105,14 @@ def load_weights(
 def load_adapter(
     store: PartStore, directory: Path, saves: Sequence[Published], base_fingerprint: str | None, ranks: RankGroup
 ) -> None:
-    """Fill the weights of an adapter from peft's files, an export or a checkpoint in `directory`. Collective.
+    """Load the weights of an adapter from peft's files, an export or a checkpoint in `directory`. Collective.
 
-    Raises UserError on every rank: no such files, tensors that are missing, superfluous or of another shape, or an
-    adapter that was trained on another base model than that of `base_fingerprint`. `saves` have peft's names.
+    Args:
+        saves: the tensors of the adapter, with their names in peft's files.
+        base_fingerprint: fingerprint of the base model of this run. A checkpoint must have the same fingerprint.
+
+    Raises UserError on every rank if the files do not exist, if tensors are missing, superfluous or of another shape,
+    or if a checkpoint has the adapter of a different base model.
     """
 
     def read() -> None:
@@ -127,8 +131,8 @@ def load_adapter(
 
 
 def _check_finite(entry: TensorEntry, start: int, values: Tensor) -> None:
-    """Raise UserError for an infinity or a NaN, which would make every loss of the model one."""
-    if bool(values.sum(dtype=torch.float32).isfinite()):  # one pass; the sum of finite values may overflow
+    """Raise UserError for an infinity or a NaN, which would make every loss infinite or NaN."""
+    if bool(values.sum(dtype=torch.float32).isfinite()):  # fast check; a sum of finite values may still overflow
         return
     if (odd := values.isfinite().logical_not()).any():
         at = int(odd.nonzero()[0])
@@ -141,7 +145,10 @@ def _check_finite(entry: TensorEntry, start: int, values: Tensor) -> None:
 
 
 def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], directory: Path, ranks: RankGroup) -> None:
-    """Check that tied weights are equal if the files hold both of them; each rank compares its share."""
+    """Raise UserError if the files store a tied weight under both names with different values.
+
+    Each rank compares its share of the bytes.
+    """
     for alias, name in tied.items():
         first, second = stored.get(alias), stored.get(name)
         if first is None or second is None or first.dtype != second.dtype:
@@ -180,7 +187,10 @@ def _add_rows(
     seed: int,
     ranks: RankGroup,
 ) -> None:
-    """Write the additional rows of tensors: `grown` has the old rows, `shapes` the new shapes. Collective."""
+    """Draw and write the rows that `grown` tensors lack in the files. Collective.
+
+    The entries of `grown` have the old shapes, `shapes` has the new ones.
+    """
     for name, entry in grown.items():
         for first in range(entry.shape[0], shapes[name][0], _AT_ONCE):
             rows = new_rows(entry, f"{seed}:{name}:{first}", min(_AT_ONCE, shapes[name][0] - first), ranks)
@@ -192,7 +202,10 @@ def _add_rows(
 
 
 def new_rows(entry: TensorEntry, drawn_from: str, count: int, ranks: RankGroup) -> Tensor:
-    """Return new rows, fp32 [count, width], alike on every rank. Collective. Raises UserError."""
+    """Draw `count` new rows for the stored tensor `entry`, fp32 [count, width]. Collective. Raises UserError.
+
+    All ranks return the same rows.
+    """
     rows, width = entry.shape[0], entry.numel // entry.shape[0]
     edges = [rows * chunk // _CHUNKS for chunk in range(_CHUNKS + 1)]
     rank_chunks = range(ranks.rank, _CHUNKS, ranks.world_size)
@@ -205,7 +218,7 @@ def new_rows(entry: TensorEntry, drawn_from: str, count: int, ranks: RankGroup) 
 
     gathered = gather_results(ranks, sums)
     total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
-    for chunk in range(_CHUNKS):  # in order: the same sum at any world size
+    for chunk in range(_CHUNKS):  # always in this order, so that rounding does not depend on the world size
         data = base64.b64decode(gathered[chunk % ranks.world_size][chunk // ranks.world_size])
         total += torch.frombuffer(bytearray(data), dtype=torch.float64).view(count + 1, width + 1)
     mean, weighted, weights = total[-1, :-1] / rows, total[:-1, :-1], total[:-1, -1:]
@@ -213,15 +226,16 @@ def new_rows(entry: TensorEntry, drawn_from: str, count: int, ranks: RankGroup) 
 
 
 def _sums(entry: TensorEntry, width: int, start: int, stop: int, drawn_from: str, count: int) -> Tensor:
-    """Sum the old rows [start, stop), extended by a column of ones: fp64 [count + 1, width + 1].
+    """Sum the old rows [start, stop) for `count` new rows; return fp64 [count + 1, width + 1].
 
-    For each new row the old rows are multiplied by numbers from N(0, 1); in the last sum they are multiplied by 1.
+    In the sum of a new row each old row is multiplied by a random number from N(0, 1). The last row of the result is
+    the plain sum of the old rows. The last column is the sum of the multipliers.
     """
     seed = int.from_bytes(hashlib.sha256(drawn_from.encode()).digest()[:8], "little")
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
     threads, step = torch.get_num_threads(), max(1, _BLOCK_NUMEL // width)
-    torch.set_num_threads(1)  # the division of a product among threads changes its last digits
+    torch.set_num_threads(1)  # the last digits of a product depend on the number of threads
     try:
         with RangeReader() as reader:
             for first in range(start, stop, step):

@@ -1,4 +1,4 @@
-"""Build a model on the meta device: names, shapes, cost and initialisation of its weights, without a byte of them."""
+"""Build a model on the meta device, to learn its weights' names, shapes, cost and initialisation without memory."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "atten
 class MetaModel:
     """A model whose parameters are on the meta device and whose non-persistent buffers are real, on CPU."""
 
-    # All other fields are set before an engine shards `model`: FSDP2 changes its class, ZeRO-3 the shapes of weights.
-    name: str  # of its class
+    # The other fields are computed before an engine shards `model`, because FSDP2 then changes the class of the model
+    # and ZeRO-3 changes the shapes of its weights.
+    name: str  # name of the model's class
     model: PreTrainedModel
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]  # every weight once, in the model's order
-    tied: dict[str, str]  # further name -> the name under which it is in `tensors`
-    learned: frozenset[str]  # names of tensors that are trained
-    exact: frozenset[str]  # names of tensors that transformers keeps in fp32 in a model of any dtype
-    fills: initialize.Fills  # how weights are drawn: by the model's _init_weights, or by peft
-    matmul_flops: int  # FLOPs of a token in matrices, forward and backward
-    vocabulary: tuple[str, ...]  # weights with a row for each token: the embedding, and a head that is not tied
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes of all weights, in the model's order
+    tied: dict[str, str]  # alias of a tied weight -> the weight's name in `tensors`
+    learned: frozenset[str]  # names of trained weights
+    exact: frozenset[str]  # names of weights that transformers keeps in fp32 in a model of any dtype
+    fills: initialize.Fills  # how to initialise weights: as the model's _init_weights does, or as peft does
+    matmul_flops: int  # FLOPs per token in matrix products, forward and backward
+    vocabulary: tuple[str, ...]  # weights with a row for each token: the embedding and, if untied, the output head
     traits: Traits
     dropout: bool  # whether the configuration or the adapter has dropout
     adapter: Adapter | None
@@ -62,7 +63,7 @@ class MetaModel:
 
     @property
     def saved(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Tensors of a checkpoint; with an adapter its weights alone: other weights are in the model's files."""
+        """Return the tensors that a checkpoint stores: all weights, or with an adapter only the adapter's weights."""
         if self.adapter is None:
             return self.tensors
         return tuple(tensor for tensor in self.tensors if tensor[0] in self.learned)
@@ -74,10 +75,17 @@ def build(
     adapter: AdapterSection | None = None,
     frozen: Sequence[str] = (),
 ) -> MetaModel:
-    """Build the model of `config` on the meta device, with attention per document if the model packs.
+    """Build the model of `config` on the meta device.
 
-    `frozen` are patterns of weights to freeze. Raises UserError for a model that transformers cannot run, that is not
-    causal or that lacks layers or an embedding, and for an adapter or patterns that do not fit the model.
+    If the model packs, it gets aliquot's attention, which separates the documents of a row.
+
+    Args:
+        known: the traits of the model, if the caller has measured them.
+        adapter: the LoRA adapter to add.
+        frozen: name patterns of weights to freeze.
+
+    Raises UserError for a model that transformers cannot run, that is not causal or that lacks layers or an embedding,
+    and for an adapter or patterns that do not fit the model.
     """
     model_traits = known or traits(config)
     register()
@@ -119,7 +127,10 @@ def build(
 
 
 def _take_experts(model: PreTrainedModel) -> None:
-    """Set aliquot's experts if transformers allows it and they compute the same; else transformers' plain ones."""
+    """Let aliquot's implementation compute the experts, or transformers' eager one if aliquot's does not support them.
+
+    Models whose expert implementation transformers cannot change are left unchanged.
+    """
     experts = [module for module in model.modules() if weights_of(module) is not None]
     if experts:
         with suppress(ValueError):  # transformers refuses models whose experts cannot be replaced
@@ -133,7 +144,10 @@ def _vocabulary_weights(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the weights whose names match any of `patterns`, of which each must match some. Raises ConfigError."""
+    """Freeze the weights whose names match any of `patterns`.
+
+    Raises ConfigError for a pattern that matches no weight, and if no trained weight remains.
+    """
     weights = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         matching = [weight for name, weight in weights.items() if fnmatchcase(name, pattern)]
@@ -147,18 +161,18 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
-    """Count the parameters that multiply each token: all matrices but the input embedding; a tied head counts once.
+    """Count the parameters in matrix products with each token.
 
-    Of experts, as many count as a token uses.
+    These are all matrices except an untied input embedding. Of the experts, only as many count as each token uses.
     """
     return int(sum(numel for _, numel in _matrices(model)))
 
 
 def matmul_flops(model: PreTrainedModel) -> int:
-    """Count the FLOPs of a token in matrices, forward and backward.
+    """Count the FLOPs per token in matrix products, forward and backward.
 
-    Each weight costs 2 for its output, 2 for the gradient of its input if an earlier weight learns, and 2 for its own
-    gradient if it learns.
+    Each element of a matrix costs 2 FLOPs for the output. It costs 2 more for the gradient of the input if an earlier
+    weight is trained, and 2 more for the gradient of the matrix if the matrix is trained.
     """
     order = {id(parameter): at for at, parameter in enumerate(model.parameters())}
     first = min((at for at, parameter in enumerate(model.parameters()) if parameter.requires_grad), default=len(order))
@@ -171,7 +185,7 @@ def matmul_flops(model: PreTrainedModel) -> int:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, float]]:
-    """Yield (matrix, number of its elements that multiply a token)."""
+    """Yield each matrix with the number of its elements that are multiplied with each token."""
     config = model.config
     experts = next((n for key in EXPERTS if isinstance(n := getattr(config, key, None), int) and n), 0)
     chosen = next((n for key in CHOSEN if isinstance(n := getattr(config, key, None), int) and n), experts)
@@ -184,10 +198,10 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, float]]:
 
 
 def attention_widths(config: PretrainedConfig) -> dict[int | None, int]:
-    """Return layers x heads x head size, by the window of the layers (None: all keys).
+    """Return the sum of heads x head size over the layers, by attention window in tokens (None: no window).
 
-    This is the cost of one (query, key) pair in attention, in multiply-adds of each product. Layers without attention
-    (state-space, linear) do not count.
+    The sum is the number of multiply-adds for one (query, key) pair in each of attention's two matrix products. Layers
+    without softmax attention (state-space, linear attention) do not count.
     """
     config = config.get_text_config(decoder=True)
     heads = int(getattr(config, "num_attention_heads", None) or 0)

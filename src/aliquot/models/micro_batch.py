@@ -1,4 +1,4 @@
-"""A micro-batch: one row of tokens with the edges of its documents."""
+"""A micro-batch: one row of tokens that consists of documents."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from aliquot.nn.head_loss import IGNORE, Chosen, choose
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T tokens of one or several packed sequences, laid end to end in one row.
+    """T tokens of one or several packed sequences, concatenated in one row.
 
-    `labels[t]` is the token to predict *after* token t (already shifted), or -100 where nothing is to be predicted:
-    the last token of a document, padding, tokens outside an assistant's turn.
-    `edges` are the document boundaries 0 = e0 < e1 < ... = T; attention and positions never cross one. A padded tail
-    is a document of its own whose labels are all -100.
+    `labels[t]` is the token that follows token t (already shifted), or -100 for no prediction: at the last token of a
+    document, at padding, and before a token that is not trained on, such as a token of a user's message.
+    `edges` are the document boundaries 0 = e0 < e1 < ... = T; attention and positions never cross a boundary. Padding
+    at the end of the row is a separate document whose labels are all -100.
     """
 
     input_ids: Tensor  # int64 [T]
     labels: Tensor  # int64 [T]
-    position_ids: Tensor  # int64 [T], restart at 0 at every edge
+    position_ids: Tensor  # int64 [T], restart at 0 at every document boundary
     edges: tuple[int, ...]
     seed: int = 0  # seed of dropout
-    calls: int = 0  # the most documents of any rank, if each document is a call of the model
+    calls: int = 0  # the largest number of documents of any rank, if the model runs one forward pass per document
     source: int = 0  # index of the data source
-    chosen: Chosen | None = None  # tokens that the loss works on, on the device of the labels; None: computed there
+    chosen: Chosen | None = None  # tokens for which the loss is computed; None: the loss selects them by `labels`
 
     @property
     def predicted(self) -> int:
-        """Tokens with a label, over which the loss is summed."""
+        """Return the number of tokens with a label, over which the loss is summed."""
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Copy to a GPU without waiting, together with counts that would have to be read from the GPU later."""
+        """Copy the micro-batch to `device` asynchronously.
+
+        Counts of labels are computed before the copy, because reading them from a GPU later would wait for the GPU.
+        """
         if self.input_ids.device.type == device.type:
             return self
         chosen = choose(self.labels)
@@ -51,7 +54,10 @@ class MicroBatch:
         return tensors if self.chosen is None or self.chosen.rows is None else [*tensors, self.chosen.rows]
 
     def with_equal_calls(self) -> MicroBatch:
-        """Add documents of one token without a label, for engines whose ranks gather weights in every call."""
+        """Add one-token documents without a label, so that all ranks run the same number of forward passes.
+
+        Engines that all-gather weights in every forward pass need the same number on all ranks.
+        """
         missing_calls = self.calls - (len(self.edges) - 1)
         if missing_calls <= 0:
             return self
@@ -63,6 +69,9 @@ class MicroBatch:
 
     @classmethod
     def empty(cls, calls: int = 0) -> Self:
-        """Return a micro-batch of one token without a label: it joins every collective and has a gradient of zero."""
+        """Return a micro-batch of one token without a label, for a rank that has no sequences.
+
+        The rank joins every collective with this micro-batch and contributes gradients of zero.
+        """
         zero = torch.zeros(1, dtype=torch.int64)
         return cls(zero, torch.full_like(zero, IGNORE), zero, (0, 1), calls=calls)

@@ -1,4 +1,4 @@
-"""Call a model on a row of documents: once if the model packs, else once for each document."""
+"""Run the forward pass of a model on a row of documents: one pass if the model packs, else one per document."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
-    """Return logits [1, T, V] of one row of documents; ids and positions are int64 [T]."""
+    """Return the logits [1, T, V] of one row of documents; ids and positions are int64 [T]."""
     results = _calls(model, model, "input_ids", ids, positions, documents)
     return torch.cat([result.logits[:, :length] for result, length in results], 1)
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
-    """Return the inputs of the output head, [T, E]. `tokens`: int64 ids [T], or their embeddings [T, E]."""
+    """Return the inputs of the output head, [T, E]. `tokens` are ids, int64 [T], or embeddings [T, E]."""
     name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
     decoder = model.get_decoder()  # type: ignore[operator]
     results = _calls(model, decoder, name, tokens, positions, documents)
@@ -33,19 +33,23 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents
 
 
 def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents) -> Tensor:
-    """Return the summed loss from all logits of the model at once, for heads that do more than multiply."""
+    """Return the summed loss, computed from the logits of all tokens at once.
+
+    Models need it whose logits are more than a matrix product of the output head, for example soft-capped.
+    """
     return summed_cross_entropy(logits(model, ids, positions, documents), labels)
 
 
 def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:
-    """Add `scale` times the auxiliary loss of a mixture of experts to `summed`, if the configuration asks for it.
+    """Add `scale` times the auxiliary loss of a mixture of experts to `summed`, if the model's config enables it.
 
-    The auxiliary loss is `router_aux_loss_coef` x balance of the micro-batch x its predicted tokens: divided by the
-    tokens of the global batch, it is the mean over micro-batches.
+    The auxiliary loss is `router_aux_loss_coef` x load-balancing loss of the micro-batch x labelled tokens of the
+    micro-batch. Dividing by the labelled tokens of the global batch then gives a weighted mean over micro-batches.
     """
     if not documents.router_logits:
         return summed
-    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # all bases, because FSDP2 derives a class
+    # Search the modules of all base classes, because FSDP2 replaces the model's class by a subclass.
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     functions = [getattr(module, "load_balancing_loss_func", None) for module in modules]
     balance = next((function for function in functions if function is not None), None)
     coefficient = getattr(model, "router_aux_loss_coef", None)
@@ -68,9 +72,10 @@ def accepts(module: nn.Module, name: str) -> bool:
 def _calls(
     model: nn.Module, called: nn.Module, name: str, tokens: Tensor, positions: Tensor, documents: Documents
 ) -> list[tuple[Any, int]]:
-    """Return (result, number of its real tokens) of each call. A document of one token is doubled.
+    """Run the forward passes of a row; return the result of each pass with its number of tokens.
 
-    The first token of a document uses only some weights of RWKV, and FSDP2 needs gradients of all weights.
+    In separate passes, a document of one token gets a second token, because RWKV does not use all weights for the first
+    token of a document, and FSDP2 needs gradients of all weights.
     """
     balanced = torch.is_grad_enabled() and getattr(cast(Any, model).config, "output_router_logits", False)
     extra = {"output_router_logits": True} if balanced else {}
@@ -95,7 +100,7 @@ def _calls(
 
 
 def _forget_lengths(model: nn.Module) -> None:
-    """Reset rotary frequencies that grow with the longest document so far (dynamic NTK)."""
+    """Reset rotary frequencies (dynamic NTK), which would otherwise depend on the longest document so far."""
     for module in model.modules():
         if not hasattr(module, "max_seq_len_cached") or "dynamic" not in str(getattr(module, "rope_type", "")):
             continue

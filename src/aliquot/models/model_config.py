@@ -1,4 +1,4 @@
-"""A model's configuration: read it, refuse one that cannot be trained, and compare what two of them compute."""
+"""Read and check the config.json of a model, and reduce a configuration to the settings that affect computation."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from aliquot.models.narrow import is_dropout
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Limits far above any model, for keys that decide how many modules are built or counted.
+# Limits far above any real model, for keys that set the number or the size of modules.
 _LIMITS = {
     re.compile(r"(.*_)?(layers?|blocks|layers_per_stack)|attention_types"): (10_000, "layers"),
     re.compile(r"(.*_)?experts"): (65_536, "experts"),
     re.compile(r"(.*_)?vocab_size"): (100_000_000, "tokens in its vocabulary"),
     re.compile(r"num_labels"): (1_000_000, "labels"),
-    # Weights of such a width would stay on the meta device, but rotary frequencies are computed.
+    # Even on the meta device the rotary frequencies of an absurd width need memory.
     re.compile(r"(?!(.*_)?vocab_size)(.*_)?(size|dim|rank|heads?|model|embd|inner|ff)"): (10_000_000, "columns"),
 }
-# Keys that may change between two stages of a run: special tokens, auxiliary losses, the attention implementation, and
-# settings without an effect on steps: initialisation, and what is cached and returned.
+# Keys that do not affect the function that the weights compute: special tokens, auxiliary losses, the attention
+# implementation, initialisation, caching and the format of outputs. These keys may change when training continues.
 _ELSEWHERE = ("_token_id", "_loss", "implementation", "initializer", "init_std")
 _OTHERS = {"use_cache", "torch_dtype", "pretraining_tp", "output_router_logits", "output_attentions"}
 
 
 def read_fields(file: Path, key: str) -> dict[str, Any]:
-    """Read a config.json, which the configuration names as `key`. Raises ModelFilesError."""
+    """Read a config.json; `key` is the aliquot setting that names the file, for errors. Raises ModelFilesError."""
     try:
         return read_json_object(file, anywhere=key == "model.config")
     except FileNotFoundError:
@@ -46,7 +46,10 @@ def read_fields(file: Path, key: str) -> dict[str, Any]:
 
 
 def parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
-    """Make the configuration of the fields of a config.json. Raises UserError for one that aliquot does not train."""
+    """Make a transformers configuration from the fields of a config.json.
+
+    `where` is the file or key to name in errors. Raises UserError for a model that aliquot does not train.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -79,7 +82,7 @@ def with_floats(value: Any) -> Any:
 
 
 def _refuse_absurd_counts(values: dict[str, Any], where: str) -> None:
-    """Raise UserError that names a key with an absurd value, also in nested configurations."""
+    """Raise UserError for a key with an absurdly large value, also in nested configurations."""
     for path, count in _integers(values):
         key = path.rpartition(".")[2]
         for pattern, (limit, unit) in _LIMITS.items():
@@ -88,7 +91,7 @@ def _refuse_absurd_counts(values: dict[str, Any], where: str) -> None:
 
 
 def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield all integers with their keys, also in lists such as GPT-Neo's [kinds of layers, count]."""
+    """Yield all integers with the paths of their keys, also from lists such as GPT-Neo's [kinds of layers, count]."""
     waiting: list[tuple[str, Any]] = list(values.items())
     while waiting:
         path, value = waiting.pop()
@@ -101,7 +104,10 @@ def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _refuse_empty_window(config: PretrainedConfig, where: str) -> None:
-    """Raise ModelFilesError for an empty window: it masks every token, and transformers then attends to all tokens."""
+    """Raise ModelFilesError for an empty attention window.
+
+    An empty window masks every token, and transformers attends to all tokens if every token is masked.
+    """
     text = config.get_text_config(decoder=True)
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     slides = kinds is None or any("sliding" in str(kind) for kind in kinds)
@@ -141,14 +147,14 @@ def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration without its quantization: a run trains and exports plain weights."""
+    """Remove the quantization settings from a configuration, because aliquot trains and exports unquantised weights."""
     if _quantization(config):
         del config.quantization_config
     return config
 
 
 def refuse_quantized(config: PretrainedConfig, where: str) -> None:
-    """Raise UnsupportedModelError for quantised weights, whose layers compute another function than trained ones."""
+    """Raise UnsupportedModelError if the configuration says that the stored weights are quantised."""
     if settings := _quantization(config):
         method = settings.get("quant_method", "quantised")
         raise UnsupportedModelError(
@@ -159,7 +165,7 @@ def refuse_quantized(config: PretrainedConfig, where: str) -> None:
 
 
 def computation_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings that decide what weights compute, as JSON, with the version of transformers."""
+    """Return the settings that determine the function a model computes, and the version of transformers, as JSON."""
     import transformers
 
     # Names, labels and dtypes have no effect on the computation.

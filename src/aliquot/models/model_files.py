@@ -1,8 +1,8 @@
 """Write the small files of a model: config, generation config and tokenizer, for transformers 4.57 and 5.
 
-Version 4 uses a default for a missing key of config.json: the model would load without a warning and compute something
-else. Renamed keys therefore stand under both names. `pytest -m long tests/models/test_model_files.py` compares the
-logits of all types.
+transformers 4 replaces a missing key of config.json by a default: the model would load without a warning and compute
+wrong logits. Keys that transformers 5 has renamed are therefore written under both names.
+`pytest -m long tests/models/test_model_files.py` compares the logits of all model types.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# Token ids before each document, for `aliquot generate` and later training; in the export of a run also the step.
+# The file with the token ids that training put before documents and chats and after answers. `aliquot generate` and
+# later training read the file. In the export of a run the file also has the step of the weights.
 CONVENTION_FILE = "aliquot.json"
-_OF_LOADING = {"is_local", "local_files_only"}  # transformers saves where a tokenizer was loaded from
-# By model type: names in version 4 of keys of the config, or of its rope_parameters.
+_OF_LOADING = {"is_local", "local_files_only"}  # keys in which transformers saves where it loaded a tokenizer from
+# By model type: config keys (or keys of rope_parameters) of transformers 4 -> their names in transformers 5.
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "gpt_neox_japanese": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "qwen3_moe": {"num_experts": "num_local_experts"},
 }
-# By model type: kinds of layers under the names of version 4, which version 5 reads, too.
+# By model type: kinds of layers in transformers 5 -> their names in transformers 4, which version 5 reads, too.
 _KINDS: Mapping[str, Mapping[str, str]] = {
     "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
     "zamba": {"linear_attention": "mamba"},
     "zamba2": {"linear_attention": "mamba"},
 }
-# Model types whose rope_scaling applies to layers with full attention alone, in both versions.
+# Model types whose rope_scaling applies only to layers with full attention, in transformers 4 and 5.
 _SCALES_WHOLE = ("gemma3_text", "olmo3")
 _UNLIKE = "its code computes other numbers than that of version 5"
 _WITHOUT_KERNELS = "without CUDA kernels its code computes other numbers than that of version 5"
-# Model types that version 4.57 computes differently, whatever the files say.
+# Model types for which transformers 4.57 computes different logits than version 5, and the reasons. No file helps.
 _CANNOT: Mapping[str, str] = {
     "apertus": _UNLIKE,
     "mamba2": _WITHOUT_KERNELS,
@@ -63,9 +64,14 @@ def model_files(
     chat_prefix: Sequence[int],
     ends: Sequence[int] = (),
 ) -> dict[str, bytes]:
-    """Return file name -> content, for fp32 weights. `prefix`, `chat_prefix` and `ends` are as of `trained_tokens`.
+    """Return the small files of a model with fp32 weights: file name -> content.
 
-    The generation config is that of the directory `source`; None, from scratch: the special tokens of the tokenizer.
+    Args:
+        source: the directory of the pretrained model, whose generation config is copied. None: the model is trained
+            from scratch, and its generation config gets the special tokens of the tokenizer.
+        prefix: token ids before each document.
+        chat_prefix: token ids before each chat.
+        ends: token ids that end the assistant messages of the training data.
     """
     saved = type(config).from_dict(config.to_dict())
     saved.dtype = torch.float32
@@ -92,7 +98,7 @@ def model_files(
 
 
 def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return `files` with the ends of learned answers, which aliquot.json lists, in every `eos_token_id`.
+    """Add the tokens that end answers, listed as `ends` in aliquot.json, to every `eos_token_id` in `files`.
 
     Programs that generate stop at these tokens; otherwise a base model trained on chats would never stop.
     """
@@ -103,7 +109,7 @@ def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
     generation: dict[str, Any] | None = {key: config[key] for key in SPECIAL if config.get(key) is not None}
     if "generation_config.json" in files:
         generation = None
-        with suppress(UserError):  # a broken file of the source model stays as it is
+        with suppress(UserError):  # a malformed generation config of the pretrained model is not changed
             generation = parse_json(files["generation_config.json"], "generation_config.json")
     changed = dict(files)
     if generation is not None and (ids := joined_ends(generation.get("eos_token_id"), ends)) is not None:
@@ -116,16 +122,17 @@ def with_ends(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def joined_ends(eos: Any, ends: Sequence[int]) -> int | list[int] | None:
-    """Join `eos` (a token, a list of tokens or None) and `ends`; None if `eos` has all of them."""
+    """Return `eos` (a token, a list of tokens or None) together with `ends`; None if `eos` contains all of `ends`."""
     before = eos if isinstance(eos, list) else [] if eos is None else [eos]
     ids = list(dict.fromkeys([*before, *ends]))
     return None if ids == before else ids[0] if len(ids) == 1 else ids
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Save a tokenizer without subdirectories, in which transformers would put several chat templates.
+    """Save a tokenizer as files without subdirectories.
 
-    The files do not depend on the place that the tokenizer was loaded from.
+    transformers would otherwise put several chat templates in a subdirectory. The files do not depend on the path that
+    the tokenizer was loaded from.
     """
     tokenizer.save_pretrained(directory, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
     file = directory / "tokenizer_config.json"
@@ -135,9 +142,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def trained_tokens(directory: Path, key: Literal["prefix", "chat_prefix", "ends"]) -> list[int] | None:
-    """Return token ids of the training of a model or adapter; None if unknown.
+    """Return token ids that the training of the model or adapter in `directory` used; None if unknown.
 
-    `prefix` stands before each document, `chat_prefix` before each chat, and `ends` end learned answers.
+    `prefix` are the token ids before each document, `chat_prefix` the token ids before each chat, and `ends` the
+    tokens that end answers of the assistant.
     """
     file = directory / CONVENTION_FILE
     tokens = read_json(file).get(key) if file.is_file() else None
@@ -145,13 +153,13 @@ def trained_tokens(directory: Path, key: Literal["prefix", "chat_prefix", "ends"
 
 
 def with_step(files: Mapping[str, bytes], step: int) -> dict[str, bytes]:
-    """Return `files` with the `step` after which a run had the weights next to them."""
+    """Return `files` with the optimizer step of the exported weights added to aliquot.json."""
     fields = parse_json(files[CONVENTION_FILE], CONVENTION_FILE)
     return {**files, CONVENTION_FILE: json_bytes({**fields, "step": step})}
 
 
 def exported_step(directory: Path) -> int | None:
-    """Return the step of the exported weights; None without an export or without its step."""
+    """Return the optimizer step of the weights exported to `directory`; None if there is no export or no step."""
     try:
         step = read_json(directory / CONVENTION_FILE).get("step")
     except UserError:
@@ -160,7 +168,11 @@ def exported_step(directory: Path) -> int | None:
 
 
 def export_dtype(setting: str, stored: torch.dtype | None, precision: str) -> torch.dtype:
-    """Return the dtype that `model.dtype` sets. `auto`: the dtype of the source, or, if it is unusual, of training."""
+    """Return the dtype of an export, by the setting `model.dtype`.
+
+    `auto` is the dtype of the pretrained model. For a model from scratch, or an unusual dtype, it is the dtype of
+    training.
+    """
     if setting != "auto":
         named: torch.dtype = getattr(torch, setting)
         return named
@@ -174,13 +186,13 @@ def json_bytes(fields: dict[str, Any]) -> bytes:
 
 
 def older_transformers(model_type: str) -> str | None:
-    """Return a warning about exports of a type that transformers 4.57 knows and reads differently from version 5."""
+    """Return a warning if transformers 4.57 computes different logits than version 5 from exports of `model_type`."""
     why = _CANNOT.get(model_type)
     return None if why is None else f"transformers 4 does not read this {model_type} export as version 5 does: {why}"
 
 
 def with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the `fields` of a config.json with the names of transformers 4.57 added."""
+    """Return the `fields` of a config.json, with the names of transformers 4.57 added for renamed keys."""
     fields = {key: with_floats(value) for key, value in _with_old_rope(fields).items()}
     model_type = str(fields.get("model_type"))
     for old, new in _KEYS.get(model_type, {}).items():
@@ -194,7 +206,7 @@ def with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_old_rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """Add the names of transformers 4 for the numbers of the rotary embedding."""
+    """Add the settings of the rotary embedding under their names in transformers 4."""
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict):
         return fields

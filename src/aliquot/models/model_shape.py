@@ -1,4 +1,4 @@
-"""The shape of a model for the planner: weights by group, and kinds of decoder layers. Numbers only, without torch."""
+"""The shapes of a model's weights for the planner, as numbers without torch, by kind of decoder layer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Decoder layers, at `positions`, with weights of the same shapes and the same attention window."""
+    """The decoder layers that have weights of the same shapes and the same attention window."""
 
     weights: tuple[Shape, ...]
     learned: tuple[Shape, ...]  # weights that are trained
-    window: int | None
-    positions: tuple[int, ...]
+    window: int | None  # attention window in tokens; None: full attention
+    positions: tuple[int, ...]  # indices of these layers in the model
 
     @property
     def frozen(self) -> list[Shape]:
@@ -27,21 +27,23 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shapes of all weights. Layers, `embedding`, `head` and `rest` make up `weights`; a tied head counts once."""
+    """Shapes of all weights of a model, as one list and by group: layers, embedding, head and rest."""
 
-    name: str  # of the model's class
-    weights: tuple[Shape, ...]  # in the model's order
+    name: str  # name of the model's class
+    weights: tuple[Shape, ...]  # all weights in the model's order; a tied head counts once
     learned: tuple[Shape, ...]  # weights that are trained
     kinds: tuple[LayerKind, ...]
     embedding: Shape
     head: Shape | None  # None: tied to the embedding
-    rest: tuple[Shape, ...]  # final norm and the like
+    rest: tuple[Shape, ...]  # weights outside of layers, embedding and head, such as the final norm
     embedding_learns: bool
     head_learns: bool
     rest_learns: bool
-    embedding_is_added_to: bool  # engine host adds rows of tokens to its gradient, or a look-up next to a head
-    dtype_bytes: int  # bytes of an element in the source files
-    packs: bool = True  # whether a call takes several documents
+    # Whether engine host sums the embedding's gradient from several terms: the rows of single tokens of an untied
+    # embedding, or the gradients of head and look-up of a tied embedding that the model itself looks up.
+    embedding_is_added_to: bool
+    dtype_bytes: int  # bytes of an element in the files of the pretrained model
+    packs: bool = True  # whether one forward pass can take several documents
 
     @cached_property
     def numel(self) -> int:
@@ -53,7 +55,7 @@ class ModelShape:
 
     @cached_property
     def alike(self) -> Counter[Shape]:
-        """Number of trained weights of each shape."""
+        """Return the number of trained weights of each shape."""
         return Counter(self.learned)
 
     @property
@@ -69,23 +71,24 @@ class ModelShape:
         return sum(len(kind.positions) for kind in self.kinds)
 
     def padded_groups(self, ranks: int) -> list[int]:
-        """Return the elements of each group that engine fsdp gathers, with weights padded to equal parts.
+        """Return the number of elements of each group of weights that engine fsdp all-gathers together.
 
-        The groups are the root, and then the layers and the head in the order of the forward pass.
+        Each weight is padded to equal shards. The groups are, in the order of the forward pass: the root (embedding,
+        final norm and the like), each layer, and the untied head.
         """
         head = [] if self.head is None else [_padded([self.head], ranks)]
         layers = self._by_layer([_padded(kind.weights, ranks) for kind in self.kinds])
         return [_padded([self.embedding, *self.rest], ranks), *layers, *head]
 
     def learned_padded_groups(self, ranks: int) -> list[int]:
-        """Return the trained elements of each group of `padded_groups`."""
+        """Return the number of trained elements of each group that `padded_groups` counts."""
         head = [] if self.head is None else [_padded([self.head] if self.head_learns else [], ranks)]
         layers = self._by_layer([_padded(kind.learned, ranks) for kind in self.kinds])
         embedding = [self.embedding] if self.embedding_learns else []
         return [_padded([*embedding, *(self.rest if self.rest_learns else ())], ranks), *layers, *head]
 
     def _by_layer(self, kind_values: Sequence[int]) -> list[int]:
-        """Return values of layers in order, from values of their kinds."""
+        """Expand one value per kind of layer to one value per layer, in the order of the layers."""
         layer_values = {at: value for kind, value in zip(self.kinds, kind_values, strict=True) for at in kind.positions}
         return [layer_values[at] for at in sorted(layer_values)]
 
@@ -95,7 +98,7 @@ def numel(shape: Shape) -> int:
 
 
 def padded_share(shape: Shape, ranks: int) -> int:
-    """Return the elements of the largest part of a weight, ceil(rows / ranks) rows."""
+    """Return the number of elements of a weight's largest shard, which has ceil(rows / ranks) rows."""
     return -(-(shape[0] if shape else 1) // ranks) * math.prod(shape[1:])
 
 

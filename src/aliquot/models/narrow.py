@@ -1,6 +1,6 @@
-"""Make a narrow copy of a model's configuration: the same class, switches and kinds of layers, with small sizes.
+"""Make a narrow copy of a model's configuration: the same class, flags and kinds of layers, with small sizes.
 
-Properties of a model's code can be tried on a narrow copy within milliseconds, whatever the size of the model.
+A narrow copy shows within milliseconds how the code of a model behaves, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ VOCABULARY = 128
 WINDOW = 5
 _WIDTH = 64
 _LAYERS_OF_A_KIND = 2
-_CAP = 1.0  # small enough to matter at the scores and logits of random weights
+_CAP = 1.0  # of soft-caps and clipping: small enough to change the attention scores and logits of random weights
 
-# Small sizes, and the keys of transformers' configurations that get them.
+# Sizes in a narrow copy, each with the keys of transformers configurations that get the size.
 _SIZES = {
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size"
     " ngram_vocab_size_base unpadded_vocab_size",
@@ -56,9 +56,10 @@ _NOT_NARROWED = ("rope_parameters", "rope_scaling", "id2label", "label2id")
 
 
 def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
-    """Return a narrow configuration of the same class, without dropout if `dropout` is false.
+    """Return a narrow copy of `config`, without dropout if `dropout` is false.
 
-    The copy has two layers of each kind that its lists of layers distinguish, else four layers.
+    If `config` distinguishes kinds of layers by lists such as `layer_types`, the copy has two layers of each kind.
+    Otherwise it has four layers.
     """
     values = _narrowed(config.to_dict())
     for key in ("rope_parameters", "rope_scaling"):
@@ -68,16 +69,16 @@ def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
 
 
 def for_training(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy without settings for generation alone."""
+    """Return a copy of `config` without settings that are only for generation."""
     copied = copy.deepcopy(config)
     copied.use_cache = False
     if hasattr(copied, "rescale_every"):
-        copied.rescale_every = 0  # RWKV would divide its weights in place for evaluation, against fp16's overflow
+        copied.rescale_every = 0  # otherwise RWKV divides its weights in place in evaluation, against fp16 overflow
     return copied
 
 
 def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build the model of a narrow configuration in fp32 on CPU. Raises whatever the model's code raises."""
+    """Build the model of a narrow configuration, in fp32 on the CPU. The model's code may raise any exception."""
     import torch
 
     return model_from_config(
@@ -86,12 +87,15 @@ def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def is_dropout(key: str) -> bool:
-    """Return whether a key is a rate of dropout or of random noise in training, outside of heads for other tasks."""
+    """Return whether a configuration key is a rate of dropout or of another random noise in training.
+
+    Keys of heads for other tasks (summary, classification) do not count.
+    """
     return key.endswith(_DROPS) and not key.startswith(("summary", "classifier"))
 
 
 def has_dropout(values: Mapping[str, Any]) -> bool:
-    """Return whether the fields of a configuration set any dropout."""
+    """Return whether a configuration sets any dropout rate above 0."""
     inner = any(has_dropout(value) for value in values.values() if isinstance(value, dict))
     rates = [key for key, value in values.items() if isinstance(value, float | int) and value > 0]
     return inner or any(is_dropout(str(key)) for key in rates)
@@ -132,7 +136,7 @@ def _first(values: dict[str, Any], names: tuple[str, ...], default: int) -> int:
 
 
 def _fewer_factors(rope: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters with one factor (longrope) for each frequency of a narrow head."""
+    """Return rotary parameters whose lists of factors (longrope) have one factor per frequency of a narrow head."""
     width = (
         values.get("qk_rope_head_dim")
         or values.get("head_dim")
@@ -150,7 +154,7 @@ def _fewer_factors(rope: dict[str, Any], values: dict[str, Any]) -> dict[str, An
 
 
 def _positions(lists: dict[str, list[Any]], layers: int) -> list[int]:
-    """Return the positions of the first layers of each kind, in order."""
+    """Return the sorted indices of the first layers of each kind; layers that agree in all `lists` are one kind."""
     positions_of_kind: dict[str, list[int]] = {}
     for position in range(layers):
         positions_of_kind.setdefault(repr([values[position] for values in lists.values()]), []).append(position)
@@ -173,7 +177,7 @@ def _small(key: str, value: Any, heads: int) -> Any:
 
 
 def _derived(values: dict[str, Any], narrow_values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return values that follow from other values of a configuration."""
+    """Return the values of a narrow configuration that must be consistent with its other values."""
     derived: dict[str, Any] = {}
     width = narrow_values.get("hidden_size", _WIDTH)
     if "head_dim" in values and values["head_dim"] is None and "num_attention_heads" in narrow_values:

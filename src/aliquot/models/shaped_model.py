@@ -1,4 +1,4 @@
-"""A model on the meta device with its shape, which the planner runs to learn costs of an unknown model."""
+"""A model on the meta device and its shape. The planner runs the model there to measure memory and work of a step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class ShapedModel:
     config: PretrainedConfig
     built: meta.MetaModel
     shape: ModelShape
-    # Results of meta runs: (bytes, work), by settings and inputs.
+    # Cache of the planner's runs on the meta device: (peak bytes, work), by settings and inputs.
     evaluations: dict[Hashable, tuple[int, Any]] = field(default_factory=dict)
 
     def as_llama(self) -> ShapedModel:
-        """Return a Llama with the same vocabulary, width and number of layers, and about as many weights in a layer."""
+        """Return a Llama model of about the same size.
+
+        It has the same vocabulary, width and number of layers, and about as many parameters in each layer.
+        """
         from transformers import AutoConfig
 
         shape = self.shape
@@ -56,7 +59,7 @@ class ShapedModel:
 def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedModel:
     """Build the model of `config` on the meta device. Raises UserError as training would.
 
-    `vocabulary`: rows of the embedding, if the tokenizer is known.
+    `vocabulary` is the size of the tokenizer's vocabulary, if the tokenizer is known.
     """
     source = resolve(config.model, CONFIG_FILES)
     source.assume_vocabulary(vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size)
@@ -73,7 +76,8 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     head = embedding if output is None else output.weight
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside and p is not embedding and p is not head]
-    # A tied embedding gets the head's gradient, and separate rows that are sent to other hosts.
+    # A tied embedding that engine host looks up does not count: its gradient is that of the head, and the rows of its
+    # tokens are sent to other hosts separately.
     looks_up_apart = model_traits.looks_up != (head is embedding)
     shape = ModelShape(
         name=built.name,
@@ -98,7 +102,7 @@ def _shapes(parameters: Iterable[nn.Parameter]) -> tuple[Shape, ...]:
 
 
 def _window(layer: nn.Module, config: PretrainedConfig) -> int | None:
-    """Return the attention window of a layer, by its module or else by the configuration; None without a window."""
+    """Return the attention window of a layer, from its modules or else from the configuration; None: no window."""
     windows = [module.sliding_window for module in layer.modules() if hasattr(module, "sliding_window")]
     window = windows[0] if windows else getattr(config, "sliding_window", None)
     return cast("int | None", window)

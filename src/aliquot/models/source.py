@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Files of a hub repository that a run needs; never code, pickles or weights of other frameworks.
+# The files of a hub repository that a run downloads; never code, pickles or weights of other frameworks.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and tokenizer
 HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
 _OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights in formats for other programs
 CONFIG_FILES = ["config.json"]
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# RoBERTa and its relatives number positions from the id after the padding token's.
+# Model types derived from RoBERTa, whose first position is the id of the padding token plus 1.
 _FROM_PADDING = {
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
@@ -38,8 +38,8 @@ class ModelSource:
 
     config: PretrainedConfig
     directory: Path | None  # None: the model starts from `config` alone
-    dtype: torch.dtype | None  # dtype of the config, which building a model replaces
-    configured_keys: frozenset[str] = frozenset()  # keys that a person wrote; the tokenizer sets other ones
+    dtype: torch.dtype | None  # dtype in config.json; building a model overwrites the dtype in `config`
+    configured_keys: frozenset[str] = frozenset()  # keys of `model.config` that the user set
 
     @property
     def from_scratch(self) -> bool:
@@ -47,7 +47,7 @@ class ModelSource:
 
     @property
     def largest_vocabulary(self) -> int:
-        """Rows of the embedding, or the most rows that it may have if the tokenizer decides."""
+        """Return the number of embedding rows, or an upper bound if the tokenizer determines the number."""
         return 1 << 31 if self._vocabulary_is_open else int(self.config.vocab_size)
 
     @property
@@ -55,10 +55,14 @@ class ModelSource:
         return self.from_scratch and "vocab_size" not in self.configured_keys
 
     def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase, largest: int, added: bool) -> None:
-        """Set the vocabulary size and the special tokens that the config of a model from scratch leaves open.
+        """Set the vocabulary size and the special tokens that the config of a model from scratch omits.
 
-        The vocabulary of a pretrained model grows if tokens were `added`; otherwise a token without a row, as the last
-        token of Gemma 3, stands in no text. `largest` is the largest token id, because vocabularies may have holes.
+        The vocabulary of a pretrained model grows only if the user has added tokens. Otherwise a token without an
+        embedding row, such as the last token of Gemma 3, occurs in no text.
+
+        Args:
+            largest: the largest token id, which may exceed the number of tokens because ids may have gaps.
+            added: whether the user has added tokens.
         """
         if not self.from_scratch:
             if added:
@@ -72,7 +76,7 @@ class ModelSource:
                 raise ModelFilesError(f"{kind} needs {key}, and the tokenizer has none: give it", "model.config")
 
     def assume_vocabulary(self, size: int) -> None:
-        """Do what adopt_tokenizer will do with a tokenizer of that size, before a tokenizer is loaded."""
+        """Set the vocabulary as `adopt_tokenizer` would for a tokenizer with `size` tokens, without a tokenizer."""
         if not self.from_scratch:
             self._grow(size)
         elif self._vocabulary_is_open:
@@ -98,7 +102,7 @@ class ModelSource:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the weights at the first use of this property; None from scratch."""
+        """Fingerprint of the weight files, computed at the first access; None for a model from scratch."""
         from aliquot.models.stored_weights import fingerprint
 
         return None if self.directory is None else fingerprint(self.directory)
@@ -109,7 +113,7 @@ class ModelSource:
 
     @property
     def positions(self) -> int | None:
-        """The most positions of the model; None without a limit."""
+        """Return the maximum sequence length of the model; None if the model has no limit."""
         positions = getattr(self.config, self._positions_key, None)
         if positions is not None and self.config.model_type in _FROM_PADDING:
             positions -= (self.config.pad_token_id or 0) + 1
@@ -125,20 +129,25 @@ class ModelSource:
 
 
 def _whole_blocks(rows: int) -> int:
-    """Round up, because matrix products are fastest on whole blocks."""
+    """Round up to a multiple of 64, for which matrix products are fastest."""
     return -(-rows // 64) * 64
 
 
 def import_models() -> None:
-    """Import what building a model needs, for seconds: ranks that resolve in turn import at the same time before."""
+    """Import the modules that building a model needs, which takes seconds.
+
+    Ranks call `resolve` one after another, so they import the modules before, all at the same time.
+    """
     importlib.import_module("transformers.modeling_utils")
 
 
 def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:
-    """Read the configuration that `model.path` or `model.config` names; `hub_files` are fetched for a hub id.
+    """Read the model configuration that `model.path` or `model.config` names.
 
-    Raises UserError when nothing is there, when it is not a causal language model of transformers, or when it is
-    of a kind that aliquot does not train.
+    If `model.path` is a hub id, the files that match the patterns `hub_files` are downloaded.
+
+    Raises UserError if the configuration does not exist, if it is not a causal language model of transformers, or if
+    aliquot does not train this type of model.
     """
     if section.path is not None:
         directory = local_directory(section.path, hub_files)
@@ -165,7 +174,10 @@ def model_on_meta(directory: Path) -> PreTrainedModel:
 
 
 def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
-    """Return the directory at `path`, or a local snapshot of the hub repository of that name, downloaded if needed."""
+    """Return the local directory of a model; `path` is a directory or a hub id.
+
+    For a hub id, this is the cached snapshot of the repository, downloaded if needed. Raises ModelFilesError.
+    """
     directory = with_home(path)
     if directory.is_dir():
         return directory
@@ -175,7 +187,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
 
     try:
         return Path(snapshot_download(path, allow_patterns=list(hub_files), ignore_patterns=_OTHER_FORMS))
-    # The hub client raises OSError for the network, its own HTTP errors (an OSError too) and ValueError for bad names.
+    # The hub client raises OSError for network and HTTP errors, and ValueError for malformed hub ids.
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelFilesError(

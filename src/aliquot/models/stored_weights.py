@@ -1,8 +1,9 @@
-"""Weights as files store them: their names, their values as parts, the published layout, and a fingerprint.
+"""Weights in files: map the names and the layout of stored tensors to the weights of a model, and fingerprint files.
 
-A model is published with single experts, or with other names, if its weights differ from that. transformers defines the
-layout by the conversion that `save_pretrained` reverts. Converting numbers that encode their own places shows what
-becomes of each weight. If a published tensor is not one range of one weight, the model is stored in its own layout.
+The files of some models use other names than the model in memory, or one tensor per expert where the model has one
+weight for all experts. Here this is called the published layout. transformers defines it by a weight conversion, which
+`save_pretrained` reverts. To learn which elements go where, the reverse conversion runs on small tensors of consecutive
+numbers. If a published tensor is not one contiguous range of one weight, aliquot stores the model's layout instead.
 """
 
 from __future__ import annotations
@@ -38,26 +39,30 @@ _COMPUTED = re.compile(
     r"(.*\.)?((rotary_emb|maybe_rotary)\.(inv_freq|cos_cached|sin_cached)|position_ids|embed_positions\.weights"
     r"|attn\.(bias|masked_bias|causal_mask))"
 )
-_MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # other models have trained biases of this name
+_MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # some models have trained biases with these names
 _SAMPLE_BYTES = 4096
-_EVERY_BYTES = 4 << 20  # distance of samples: an interrupted copy lacks more
+_EVERY_BYTES = 4 << 20  # distance between samples; an interrupted copy misses more bytes than this
 _OTHER_FORMS = "consolidated*.safetensors"  # the same weights in a format for other programs
-_SMALL = (4, 2)  # sizes for an expert's matrix: a conversion may halve them, and they differ
+_SMALL = (4, 2)  # small sizes for a matrix: different, so that a transposition shows, and even, to be halved
 
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Names that files may use for the weights of a model: its own, those of its base model, or older ones."""
+    """The names under which files may store the weights of a model.
 
-    # Patterns of stored names that the model lacks: layers that predict several tokens (DeepSeek-V3, GLM-4.5), masks
-    # and positions that are computed today (Pythia).
+    Files may use the model's names, the names of the base model without output head, or older names that transformers
+    renames.
+    """
+
+    # Patterns of stored names to ignore: layers for multi-token prediction (DeepSeek-V3, GLM-4.5), and masks and
+    # positions that current versions of transformers compute (Pythia).
     passed_over: tuple[str, ...] = ()
-    renamings: tuple[WeightRenaming, ...] = ()  # by transformers
-    base: str = ""  # prefix of the names of the base model
+    renamings: tuple[WeightRenaming, ...] = ()  # transformers' renamings of stored names
+    base: str = ""  # prefix of the base model's names, such as `model`
 
     @classmethod
     def from_model(cls, model: nn.Module) -> StoredNames:
-        """Each class says it of itself for `from_pretrained`, which has no other name for it either."""
+        """Return the names that the class of `model` declares for `from_pretrained` of transformers."""
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
@@ -73,7 +78,7 @@ class StoredNames:
         return any(re.search(pattern, name) for pattern in self.passed_over)
 
     def matched(self, stored: Mapping[str, TensorEntry], names: Sequence[str]) -> dict[str, TensorEntry]:
-        """Return the stored tensor of each of `names`; names without a stored tensor are left out."""
+        """Return the stored tensor for each weight in `names`; weights without a stored tensor are omitted."""
         entries = {}
         for name in names:
             match = next((candidate for candidate in (name, name.partition(".")[2]) if candidate in stored), None)
@@ -85,7 +90,10 @@ class StoredNames:
         return entries
 
     def _renamed(self, stored: Mapping[str, TensorEntry], names: Sequence[str]) -> dict[str, TensorEntry]:
-        """Return stored tensors whose renamed name equals a renamed name of `names`, if there is exactly one."""
+        """Match stored tensors to weights by the names that transformers' renamings give to both.
+
+        A weight that matches several stored tensors is omitted.
+        """
         renamed_names = {self.model_name(name): name for name in names}
         candidates: dict[str, list[TensorEntry]] = {}
         for stored_name, entry in stored.items():
@@ -97,7 +105,7 @@ class StoredNames:
         return {name: entries[0] for name, entries in candidates.items() if len(entries) == 1}
 
     def model_name(self, name: str) -> str:
-        """Return the name that transformers gives to a stored name, apart from merges into other tensors."""
+        """Apply transformers' renamings to a stored name, without merging tensors."""
         from transformers.core_model_loading import apply_renamings
 
         renamed: str = apply_renamings(name, list(self.renamings))
@@ -105,12 +113,12 @@ class StoredNames:
 
 
 def is_computed(name: str, entry: TensorEntry) -> bool:
-    """Return whether models compute a stored tensor today."""
+    """Return whether a stored tensor is a buffer that current models compute instead of loading."""
     return bool(_COMPUTED.fullmatch(name) or (_MASK.fullmatch(name) and len(entry.shape) in (0, 4)))
 
 
 class StoredWeights:
-    """The weights in files as parts: of each tensor the rows of this rank."""
+    """A source of weights that reads files: its parts are this rank's rows of each stored tensor."""
 
     def __init__(self, source: ByteMap, reader: RangeReader, ranks: RankGroup = SingleRank()) -> None:  # noqa: B008 (it holds nothing)
         self.entries = source.entries
@@ -129,14 +137,14 @@ class StoredWeights:
 
 
 def names_in_file_order(source: ByteMap) -> list[tuple[str, Shape]]:
-    """Return names and shapes in the order of the files."""
+    """Return the names and shapes of all tensors, in the order in which the files store them."""
     entries = sorted(source.entries.values(), key=lambda entry: (entry.file, entry.offset, entry.numel))
     return [(entry.name, entry.shape) for entry in entries]
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published tensor: elements [start, start + numel) of the weight `source`."""
+    """A tensor as published files store it: elements [start, start + numel) of the model's weight `source`."""
 
     name: str
     shape: Shape
@@ -149,7 +157,10 @@ class Published:
 
 
 def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...] | None:
-    """Return the published layout in the order of `tensors`; None if it is the model's, or not made of ranges."""
+    """Return the published layout of a model's weights, in the order of `tensors`.
+
+    None: the published layout equals the model's layout, or a published tensor is not a contiguous range of one weight.
+    """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -190,7 +201,15 @@ def published_of(model: nn.Module, tensors: Sequence[tuple[str, Shape]]) -> tupl
 
 
 def _scaled(converted: Shape, shape: Shape, small: Shape) -> Shape | None:
-    """Scale the `converted` shape as `shape` relates to `small`; first dimensions may be missing. None: impossible."""
+    """Return the shape of a converted tensor in the real model, from the shape of a small converted tensor.
+
+    Args:
+        converted: shape of the small tensor after the conversion, which may have removed leading dimensions.
+        shape: shape of the real weight before the conversion.
+        small: shape of the small tensor before the conversion.
+
+    Returns None if the result is not a shape of integers.
+    """
     missing = len(small) - len(converted)
     if missing < 0:
         return None
@@ -203,14 +222,15 @@ def tensors_of(published: Sequence[Published]) -> list[tuple[str, Shape]]:
 
 
 class PublishedParts:
-    """The weights of a store as parts of published tensors."""
+    """A view of a store that presents its weights as parts of published tensors."""
 
     def __init__(self, store: PartSource, published: Sequence[Published]) -> None:
         self._store = store
         tensors_of_source: dict[str, list[Published]] = {}
         for tensor in published:
             tensors_of_source.setdefault(tensor.source, []).append(tensor)
-        self._held: dict[Part, tuple[Part, int]] = {}  # the part of the store, and where the tensor begins
+        # Part of a published tensor -> the part of the store that contains it, and the tensor's start in the weight.
+        self._held: dict[Part, tuple[Part, int]] = {}
         for held in store.parts():
             for tensor in tensors_of_source.get(held.name, ()) if held.kind == "weight" else ():
                 start, stop = max(held.start, tensor.start), min(held.stop, tensor.stop)
@@ -236,7 +256,10 @@ class PublishedParts:
 
 
 def fingerprint(directory: Path) -> str:
-    """Hash samples: sizes, headers, the beginning of each tensor, and 4 KiB of each 4 MiB. Raises OSError."""
+    """Hash samples of the safetensors in a directory, to recognise the same weights quickly. Raises OSError.
+
+    The samples are the sizes and headers of the files, the first 4 KiB of each tensor, and 4 KiB of every 4 MiB.
+    """
     total = hashlib.sha256()
     for path in sorted(set(directory.glob("*.safetensors")) - set(directory.glob(_OTHER_FORMS))):
         total.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -248,7 +271,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def _places(path: Path) -> Iterator[int]:
-    """Yield the offsets of tensors and of pieces of the header; nothing for a file whose loading will fail."""
+    """Yield offsets to sample: of each tensor, and of each 4 KiB of the header; nothing for a malformed file."""
     with suppress(UserError):
         header = read_header(path)
         yield from range(0, header.header_bytes, _SAMPLE_BYTES)

@@ -1,4 +1,4 @@
-"""The structure of a transformers model: its layers, tied weights and buffers, and memory for all of them."""
+"""Find the layers, tied weights and buffers of a transformers model, and allocate memory for them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of the model, in order.
+    """Return the decoder layers of the model, in order.
 
-    These are the listed modules that transformers says not to split, else the modules of the longest list.
+    These are the modules in a ModuleList whose class the model names in `_no_split_modules`. Without such modules, they
+    are the modules of the longest ModuleList with modules of a single class.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -27,20 +28,20 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def fp32_weights(model: nn.Module) -> frozenset[str]:
-    """Return the names of weights that transformers keeps in fp32 in a bf16 model, such as biases of routers."""
+    """Return the names of weights that transformers keeps in fp32 in a bf16 model, such as biases of MoE routers."""
     parts: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
     return frozenset(name for name in model.state_dict() if any(part in name for part in parts))
 
 
 def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Return further names of tied weights -> the first name."""
+    """Return the tied weights of the model: each further name of a weight -> the first name of the weight."""
     first: dict[Tensor, str] = {}
     names = [(name, first.setdefault(weight, name)) for name, weight in model.named_parameters(remove_duplicate=False)]
     return {name: first_name for name, first_name in names if name != first_name}
 
 
 def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the parameters and buffers of the model by those of `tensors`, by name."""
+    """Replace the parameters and buffers of the model that `tensors` names by the tensors given there."""
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, tensor)
@@ -49,18 +50,22 @@ def replace_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def materialise(
     model: nn.Module, device: torch.device, buffers_on: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """Allocate every parameter on `device` without values, as `dtype` if it is set; buffers keep values and dtype."""
+    """Allocate every parameter on `device`, uninitialised; move buffers to `buffers_on` with their values and dtypes.
+
+    `dtype` is the dtype of all parameters; None: parameters keep their dtypes.
+    """
     tied = tied_weights(model)
     buffers = {name: buffer.to(buffers_on, copy=True) for name, buffer in model.named_buffers()}
     model.to(dtype).to_empty(device=device)
-    # Both calls also changed the buffers and gave each name of a tied weight a parameter of its own.
+    # Both calls also changed the buffers and replaced each tied weight by separate parameters: restore both.
     replace_tensors(model, {**buffers, **{alias: model.get_parameter(name) for alias, name in tied.items()}})
 
 
 def freeze_buffers(model: nn.Module) -> None:
-    """Turn the buffers that a checkpoint holds into frozen weights, so that they are sharded, saved and exported.
+    """Turn persistent buffers into frozen weights, so that they are sharded, saved and exported.
 
-    Biases of routers are such buffers. Raises UserError for a buffer that is not floating point.
+    For example, the biases of MoE routers are persistent buffers. Raises UserError for a persistent buffer that is not
+    floating point.
     """
     saved = model.state_dict().keys()
     for path, module in model.named_modules():
@@ -77,22 +82,22 @@ def freeze_buffers(model: nn.Module) -> None:
 
 
 def initialize_module(model: nn.Module, module: nn.Module) -> None:
-    """Initialise `module` as transformers does, by the innermost model that contains it."""
+    """Initialise `module` as transformers does: by `_init_weights` of the innermost model that contains `module`."""
     models = [part for part in model.modules() if hasattr(part, "_init_weights") and module in set(part.modules())]
     cast("PreTrainedModel", models[-1])._init_weights(module)
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds in addition to the weights (biases of routers), by name."""
+    """Return the persistent floating-point buffers by name, such as the biases of MoE routers."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
 
 
 def compute_buffers(model: nn.Module) -> None:
-    """Compute the values of buffers on the meta device, by the initialisation code of transformers' models.
+    """Give buffers that are on the meta device real values on the CPU, by the initialisation code of the model.
 
-    `saved_buffers` get memory only, because loading fills them. Raises UserError for another buffer that a checkpoint
-    would hold, and for a buffer that the model does not compute.
+    The buffers of `saved_buffers` get uninitialised memory, because loading fills them. Raises UserError for any other
+    persistent buffer, and for a buffer that the initialisation code does not set.
     """
     on_meta = {name: buffer for name, buffer in saved_buffers(model).items() if buffer.is_meta}
     replace_tensors(model, {name: torch.empty_like(buffer, device="cpu") for name, buffer in on_meta.items()})
@@ -105,11 +110,11 @@ def compute_buffers(model: nn.Module) -> None:
                 raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
             if buffer.is_meta:
                 owners[full_name] = module
-    # An outer module may fill the buffers of an inner module; inner modules go first.
+    # An outer module may set the buffers of an inner module, so inner modules are initialised first.
     submodules = [(module, set(module.modules())) for module in model.modules()]
     owning = [module for module, within in reversed(submodules) if not within.isdisjoint(owners.values())]
     results = []
-    for filling in (0, 1):  # values that the model computes do not depend on former values
+    for filling in (0, 1):  # a buffer that keeps the filling in part or as a whole is not computed by the model
         for full_name, module in owners.items():
             name = full_name.rpartition(".")[2]
             setattr(module, name, torch.full_like(getattr(module, name), filling, device="cpu"))

@@ -1,8 +1,9 @@
-"""Traits of a model's code, measured on a narrow copy, because names and signatures do not show them.
+"""Measure traits of a model's code on a narrow copy of the model, because names and signatures do not show them.
 
-A model *packs* if several documents in one row, with aliquot's attention, give each document the same logits as a call
-with that document alone under the model's own eager attention. Other mixers of tokens, special masks, or attention
-outside of transformers' interface change the logits or raise an error: then each document is a call of its own.
+A model *packs* if it can run on several documents in one row with aliquot's attention: each document must get the same
+logits as in a separate forward pass with the model's eager attention. Convolutions or recurrences over tokens, special
+masks, or attention outside of transformers' interface change the logits or raise an error. Such a model runs one
+forward pass per document.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, R
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Two documents: one longer than a window or chunk of the narrow copy, one shorter than its convolutions.
+# Tokens of two documents: one is longer than a window or chunk of the narrow copy, one shorter than its convolutions.
 LENGTHS = (13, 3)
-_TOLERANCE = 1e-4  # of the largest logit: fp32 rounding is far below, mixing of tokens far above
+# Relative to the largest logit: errors of fp32 rounding are far below, effects of other documents far above.
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Traits:
-    attention: str  # the attention implementation: aliquot's if the model packs, else one of transformers'
-    why_unpacked: str | None  # the reason if the model does not pack; None if it packs
-    plain_head: bool  # logits are head x decoder output, without bias, soft-cap or scale
-    looks_up: bool  # the decoder gives the same for ids and for their embeddings
+    """Properties of a model's code that training depends on."""
+
+    attention: str  # the attention implementation: aliquot's if the model packs, else `sdpa` or `eager`
+    why_unpacked: str | None  # the reason why the model does not pack; None if it packs
+    plain_head: bool  # whether logits are head x decoder output, without bias, soft-cap or scale
+    looks_up: bool  # whether the decoder has the same output for token ids and for the embeddings of the ids
 
     @property
     def packs(self) -> bool:
@@ -45,11 +49,11 @@ class Traits:
 
 
 def traits(config: PretrainedConfig, longest: int | None = None) -> Traits:
-    """Return the traits of a model for documents of at most `longest` tokens; None: of any length.
+    """Return the traits of a model for documents of at most `longest` tokens; None: documents of any length.
 
     Raises UnsupportedModelError for a model that transformers cannot run, or that attends to later tokens.
     """
-    # Ids of special tokens, which may differ between a run and its plan, have no effect on traits.
+    # Ids of special tokens have no effect on traits; without them, a plan and its run share the cached result.
     values = {key: value for key, value in config.to_dict().items() if not key.endswith("_token_id")}
     kind: Any = type(config)
     model_traits = _traits(kind, json.dumps(values, sort_keys=True, default=str))
@@ -91,7 +95,10 @@ def _traits(kind: Any, values: str) -> Traits:
 
 
 def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedModel:
-    """A narrow copy for evaluation with random weights, in fp32 on CPU, under transformers' own eager attention."""
+    """Build a narrow copy of a model with random weights and transformers' eager attention, in fp32 on the CPU.
+
+    The copy is in evaluation mode. Raises UnsupportedModelError if transformers cannot build the copy.
+    """
     try:
         model = built(narrow(config, dropout), "eager")
     except Exception as error:  # each model's code fails in its own way on a config it does not like
@@ -103,7 +110,10 @@ def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedMode
 
 
 def redraw(model: nn.Module) -> None:
-    """Draw weights large enough for attention, gates and caps to matter; the usual ones are too small."""
+    """Draw weights that are large enough for attention, gates and soft-caps to affect the logits.
+
+    The usual initial weights are too small.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -115,7 +125,7 @@ def redraw(model: nn.Module) -> None:
 
 
 def example(model: PreTrainedModel) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return ids [T], positions [T] and edges of a row of two documents."""
+    """Return the ids [T], positions [T] and document boundaries of an example row of two documents."""
     vocabulary = min(VOCABULARY, model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocabulary // 2, vocabulary, (sum(LENGTHS),), generator=generator)
@@ -128,7 +138,7 @@ def agree(values: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings of transformers about narrow copies, and restore the state of random numbers afterwards."""
+    """Silence warnings of transformers and use seed 0 in the block; then restore the log level and the random state."""
     logger = logging.getLogger("transformers")
     before, logger.level = logger.level, logging.CRITICAL
     try:
@@ -141,7 +151,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread, because products of narrow copies are too small to divide."""
+    """Use one thread, because the matrix products of narrow copies are too small for several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -161,7 +171,7 @@ def _logits_by_document(model: PreTrainedModel) -> Tensor:
 
 
 def _check_keeps_weights(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if calls change weights, which all ranks of a host share in one memory."""
+    """Raise UnsupportedModelError if a forward pass changes weights, because ranks of a host may share their memory."""
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for training in (True, False):
         _logits_by_document(model.train(training))
@@ -183,13 +193,16 @@ def _check_causal(model: PreTrainedModel, logits: Tensor) -> None:
 
 
 def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
-    """Return the output of the decoder for ids, or for their embeddings; None if the decoder cannot be called."""
+    """Return the decoder's output for the example row; None if the decoder cannot be called.
+
+    With `embed`, the decoder gets the embeddings of the token ids instead of the ids.
+    """
     ids, positions, edges = example(model)
     with torch.no_grad():
         tokens = F.embedding(ids, model.get_input_embeddings().weight) if embed else ids
         try:
             return model_calls.hidden_states(model, tokens, positions, Documents(edges, None))
-        # Each model fails in its own way; training then uses whole logits.
+        # Models raise various errors here; training then computes the loss from the logits of the whole model.
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return None
 
@@ -218,7 +231,7 @@ def _why_unpacked(config: PretrainedConfig, model: PreTrainedModel, logits: Tens
         packed.load_state_dict(model.state_dict())
         ids, positions, edges = example(model)
         with torch.no_grad():
-            packed.train()  # attention asks for dropout there
+            packed.train()  # in training mode some models ask for attention dropout, which raises an error
             model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
             packed.eval()
             row = model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))

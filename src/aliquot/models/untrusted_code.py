@@ -1,6 +1,7 @@
-"""Code that comes with a model or a tokenizer: its Python never runs, its chat template runs for a limited time.
+"""Protect against code that comes with a model or a tokenizer.
 
-If a directory names Python code (`auto_map`), transformers would ask on standard input whether to run it.
+Python code of a model never runs: if a directory names such code (`auto_map`), transformers would ask on standard input
+whether to run it. A chat template, which is a program, too, gets limited CPU time.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from aliquot.core.small_files import check_small, refuse_link
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-TEMPLATE_CPU_S = 1.0  # five times as much as a chat of megabytes needs
+TEMPLATE_CPU_S = 1.0  # five times as long as rendering a chat of several megabytes takes
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 
 
 def check_small_files(directory: Path) -> None:
     """Raise ModelFilesError unless all small files that transformers might read are regular, small and in `directory`.
 
-    Files of a snapshot may be in the hub's cache. Other links are refused, because a run saves copies of the files.
+    The files of a hub snapshot may also be links into the hub's cache. Links to other places are refused, because a run
+    would save copies of their targets.
     """
     for file in sorted(file for pattern in _SMALL_FILES for file in directory.glob(pattern)):
         try:
@@ -65,7 +67,7 @@ def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def model_from_config(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build a causal language model as transformers does, without code of the model's own."""
+    """Build a causal language model from a configuration, as transformers does, without running the model's code."""
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config, **options)
@@ -74,10 +76,11 @@ def model_from_config(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 
 @contextmanager
 def limit_rendering() -> Iterator[None]:
-    """Raise TimeoutError if the block, which renders a chat template, needs more CPU time than TEMPLATE_CPU_S.
+    """Raise TimeoutError if the block, which renders a chat template, takes more CPU time than TEMPLATE_CPU_S.
 
-    The kernel counts CPU time, of which a stopped or starved process spends none. Python handles signals in the main
-    thread only, so that blocks in other threads have no limit, nor has a single long operation.
+    CPU time, unlike elapsed time, does not advance while the process is stopped or waits for a core. Python handles
+    signals only in the main thread and between operations. A block in another thread or a single long operation is
+    therefore not limited.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -92,7 +95,7 @@ def limit_rendering() -> Iterator[None]:
 
 @functools.cache
 def _install_handler() -> None:
-    """Install the signal handler, once, because that takes longer than rendering."""
+    """Install the signal handler once per process, because installing takes longer than rendering."""
     signal.signal(signal.SIGVTALRM, _end)
 
 
