@@ -1,4 +1,7 @@
-"""The change that would make a run faster, if it waits for network or memory or computes in the slower precision."""
+"""Advice in a plan: the change of settings that would make the run fastest, and by which factor.
+
+There is advice for runs that wait for network, memory or disk, and for runs in the slower precision.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ from aliquot.planner.search import Search, as_arguments, batch_changes, with_set
 
 Precision = Literal["bf16", "fp32"]
 
-_SIDE = 512  # of the matrix product that compares precisions
+_SIDE = 512  # side of the square matrices whose product compares the speed of bf16 and fp32
 _LARGER = (2, 4, 8, 16)
 _FEWER_RANKS = (1, 2, 4, 8, 16)
 _WORTH = 1.1  # a smaller gain in tokens/s is no reason to change a setting
-_NEARLY_BEST = 0.9  # of the best gain of a series
+_NEARLY_BEST = 0.9  # a smaller change with at least this fraction of the largest gain is preferred
 
 
 @dataclass(frozen=True)
 class Change:
     config: RunConfig  # after the change
     settings: Mapping[str, object]  # `section.key` -> value
-    description: str | None = None  # None: the settings speak for themselves
+    description: str | None = None  # None: the settings need no description
     layout: RankLayout | None = None  # None: the present layout
 
 
 def with_advice(plan: Plan, search: Search) -> Plan:
-    """Add the best change to the bottleneck of a plan. Makes about a dozen more plans."""
+    """Append the most helpful change of settings to `plan.bottleneck`. This makes about a dozen more plans."""
     series = _series(plan, search)
     if not plan.fits or not series:
         return plan
@@ -41,7 +44,7 @@ def with_advice(plan: Plan, search: Search) -> Plan:
         gains = [(made.tokens_per_s / present, words) for words, made in _plans(changes, search)]
         if gains:
             enough = _NEARLY_BEST * max(gain for gain, _ in gains)
-            best.append(next(pair for pair in gains if pair[0] >= enough))  # the smallest change that comes near
+            best.append(next(pair for pair in gains if pair[0] >= enough))  # smallest change with nearly the best gain
     gain, words = max(best, default=(0.0, ""))
     if gain < _WORTH:
         return plan
@@ -49,7 +52,7 @@ def with_advice(plan: Plan, search: Search) -> Plan:
 
 
 def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
-    """Return series of changes that may help; none where a run has nothing to gain, because each plan costs time."""
+    """Return series of ascending changes that may help, and no others, because each plan costs time."""
     planner, config, layout = search.planner, search.config, search.layout
     rates = planner.rates(layout)
 
@@ -73,7 +76,7 @@ def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
 
 
 def _plans(changes: Iterator[Change], search: Search) -> Iterator[tuple[str, Plan]]:
-    """Yield words and plan of each change that fits."""
+    """Plan each change, and yield its description and its plan if the run then fits into memory."""
     planner, names = search.planner, search.names
     for change in changes:
         layout = change.layout or search.layout
@@ -86,7 +89,7 @@ def _plans(changes: Iterator[Change], search: Search) -> Iterator[tuple[str, Pla
             settings = dict(change.settings)
             is_fixed = change.config.launch.ranks != "auto" or names.get("launch.ranks") == "--ranks-per-node"
             if not is_fixed and automatic.ranks_per_node != layout.ranks_per_node:
-                settings["launch.ranks"] = layout.ranks_per_node  # automatic ranks follow the batch
+                settings["launch.ranks"] = layout.ranks_per_node  # `launch.ranks: auto` depends on the batch
             arguments = as_arguments(settings, names)
             if change.description is None:
                 yield arguments, made
@@ -109,7 +112,10 @@ def _larger_micro_batches(config: RunConfig, layout: RankLayout) -> Iterator[Cha
 
 
 def _fewer_ranks(search: Search) -> Iterator[Change]:
-    """Engine host may fit with fewer ranks, because each rank holds activations and a ring of its own."""
+    """Yield changes to fewer ranks per node: engine host may then fit.
+
+    Each rank needs memory for activations and for a ring buffer of gradients.
+    """
     config, layout = search.config, search.layout
     for ranks in (count for count in _FEWER_RANKS if count < layout.ranks_per_node):
         changed = with_settings(config, {"launch.ranks": ranks})

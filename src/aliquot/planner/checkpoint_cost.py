@@ -1,4 +1,4 @@
-"""The cost of checkpoints: bytes to write, seconds for which steps wait, and memory for copies of unsaved parts."""
+"""The cost of checkpoints: bytes to write, seconds for which steps wait, and memory for copies of unsaved states."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from aliquot.models.model_shape import ModelShape, numel
 from aliquot.optim.sizes import moment_bytes
 from aliquot.planner.step_time import MicroBatchTime
 
-# Of the storage rate, because other processes may write there, and training has the cores. An assumed rate counts
-# less, because the memory of a run must not depend on it.
+# The fraction of the storage rate that a save reaches while training uses the cores and other processes may write. An
+# assumed storage rate has the lower fraction, because a plan of memory must not rely on an assumption.
 _MEASURED_REACHED, _ASSUMED_REACHED = 0.8, 0.5
-# Of a rank that decodes and encodes moments in int8 beside training: about what Zen 4 and a Xeon with AMX reach.
+# Elements of int8 moments that a rank decodes and encodes per second while it trains: about the rate of Zen 4 and of a
+# Xeon with AMX.
 _INT8_NUMEL_PER_S = 5e6
-_COPIED_BYTES = 3 * 4  # of a parameter: weight and two moments in fp32
+_COPIED_BYTES = 3 * 4  # per parameter: weight and two moments in fp32
 
 
 @dataclass(frozen=True)
 class Saving:
-    """One checkpoint, and the storage that it goes to."""
+    """The size of one checkpoint, and the speed of its storage."""
 
-    numel: int  # learned parameters, on all ranks
-    checkpoint_bytes: int  # of all nodes
+    numel: int  # trainable parameters of all ranks
+    checkpoint_bytes: int  # written by all nodes together
     storage_bytes_per_s: float  # of all nodes together
     storage_is_measured: bool = False
 
@@ -35,9 +36,9 @@ class Saving:
 
 @dataclass(frozen=True)
 class SaveCounts:
-    blocking: int  # saves for which training stands still
-    overlapped: int  # saves that go on beside steps
-    stall_s: float  # for which steps wait, of all overlapped saves together
+    blocking: int  # saves during which training waits
+    overlapped: int  # saves that overlap with steps
+    stall_s: float  # total time that steps wait for overlapped saves
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -63,7 +64,7 @@ def export_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def saves_overlap(config: RunConfig, steps: int | None) -> bool:
-    """Whether steps follow while a save goes on."""
+    """Whether training continues with the next steps during a save."""
     best = config.train.eval_steps if config.checkpoint.best else 0
     continues = any(every and (steps is None or every < steps) for every in (config.checkpoint.every, best))
     return continues and config.checkpoint.asynchronous
@@ -72,15 +73,17 @@ def saves_overlap(config: RunConfig, steps: int | None) -> bool:
 def count_saves(
     config: RunConfig, steps: int, saving: Saving, ranks: int, step_s: float, until_update_s: float
 ) -> SaveCounts:
-    """Count the saves of a run as if, with `checkpoint.best`, each evaluation were the best so far.
+    """Count the saves of a run, and estimate how long steps wait for them.
+
+    With `checkpoint.best`, every evaluation counts as the best so far, and therefore causes a save.
 
     Args:
-        until_update_s: from the beginning of a step to its update.
+        until_update_s: seconds from the beginning of a step to its weight update.
     """
     settings = config.checkpoint
     best = config.train.eval_steps if settings.best else 0
     between = times_either_due(settings.every, best, steps)
-    last_step_is_due = is_due(settings.every, steps) or is_due(best, steps)  # `between` counts it
+    last_step_is_due = is_due(settings.every, steps) or is_due(best, steps)  # `between` includes it
     at_end = settings.last or last_step_is_due or bool(best)
     if not settings.asynchronous:
         return SaveCounts(between + (at_end and not last_step_is_due), 0, 0.0)
@@ -102,14 +105,14 @@ def snapshot_bytes(
     micro_batches: int,
     freed_bytes: int,
 ) -> int:
-    """Return the bytes that copies of unsaved parts add to the peak of a rank.
+    """Return the bytes by which a running save raises the peak memory of a rank.
 
-    An update copies the parts that a save has not written yet, in fp32, up to `checkpoint.buffer_bytes`
-    (checkpoint/live_parts.py).
+    Before an update changes weights and moments that the save has not written yet, the rank copies them in fp32, up to
+    `checkpoint.buffer_bytes` (checkpoint/live_parts.py).
 
     Args:
-        micro_batches: of a rank and step.
-        freed_bytes: saved for a backward pass, and free again when an update comes.
+        micro_batches: per rank and optimizer step.
+        freed_bytes: activations of the backward pass, whose memory is free again at the update.
     """
     if not saves_overlap(config, steps):
         return 0
@@ -123,6 +126,6 @@ def snapshot_bytes(
         return min(config.checkpoint.buffer_bytes, int(left * _COPIED_BYTES * saving.numel / layout.world_size))
 
     at_update_s = micro_batches * micro_batch.step_s
-    # Copies lie where activations were. Activations return with the next forward pass, so that only parts that the save
-    # has not written by then add to the peak.
+    # At first the copies use the memory of freed activations. The next forward pass needs this memory again. Therefore
+    # only the copies that the save has not written by then add to the peak.
     return max(unsaved_after(at_update_s + sum(micro_batch.forward)), unsaved_after(at_update_s) - freed_bytes)

@@ -1,4 +1,4 @@
-"""The matmul ceiling that MFU is a fraction of: FLOP/s of plain matrix products on the machines of a run."""
+"""Measure the compute ceiling, the denominator of MFU: FLOP/s of plain matrix products on the machines of a run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Ceiling(NamedTuple):
 
 
 def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = False) -> Ceiling:
-    """Return the ceiling, measured on CPU together with all rates of plans: about a second. Collective.
+    """Return the compute ceiling of all ranks. Collective.
+
+    On CPU the measurement takes about a second, because it covers all rates that plans use.
 
     Args:
-        again: measure even if a profile of the last hour holds.
+        again: measure even if the cache has a valid profile.
     """
     topology = ranks.topology
     if topology.device == "cuda":
@@ -35,11 +37,11 @@ def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = Fals
     if not all(ranks.gather(profile is not None)):
         core_share = min(1.0, cpu.usable_cores / math.prod(layout))
         measured = measure_rates(lambda value: max(ranks.gather(value)), QUICK, core_share)
-        release_free_memory()  # matrices of tens of megabytes: a run that measures holds no more than another run
+        release_free_memory()  # of tens of megabytes, so that a measurement does not raise the memory of the run
         everywhere = ranks.gather([topology.node_rank, asdict(measured)])
         here = median_measurement([rates for node, rates in everywhere if node == topology.node_rank])
         if topology.local_rank == 0:
-            with suppress(OSError):  # the next run measures again
+            with suppress(OSError):  # without a stored profile, the next run measures again
                 machine_profile.keep(cpu, *layout, here)
         ranks.barrier()
         profile = machine_profile.profile_of(*layout, here)

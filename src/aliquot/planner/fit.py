@@ -16,16 +16,16 @@ from aliquot.planner.planned_machine import Machine, nearest_directory
 
 
 def hopeless(plan: Plan) -> bool:
-    """Whether the run does not fit even if the plan is as much too high as plans have been."""
+    """Whether the run cannot fit, even if the plan overestimates memory by the largest measured error, UNCERTAINTY."""
     host_is_short = plan.host_peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.host_limit_bytes
     return host_is_short or plan.peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.limit_bytes
 
 
 def check_start(config: RunConfig, ranks: int, memory_bytes: int) -> None:
-    """Check that a node holds the processes of its ranks, because only living ranks can make a plan.
+    """Check that a node has enough memory for the processes of its ranks, even before the ranks make a plan.
 
     Raises:
-        DoesNotFitError: `memory_bytes` of the node do not hold `ranks` processes without a model.
+        DoesNotFitError: `memory_bytes`, the memory of the node, is too small for `ranks` processes without a model.
     """
     needed = ranks * START_PRIVATE_BYTES + START_SHARED_BYTES + helper_process_bytes(config, ranks)
     if needed * (1 - UNCERTAINTY) > memory_bytes:
@@ -68,7 +68,7 @@ class _DiskUse:
     """Bytes that a run needs on the file system of a directory."""
 
     directory: Path
-    key: str  # of the config, which names the directory
+    key: str  # the config key that sets the directory
     words: str
     size: int
 
@@ -101,16 +101,16 @@ def has_room(config: RunConfig, plan: Plan, done: int = 0) -> bool:
 
 
 def _disk_uses(config: RunConfig, plan: Plan, done: int) -> dict[int, list[_DiskUse]]:
-    """Return the uses of each device."""
+    """Return what the run needs on each file system, by device number."""
     run, saving = config.run.directory, config.checkpoint
     saves = times_due(saving.every, plan.steps, saving.last) if plan.steps else 2
     existing = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
     if saving.best:
-        saves += times_due(config.train.eval_steps, plan.steps)  # at most
+        saves += times_due(config.train.eval_steps, plan.steps)  # upper bound: every evaluation is the best so far
     future = max(0, saves - times_due(saving.every, done, last=False))
     at_once = min(
         future + bool(existing), saving.keep + saving.best + 1
-    )  # a new one is complete before an old one goes
+    )  # a new checkpoint is complete before retention deletes an old one
     checkpoints = f"{at_once:,} checkpoints take" if at_once > 1 else f"{at_once} checkpoint takes"
     uses: dict[int, list[_DiskUse]] = defaultdict(list)
     for use in (
@@ -127,6 +127,6 @@ def _disk_uses(config: RunConfig, plan: Plan, done: int) -> dict[int, list[_Disk
 
 
 def _free_bytes(directory: Path) -> int | None:
-    """None: some network file systems do not tell."""
+    """Return the free bytes of the file system; None if it does not report its size, like some network file systems."""
     facts = os.statvfs(nearest_directory(directory))
     return facts.f_bavail * facts.f_frsize if facts.f_blocks else None

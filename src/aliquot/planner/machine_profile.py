@@ -1,7 +1,8 @@
-"""Measured rates of this machine, kept in the cache directory by processor, cores, version of torch, ranks and threads.
+"""Machine profiles: measured rates of this machine, stored in the cache directory.
 
-Shared machines become slower and faster, by half within a day. A quick profile, which every run makes sure of, holds
-for an hour. A thorough profile (`aliquot plan --calibrate`) holds until a new measurement replaces it.
+A profile is specific to processor, cores, version of torch, ranks and threads. The speed of a shared machine changes by
+half within a day. Therefore a quick profile is valid for an hour, and a run without a valid profile measures a new one.
+A thorough profile (`aliquot plan --calibrate`) is valid until a new measurement replaces it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from aliquot.planner.planned_machine import Machine
 from aliquot.planner.rates import ASSUMED_NETWORK, GLOO_BYTES_PER_S, OFF_BY, Rates, network_bytes_per_s
 
 FORMAT = 10
-_BUSY = 0.1  # spread of products above which the next run measures again
+_BUSY = 0.1  # spread of matrix product times above which the next run measures again
 _FRESH_S = 3600.0
-_MEASURED_OFF_BY = 1.15  # the time model itself; see docs/planning.md
+_MEASURED_OFF_BY = 1.15  # error of the time model itself; see docs/planning.md
 _SCALED_OFF_BY = 1.5  # eight threads were 5 to 8 times as fast as one
 
 _Count = Annotated[int, Field(ge=1)]
@@ -38,7 +39,7 @@ _Count = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """A file in a cache, which may be anybody's: pydantic checks every value."""
+    """The content of a profile file. pydantic validates every value, because anybody may have written the cache."""
 
     format: int
     at: FiniteFloat  # seconds since 1970
@@ -50,7 +51,7 @@ class MachineProfile:
 
     @property
     def is_fresh(self) -> bool:
-        return self.thorough or abs(time.time() - self.at) < _FRESH_S  # clocks are set back, too
+        return self.thorough or abs(time.time() - self.at) < _FRESH_S  # clocks may be set back
 
     @property
     def is_busy(self) -> bool:
@@ -58,11 +59,14 @@ class MachineProfile:
         return self.rates.spread > _BUSY
 
     def ceiling(self, itemsize: int) -> float:
-        """FLOP/s of a rank in its fastest plain products: in fp32, where the processor has no bf16."""
+        """Return the FLOP/s of a rank in its fastest plain matrix products.
+
+        fp32 products count for bf16, too, because a processor may lack bf16 instructions.
+        """
         return max(rate for size in {itemsize, 4} for _, rate in self.rates.products[size])
 
     def scaled(self, machine: Machine, layout: RankLayout) -> Rates:
-        """Return the rates of a rank of `layout`, in proportion to its cores if `layout` was not measured."""
+        """Return the rates of a rank of `layout`, scaled by cores per rank if `layout` was not measured."""
         then, now = (self.ranks, self.threads), (layout.ranks_per_node, layout.threads_per_rank)
         cores_then, cores = (min(threads, machine.cores / ranks) for ranks, threads in (then, now))
         factor, off_by = cores / cores_then, _MEASURED_OFF_BY
@@ -82,7 +86,7 @@ class MachineProfile:
             source=f"measured on this machine on {self.date}{how}",
             products=curves(rates.products),
             memory=curves(rates.memory),
-            call_s=rates.call_s * shared / shared_then,  # one thread of a rank makes the calls
+            call_s=rates.call_s * shared / shared_then,  # one thread of each rank makes the calls
             socket_bytes_per_s=rates.socket_bytes_per_s * shared_then / shared,
             gloo_bytes_per_s=GLOO_BYTES_PER_S * cores / layout.threads_per_rank,
             network_bytes_per_s=network_bytes_per_s(machine),
@@ -91,7 +95,7 @@ class MachineProfile:
 
 
 def measured_rates(machine: Machine, layout: RankLayout) -> Rates | None:
-    """Return rates by the nearest profile of this machine; None for another machine, for GPUs, or without a profile."""
+    """Return rates from the most similar profile of this machine; None for another machine, GPUs, or no profile."""
     profile = _nearest(machine, layout)
     return None if profile is None else profile.scaled(machine, layout)
 
@@ -103,7 +107,7 @@ def is_measured(machine: Machine, layout: RankLayout) -> bool:
 
 
 def recent(cpu: CpuFacts, ranks: int, threads: int) -> MachineProfile | None:
-    """Return the fresh profile of these ranks and threads; None if there is none, or if the machine was busy."""
+    """Return a valid profile of exactly these ranks and threads, measured on an idle machine, or None."""
     profile = _read(_path(cpu, ranks, threads))
     return profile if profile is not None and profile.is_fresh and not profile.is_busy else None
 
@@ -118,7 +122,7 @@ def keep(cpu: CpuFacts, ranks: int, threads: int, rates: dict[str, Any], thoroug
 
 
 def profile_of(ranks: int, threads: int, rates: dict[str, Any]) -> MachineProfile:
-    """Return a quick profile that was measured now, without keeping it."""
+    """Make a quick profile from `rates` that were measured just now, without storing it."""
     return TypeAdapter(MachineProfile).validate_python(_values(ranks, threads, rates, thorough=False))
 
 
@@ -129,9 +133,9 @@ def _values(ranks: int, threads: int, rates: dict[str, Any], thorough: bool) -> 
 
 
 def calibrate() -> Path:
-    """Measure this machine for half a minute, keep the profiles and return their directory. Raises OSError.
+    """Measure this machine for half a minute, store two profiles and return their directory. Raises OSError.
 
-    Measures as many ranks of one thread as there are cores, and one rank with a thread for each core.
+    One profile is for a rank per core, the other for a single rank with a thread per core.
     """
     cpu, directory = read_cpu(), cache_root() / "machines"
     directory.mkdir(parents=True, exist_ok=True)
@@ -141,7 +145,7 @@ def calibrate() -> Path:
 
 
 def ensure_measured(machine: Machine, layout: RankLayout) -> None:
-    """Measure this machine quickly for the ranks of one node of `layout`, unless a profile holds already."""
+    """Measure this machine quickly for the ranks of one node of `layout`, unless a profile is still valid."""
     if machine.cpu is None or is_measured(machine, layout):
         return
     ranks, threads = layout.ranks_per_node, layout.threads_per_rank
@@ -151,7 +155,7 @@ def ensure_measured(machine: Machine, layout: RankLayout) -> None:
 
 
 def _measure(cpu: CpuFacts, ranks: int, threads: int, effort: Effort) -> dict[str, Any]:
-    """Measure with threads of this process as ranks, and return their median."""
+    """Measure with a thread of this process in place of each rank, and return the median over these ranks."""
     import torch
 
     threads_before = torch.get_num_threads()
@@ -178,7 +182,7 @@ def _measure(cpu: CpuFacts, ranks: int, threads: int, effort: Effort) -> dict[st
 
 
 def _nearest(machine: Machine, layout: RankLayout) -> MachineProfile | None:
-    """Return the profile of the most similar ranks and threads, a fresh and undisturbed one if there is any."""
+    """Return the profile with the most similar threads and ranks. Valid profiles of an idle machine come first."""
     if machine.cpu is None or layout.device != "cpu":
         return None
     paths = (cache_root() / "machines").glob(f"{_name(machine.cpu)}-*.json")
@@ -192,7 +196,7 @@ def _nearest(machine: Machine, layout: RankLayout) -> MachineProfile | None:
 
 
 def _read(path: Path) -> MachineProfile | None:
-    """None: missing, not readable, or of another version of aliquot."""
+    """Read a profile; None if the file is missing, not readable, or of another version of aliquot."""
     try:
         profile = TypeAdapter(MachineProfile).validate_python(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Measure how fast a rank computes and moves bytes: in the rank itself, while all ranks of the node do the same."""
+"""Measure how fast a rank computes and moves bytes while all ranks of its node do the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1)]  # (size, rate), sizes ascending
-Agree = Callable[[float], float]  # collective: the largest of all ranks' numbers, on each rank
+Agree = Callable[[float], float]  # collective: returns the maximum over all ranks
 
 ITEMSIZES = (2, 4)  # bf16, fp32
 KINDS = ("stream", "exp", "transpose")  # of elementwise operations: plain, with an exponential, reordering copies
@@ -28,9 +28,9 @@ KINDS = ("stream", "exp", "transpose")  # of elementwise operations: plain, with
 class Measurement:
     """Rates of one rank."""
 
-    products: dict[int, Curve]  # itemsize -> (side of a cube, FLOP/s) of matrix products
+    products: dict[int, Curve]  # itemsize -> (side of square matrices, FLOP/s of their product)
     memory: dict[str, Curve]  # kind -> (bytes of a tensor, bytes/s read and written)
-    call_s: Rate  # of an operation on a few numbers, with autograd
+    call_s: Rate  # seconds of a torch operation on a few numbers, with autograd
     socket_bytes_per_s: Rate  # loopback TCP, sender and receiver on one core
     spread: FiniteFloat  # 0: the cores did nothing else; 0.1: the median product took 10 % longer than a fast one
 
@@ -41,20 +41,21 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Effort:
-    """Sizes to measure, and how long."""
+    """The sizes to measure, and the time per measurement."""
 
-    sides: tuple[int, ...]  # of cubes; `longest_s` leaves slow cubes out
+    sides: tuple[int, ...]  # of square matrices; products slower than `longest_s` are skipped
     longest_s: float
     tensor_bytes: tuple[int, ...]
     seconds_each: float
-    apart_bytes: int  # of the tensors that take turns, because a step finds nothing in the cache of a core
+    apart_bytes: int  # total size of the tensors to cycle through: larger than caches, as in a training step
 
 
 # The first `train` or `plan` on a machine takes about a second, `plan --calibrate` half a minute.
 QUICK = Effort((128, 512, 1024, 2048), 0.1, (1 << 20, 4 << 20), 0.02, 64 << 20)
 THOROUGH = Effort((128, 256, 512, 1024, 2048), 2.0, (64 << 10, 1 << 20, 4 << 20, 64 << 20), 0.3, 256 << 20)
 
-# A step reads a tensor after others of this size, and writes small results where it wrote shortly before.
+# A training step reads a tensor again only after `_BETWEEN_BYTES` of other tensors. It writes results of at most
+# `_SMALL_BYTES` into recently used memory: one of `_REUSED` tensors.
 _BETWEEN_BYTES, _SMALL_BYTES, _REUSED = 16 << 20, 1 << 20, 4
 _SOCKET_BYTES = 16 << 20
 _CALLS = 10  # operations of torch in one timed expression, backward pass included
@@ -64,17 +65,17 @@ def measure_rates(agree: Agree, effort: Effort, core_share: float = 1.0) -> Meas
     """Measure one rank with the threads that torch has in it.
 
     Args:
-        agree: the ranks start each measurement together and skip the same sizes.
-        core_share: part of a core that a thread has. Where ranks share cores, a call ends within the turn of its rank,
-            so CPU time counts instead of wall time.
+        agree: lets all ranks start each measurement together and skip the same sizes.
+        core_share: fraction of a core per thread. If ranks share cores, the measurement divides CPU time by this
+            fraction, because the wall time of a short call within one time slice does not show the sharing.
     """
     import torch
 
     clock = time.perf_counter if core_share == 1 else lambda: time.thread_time() / core_share
 
     def timed(work: Callable[[], Any]) -> tuple[float, float]:
-        """Seconds of a fast call, and how much longer the median call or all calls took than an idle core allows."""
-        work()  # chooses kernels and touches pages
+        """Return the seconds of a fast call, and the fraction by which other work on the core slowed the calls down."""
+        work()  # the first call chooses kernels and touches memory pages
         agree(0)
         times: list[float] = []
         began, began_on_core = time.perf_counter(), time.thread_time()
@@ -119,10 +120,10 @@ def median_measurement(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 
 def _next_product(room: Tensor, side: int) -> Callable[[], Any]:
-    """Multiply the next matrices of `room`."""
+    """Return a function that multiplies the next matrices in the tensor `room` at each call."""
     import torch
 
-    room.fill_(1)  # products grow without end
+    room.fill_(1)  # because repeated products would overflow
     matrices = cycle(room[: len(room) // (3 * side * side) * 3 * side * side].view(-1, 3, side, side))
 
     def multiply() -> None:
@@ -133,7 +134,7 @@ def _next_product(room: Tensor, side: int) -> Callable[[], Any]:
 
 
 def _next_pass(room: Tensor, kind: str, size: int) -> Callable[[], Any]:
-    """Run an operation of a kind of KINDS on the next tensors of `size` bytes."""
+    """Return a function that applies an operation of a `kind` of KINDS to the next tensor of `size` bytes in `room`."""
     import torch
 
     room.fill_(1)  # doubling overflows, and infinities are slow
@@ -149,7 +150,7 @@ def _next_pass(room: Tensor, kind: str, size: int) -> Callable[[], Any]:
 
 
 def _call_s(room: Tensor, clock: Callable[[], float]) -> float:
-    """Seconds of an operation on a few numbers: the mean of a call with a warm cache and of one with a cold cache."""
+    """Return the seconds of a torch operation on a few numbers, as the mean over a warm and a cold cache."""
     import torch
 
     tiny = torch.ones(8, requires_grad=True)
@@ -164,7 +165,7 @@ def _call_s(room: Tensor, clock: Callable[[], float]) -> float:
 
 
 def _socket_rate() -> float:
-    """Bytes/s over loopback TCP, sender and receiver in one process, as gloo has them in each rank."""
+    """Return the bytes/s of loopback TCP. One process sends and receives, as gloo does in each rank."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()

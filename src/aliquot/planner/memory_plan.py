@@ -1,8 +1,9 @@
-"""Memory of a rank in each phase of a run, from the sizes that its engine states, and the placement of its states.
+"""Plan the memory of a rank in each phase of a run, and decide which states go to disk or stay unsharded.
 
-States go to disk if memory is short, and stay whole on a GPU if memory suffices. Categories of private memory: process,
-weights, gradients, moments, gathered, activations, loss, buffers, streamed, snapshot, data and allocator; of shared
-memory, once per host: process, weights, buffers.
+The sizes of weights, gradients and moments come from the engine. States go to disk if memory is short. Weights and
+gradients stay unsharded on a GPU within a step if memory suffices. Categories of private memory: process, weights,
+gradients, moments, gathered, activations, loss, buffers, streamed, snapshot, data and allocator. Categories of shared
+memory, which counts once per host: process, weights, buffers.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from aliquot.planner.plan import PhaseMemory
 from aliquot.tensor_io.parts import MEMORY_BYTES
 
 UNCERTAINTY = 0.08  # plans of peak memory were off by up to this fraction: benchmarks/foresight.py
-MARGIN = UNCERTAINTY  # of the limit that placement leaves free
+MARGIN = UNCERTAINTY  # fraction of the limit that placement leaves free
 _ON_DISK_NOTHING = OnDisk()
 MIB = 1 << 20
 
-# A rank without a model: Python, torch, transformers and the modules of training, at the start of the process and
-# during training. Private memory, and pages of libraries that all ranks of a host share. Measured as private_bytes and
-# shared_bytes of the ledger for a model of 1 M parameters, minus the memory of the model (torch 2.13.0+cpu,
-# transformers 5.23, Python 3.11, x86-64 Linux 6; tcmalloc and glibc differ by 2 %).
+# The memory of a rank without its model: Python, torch, transformers and the modules of training. START is the start of
+# the process, PROCESS is training. SHARED are pages of libraries that all ranks of a host share. Measured as
+# private_bytes and shared_bytes of the ledger for a model of 1 M parameters, minus the memory of the model (torch
+# 2.13.0+cpu, transformers 5.23, Python 3.11, x86-64 Linux 6; tcmalloc and glibc differ by 2 %).
 START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 308 * MIB, 116 * MIB
 # The launcher of a node: a process with Python and torch.
@@ -48,7 +49,7 @@ CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
 @dataclass(frozen=True)
 class MemoryPlan:
     held: RankMemory
-    phases: tuple[PhaseMemory, ...]  # of the memory that the rank computes in
+    phases: tuple[PhaseMemory, ...]  # of GPU memory if the rank computes on a GPU, otherwise of host memory
     on_disk: OnDisk
     unsharded: Unsharded
 
@@ -62,13 +63,13 @@ class MemoryPlanner:
     shape: ModelShape
     layout: RankLayout
     cost: MicroBatchCost
-    index_bytes: int  # of the data
-    snapshot_bytes: int  # copies and pieces of a save
+    index_bytes: int  # index of the data
+    snapshot_bytes: int  # copies and write buffers of a running save
     kernel_bytes: int
     limit_bytes_per_node: float  # of all ranks
 
     def plan(self, micro_batches: int) -> MemoryPlan:
-        """Return the memory with as little on disk as fits, and as much whole on GPUs as fits."""
+        """Return the memory plan with the least on disk, and the most unsharded on GPUs, that fits into the limit."""
         on_disk, unsharded = _ON_DISK_NOTHING, SHARDED
         if self.config.shard.offload == "disk" and self.engine == "host":
             streams = self.layout.nodes == 1 and self.shape.packs
@@ -79,7 +80,7 @@ class MemoryPlanner:
         return MemoryPlan(held, made, on_disk, unsharded)
 
     def _excess(self, on_disk: OnDisk, unsharded: Unsharded = SHARDED) -> float:
-        """Bytes by which a rank exceeds its limit, less the margin."""
+        """Return the bytes by which a rank exceeds its limit minus the margin; negative if the rank fits."""
         ranks = self.layout.ranks_per_node
         most = max(phase.per_rank(ranks) for phase in self._phases(on_disk, unsharded)[1])
         return most - (1 - MARGIN) * self.limit_bytes_per_node / ranks
@@ -93,7 +94,7 @@ class MemoryPlanner:
             return held, phases(config, held, self.cost, process, self._building)
         on_gpu = held
         if config.shard.offload == "cpu":
-            # Sums of whole gradients stay on the GPU until their reduction.
+            # Sums of unsharded gradients stay on the GPU until they are reduced.
             gradients = held.gradients if unsharded.gradients else 0
             on_gpu = replace(held, weights=0, gradients=gradients, moments=0, update=0)
         return held, phases(config, on_gpu, self.cost, gpu_process(self.layout.world_size), [])
@@ -112,13 +113,13 @@ class MemoryPlanner:
 
 
 def least_on_disk(shape: ModelShape, layout: RankLayout, streams: bool, excess: Callable[[OnDisk], float]) -> OnDisk:
-    """Return the least that must lie on disk, or everything if no less suffices.
+    """Return the fewest states on disk with which a rank fits, or everything if the rank never fits.
 
-    States go before gradients, gradients before whole layers. Large weights go before small weights, because then few
-    weights have states on disk, in long windows.
+    Optimizer states go to disk first, then gradient sums, then whole layers. Large weights come before small ones, so
+    that few weights have states on disk and each disk access is long.
 
     Args:
-        streams: engine host may read whole layers for each use.
+        streams: engine host may keep whole layers on disk and read them for each use.
         excess: bytes by which a rank exceeds its limit.
     """
     if excess(_ON_DISK_NOTHING) <= 0:
@@ -157,10 +158,10 @@ def least_on_disk(shape: ModelShape, layout: RankLayout, streams: bool, excess: 
 
 
 def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Unsharded:
-    """Return the most that a GPU can keep whole within a step of `micro_batches`.
+    """Return whether a GPU keeps weights and gradients unsharded within a step of `micro_batches`.
 
-    Weights go first: a byte of weights saves (2 x micro-batches - 1) bytes of all-gather, a byte of gradients
-    micro-batches - 1 bytes of reduce-scatter.
+    Weights have priority, because each byte of unsharded weights saves (2 x micro-batches - 1) bytes of all-gather. A
+    byte of unsharded gradients saves only micro-batches - 1 bytes of reduce-scatter.
     """
     several = micro_batches > 1
     choices = [Unsharded(True, several), Unsharded(True, False), Unsharded(False, several)]
@@ -168,7 +169,7 @@ def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Uns
 
 
 def _fewest(with_count: Callable[[int], OnDisk], enough: int, excess: Callable[[OnDisk], float]) -> OnDisk:
-    """Bisect for the smallest count without excess."""
+    """Bisect for the smallest count with which a rank fits."""
     low, high = 0, enough
     while low < high:
         middle = (low + high) // 2
@@ -186,7 +187,7 @@ def _with_weights(chosen: OnDisk, kind: Literal["states", "gradients"], weight: 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of a rank without its model and micro-batches, in the memory that the rank computes in."""
+    """The memory of a rank apart from its model and micro-batches: of its GPU, or of the host without GPUs."""
 
     start: int  # when the process begins
     start_shared: int
@@ -194,11 +195,11 @@ class ProcessMemory:
     training_shared: int
     data: int  # index of the data
     loading: int  # buffers between files and tensors
-    snapshot: int  # copies of parameters that a save has not written yet, and pieces on their way to the disk
+    snapshot: int  # copies of states that a save has not written yet, and its write buffers
 
 
 def cpu_process(held: RankMemory, index_bytes: int, snapshot: int, kernel_bytes: int, compiles: bool) -> ProcessMemory:
-    """Return the memory of a rank on CPU. `kernel_bytes`: of kernels that the constants above do not contain."""
+    """Return the memory of a rank on CPU. `kernel_bytes`: oneDNN kernels beyond PROCESS_PRIVATE_BYTES."""
     training = PROCESS_PRIVATE_BYTES + kernel_bytes + (COMPILER_BYTES if compiles else 0)
     return ProcessMemory(
         start=START_PRIVATE_BYTES,
@@ -212,7 +213,7 @@ def cpu_process(held: RankMemory, index_bytes: int, snapshot: int, kernel_bytes:
 
 
 def gpu_process(ranks: int) -> ProcessMemory:
-    """Return the GPU memory of a rank. Data and files pass through the memory of the host."""
+    """Return the GPU memory of the process of a rank. Data and file buffers are in host memory."""
     context = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
     return ProcessMemory(context, 0, context, 0, data=0, loading=0, snapshot=0)
 
@@ -230,12 +231,12 @@ def phases(
     process: ProcessMemory,
     building: list[tuple[str, dict[str, int]]],
 ) -> tuple[PhaseMemory, ...]:
-    """Return the memory of each phase of the ledger.
+    """Return the memory of a rank in each phase of a run; the memory ledger measures the same phases.
 
-    From the first forward pass on no phase needs less than the phase before, because allocators keep freed memory.
+    From the first forward pass on, memory never falls from one phase to the next, because allocators keep freed memory.
 
     Args:
-        building: name and private bytes, without those of the process, of each phase in which an engine builds itself.
+        building: name and private bytes of each phase in which DeepSpeed initializes, without the bytes of the process.
     """
     start = PhaseMemory("process start", {"process": process.start}, {"process": process.start_shared})
     states = {
@@ -266,11 +267,11 @@ def phases(
             "first step", {**with_gradients, **_with_freed(update, most), "streamed": held.streamed}, with_buffers
         ),
     ]
-    # The largest block does not fit into its former place once smaller blocks lie there.
+    # Fragmentation: smaller blocks may occupy the former place of the largest block, which then needs new memory.
     slack = cost.largest_bytes + held.holes
     if held.streamed:
-        # The allocator keeps a part of the slack unused (`Plan.allocator_cache_bytes`). The rest are holes that freed
-        # layers leave between saved activations.
+        # One part of the slack is memory that the allocator keeps unused (`Plan.allocator_cache_bytes`). The other part
+        # are holes that freed layers leave between saved activations.
         slack = max(2 * slack, most - cost.saved_bytes)
     gathered = max(held.forward, held.backward)
     steady = {"gathered": gathered, "activations": most - gathered}
@@ -286,8 +287,8 @@ def host_phases(held: RankMemory, offloads: bool, index_bytes: int, snapshot: in
     """Return the host memory of a rank that computes on a GPU, phase by phase.
 
     Args:
-        held: sizes of the engine as if nothing were offloaded.
-        offloads: weights, gradients and moments live in the memory of the host.
+        held: sizes that the engine would have without offload.
+        offloads: weights, gradients and moments are in host memory.
     """
     shared = {"process": PROCESS_SHARED_BYTES}
     process = {"process": PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES}
@@ -300,7 +301,7 @@ def host_phases(held: RankMemory, offloads: bool, index_bytes: int, snapshot: in
         update = {"buffers": MEMORY_BYTES + held.update}
     if held.gradients_from_start:
         states |= gradients
-    # Pieces of files pass through pinned memory, which torch keeps.
+    # Files are read through buffers of pinned memory, which torch does not free.
     loaded = {**states, "buffers": MEMORY_BYTES}
     trained = {**loaded, **gradients, **update}
     sizes_of_phases = {
@@ -317,5 +318,5 @@ def host_phases(held: RankMemory, offloads: bool, index_bytes: int, snapshot: in
 
 
 def _with_freed(sizes: dict[str, int], most: int) -> dict[str, int]:
-    """Add the memory that the allocator keeps of an earlier phase of `most` bytes."""
+    """Add freed memory that the allocator still keeps, because an earlier phase needed `most` bytes."""
     return {**sizes, "allocator": max(0, most - sum(sizes.values()))}

@@ -1,8 +1,8 @@
-"""The cost of a micro-batch: the model's own forward and backward pass on meta tensors.
+"""Measure the cost of a micro-batch by running the model's own forward and backward pass on meta tensors.
 
-The pass computes nothing and needs no weights. Every operation runs for its shapes alone, also aliquot's attention and
-loss, while a dispatch mode follows live storages (`meta_trace`). Most layers of a model are alike. Therefore the pass
-runs one layer of each kind, and one more layer of each kind to see the difference.
+The pass computes nothing and needs no weights: every operation, also aliquot's attention and loss, only derives shapes.
+A dispatch mode (`meta_trace`) records the live storages. Most layers of a model are alike. Therefore one pass runs one
+layer of each kind, and further passes with one more layer of a kind show what each further layer costs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from aliquot.planner.micro_batch_cost import Costs, MicroBatchCost, Step
 
 
 def micro_batch_costs(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int) -> Costs:
-    """Return the costs of one row with documents at `edges`, `predicted` of whose tokens have a label.
+    """Return the costs of a micro-batch of one row, whose documents begin and end at `edges`.
 
-    Raises any exception that the code of the model raises on meta tensors.
+    `predicted` tokens of the row have a label. Raises any exception that the code of the model raises on meta tensors.
     """
     with _prepared(shaped, step) as run_layers:
         first = [kind.positions[0] for kind in shaped.shape.kinds]
@@ -56,7 +56,7 @@ def micro_batch_costs(shaped: ShapedModel, step: Step, edges: tuple[int, ...], p
 
 
 def _all_layers(base: MicroBatchCost, extended: list[tuple[MicroBatchCost, int]], layers: int) -> MicroBatchCost:
-    """Extrapolate to all layers.
+    """Extrapolate the cost of a few layers to all layers of the model.
 
     Args:
         extended: for each kind, the cost with one more layer than `base`, and the number of further layers.
@@ -74,7 +74,7 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
     meta_attention = None if attention_backend is None else attention_backend.on_meta()
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
-    labels = torch.zeros(tokens, dtype=torch.int64)  # real values, which determine the rows of the loss
+    labels = torch.zeros(tokens, dtype=torch.int64)  # not on meta, because the values determine the rows of the loss
     labels[predicted:] = IGNORE
     with MetaTrace(model.parameters()) as live, _fusing_in_layers(model, live):
         attention = meta_attention and _EagerAttention(meta_attention, live)
@@ -111,14 +111,14 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
         forward_bytes, forward = live.peak_bytes, live.take_work()
         live.peak_bytes = live.live_bytes
         if loss.requires_grad:
-            live.fusing = _compiles(model)  # with the few elementwise operations of attention
+            live.fusing = _compiles(model)  # also counts the few elementwise operations of attention as fused
             loss.backward()  # type: ignore[no-untyped-call]
             live.fusing = False
         backward_bytes, backward = live.peak_bytes, live.take_work()
         largest_bytes = live.largest_bytes
         other_products = len(live.products - head_products)
         del inputs, loss
-        # The same for every kind of recomputation and gradient.
+        # An evaluation costs the same with and without activation checkpointing, so it is measured once.
         evaluation = (step.precision, step.device, step.logits_bytes, edges, predicted, layers)
         if evaluation not in shaped.evaluations:
             live.peak_bytes = live.live_bytes
@@ -139,16 +139,19 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
 
 
 def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
-    """Products for each shape of attention's tiles, and for each number of rows of an expert."""
+    """Return how many matrix products there are per tile shape of attention, and per number of rows of an expert."""
     if step.device != "cpu" or not shaped.built.traits.packs:
         return 0, 0
-    ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # values as wide as keys, or not
+    ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # as wide as keys, or not
     layers = {tuple(weight.shape[1:]) for weight in experts_weights(shaped.built.model)}
     return ways * TILE_PRODUCTS, PRODUCTS * -(-len(layers) // 2)
 
 
 def _head_ring(shape: ModelShape, step: Step, live: MetaTrace) -> GradientRows:
-    """The ring into which engine host writes the head's gradient; the engine's memory contains the ring."""
+    """Return a stand-in for the ring buffer into which engine host writes the gradient of the output head.
+
+    The trace ignores this buffer, because the memory of the engine contains it already.
+    """
     edges = piece_edges(shape.vocabulary, shape.width, _dtype(step).itemsize)
     room = torch.empty(edges[1], shape.width, dtype=_dtype(step), device="meta")
     live.ignore(room)
@@ -156,7 +159,7 @@ def _head_ring(shape: ModelShape, step: Step, live: MetaTrace) -> GradientRows:
 
 
 def _compiles(model: nn.Module) -> bool:
-    """Whether the plan counts layers as compiled. Most of a mixture's layers are experts, which stay eager."""
+    """Whether layers count as compiled. Layers of a mixture of experts do not, because experts stay eager."""
     return not experts_weights(model)
 
 
@@ -180,7 +183,7 @@ def _fusing_in_layers(model: nn.Module, live: MetaTrace) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _EagerAttention:
-    """Attention, which torch.compile does not compile."""
+    """Attention that counts as eager within compiled layers, because torch.compile does not compile attention."""
 
     backend: AttentionBackend
     live: MetaTrace
@@ -196,7 +199,7 @@ class _EagerAttention:
 
 
 class _ExpertsRing:
-    """The ring into which engine host writes gradients of experts."""
+    """A stand-in for the ring buffer into which engine host writes gradients of experts."""
 
     def __init__(self, weight: Tensor, live: MetaTrace) -> None:
         edges = piece_edges(weight.shape[0], weight[0].numel(), weight.element_size())
@@ -205,7 +208,7 @@ class _ExpertsRing:
         live.ignore(self._room)
 
     def begin(self) -> Iterator[tuple[int, int]]:
-        """Yield two blocks, which count as all blocks."""
+        """Yield two blocks of experts, which the trace counts as all blocks."""
         for first in self._live.two_for_all(range(0, self._edges[-1], self._edges[1])):
             yield first, min(first + self._edges[1], self._edges[-1])
 
@@ -220,7 +223,7 @@ class _ExpertsRing:
 
 
 class _TwoForAll(GradientRows):
-    """Rows of the head's gradient in two blocks, which count as all blocks: a large vocabulary has a hundred."""
+    """Rows of the head's gradient in two blocks, which the trace counts as all: a large vocabulary has a hundred."""
 
     def __init__(self, live: MetaTrace, edges: tuple[int, ...], *how: Any) -> None:
         super().__init__(edges, *how)
@@ -238,7 +241,7 @@ def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]],
     _cast(model, _dtype(step))
     copy_in_backward(model, step.copies_transposed)  # also in compiled layers
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these
+        warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these methods
         model.gradient_checkpointing_disable()
         enable_checkpointing(model, step.checkpointing)
     model.train()

@@ -1,4 +1,4 @@
-"""Follow the operations of a pass: live storages, and the work of matrix products, memory traffic and calls."""
+"""Trace a forward or backward pass: live storages, matrix products, bytes moved, and number of operations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def fuses(func: Any) -> bool:
 
 
 class FusedRun:
-    """Successive operations that torch.compile makes one pass over memory.
+    """Successive operations that torch.compile fuses into one pass over memory.
 
-    The pass reads each earlier storage once, and writes only storages that outlive the run of operations.
+    The fused pass reads each earlier storage once, and writes only storages that outlive it.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class FusedRun:
         self._largest = max(self._largest, *inputs.values(), *outputs.values(), 0)
 
     def moved(self, alive: set[int]) -> tuple[int, int]:
-        """Return (bytes of the largest tensor, bytes moved), given the storages that outlive the run."""
+        """Return (bytes of the largest tensor, bytes moved), given the storages that outlive the fused pass."""
         return self._largest, sum(self._read.values()) + sum(
             self._written[key] for key in self._written if key in alive
         )
@@ -54,11 +54,11 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default: (1, 2),
 }
 
-Product = tuple[int, int, int, bool, bool]  # [m, k] x [k, n], and whether their rows lie in one piece
+Product = tuple[int, int, int, bool, bool]  # m, k, n of [m, k] x [k, n]; whether the rows of each factor are contiguous
 
 
 class MetaTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts live and peak bytes of storages on `device`, without `weights`, and the work of operations."""
+    """Counts the work of operations, and live and peak bytes of storages on `device` without `weights`."""
 
     def __init__(self, weights: Iterable[Tensor], device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,13 +70,13 @@ class MetaTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._ignored = {_storage(weight): weight for weight in weights}
         self._work: Work = defaultdict(float)  # of eager operations
-        self._compiled: Work = defaultdict(float)  # with the operations during `fusing` compiled
+        self._compiled: Work = defaultdict(float)  # as if the operations during `fusing` were compiled
         self.fusing = False
         self._run = FusedRun()
-        self.products: set[Product] = set()  # without those of attention, which are batched
+        self.products: set[Product] = set()  # without the products of attention, which are batched
 
     def ignore(self, weight: Tensor) -> None:
-        """Leave a weight out, because another part of the plan counts it."""
+        """Exclude a tensor from the live bytes, because another part of the plan counts this tensor."""
         self._free(_storage(weight), weight.untyped_storage().nbytes())
         self._ignored[_storage(weight)] = weight
 
@@ -88,9 +88,9 @@ class MetaTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return works
 
     def two_for_all(self, starts: range) -> Iterator[int]:
-        """Run two passes of a loop over rows instead of thousands; the first counts as all passes but one.
+        """Run two iterations of a loop over rows instead of thousands; the first counts as all iterations but one.
 
-        Two passes, because the second pass meets live tensors of the first.
+        One iteration would not show the peak, because tensors of the first are still alive in the second.
         """
         self._repeats = max(1.0, (starts.stop - starts.start) / starts.step - 1)
         for start in starts[:2]:
@@ -174,7 +174,7 @@ class MetaTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operation(func: Any, moved: list[Tensor]) -> str:
-    """Return the name that rates know: copies that convert or reorder are slower than plain copies."""
+    """Return the name of an operation for `Rates`: copies that convert or reorder are slower than plain copies."""
     name: str = func._schema.name.removeprefix("aten::")
     if name not in ("copy_", "_to_copy", "clone"):
         return name

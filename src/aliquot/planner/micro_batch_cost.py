@@ -1,4 +1,4 @@
-"""The cost of a micro-batch: bytes, operations, and oneDNN kernels to keep. Numbers alone, without torch.
+"""The cost of a micro-batch: peak bytes, operations, and cached oneDNN kernels. Imports no torch.
 
 `meta_pass` measures these numbers on meta tensors, and `planned_model` caches them.
 """
@@ -15,15 +15,15 @@ from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.model_shape import ModelShape
 from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, row_counts, row_lengths, tile_shapes
 
-# ("matmul", batch, m, k, n, itemsize) -> how often; ("memory", operation, bytes of its largest tensor) -> bytes moved;
-# ("calls",) -> operations of any kind.
+# ("matmul", batch, m, k, n, itemsize) -> number of products; ("memory", operation, bytes of the largest tensor) ->
+# bytes moved; ("calls",) -> number of operations of any kind.
 Work = defaultdict[tuple[Any, ...], float]
 Works = tuple[Work, Work]  # of eager layers; of compiled layers
 
 Checkpointing = Literal["none", "selective", "full"]
 
-_KERNELS_IN_CACHE = 1024  # of oneDNN
-_KERNEL_BYTES, _AMX_KERNEL_BYTES = 80 << 10, 835 << 10  # see machine/matmul.py
+_KERNELS_IN_CACHE = 1024  # capacity of oneDNN's kernel cache
+_KERNEL_BYTES, _AMX_KERNEL_BYTES = 80 << 10, 835 << 10  # per kernel; see machine/matmul.py
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Step:
     precision: Literal["bf16", "fp32"]
     checkpointing: Checkpointing
     device: Literal["cpu", "cuda"]
-    looks_up: bool  # the embedding's gradient is a row for each token, as in engine host, and not a whole table
-    head_gradient: bool  # the head's gradient exists as a whole; engine host writes it into its ring piece by piece
-    compiled: bool = False  # decoder layers
-    logits_bytes: int = HOST_LOGITS_BYTES  # that the loss keeps at once
+    looks_up: bool  # the embedding gradient has a row per token (engine host), not per vocabulary entry
+    head_gradient: bool  # the head's gradient is one tensor; engine host instead writes blocks into its ring buffer
+    compiled: bool = False  # decoder layers are compiled
+    logits_bytes: int = HOST_LOGITS_BYTES  # size of the buffer in which the loss computes logits
     copies_transposed: bool = False  # products with a transposed left side use copies (machine/matmul.py)
 
 
@@ -45,17 +45,17 @@ WORKS = ("forward", "backward", "evaluation")  # passes of a micro-batch
 
 @dataclass(frozen=True)
 class MicroBatchCost:
-    """Live bytes, without weights and their gradients, and the operations of one micro-batch."""
+    """The operations of one micro-batch, and its live bytes without weights and their gradients."""
 
-    saved_bytes: int  # for the backward pass, at the end of the forward pass of the layers
-    layer_bytes: int  # of these, the largest layer's
+    saved_bytes: int  # for the backward pass, after the forward pass of the layers
+    layer_bytes: int  # the part of `saved_bytes` that the largest layer saves
     forward_bytes: int  # peak, with head and loss
     backward_bytes: int
     evaluation_bytes: int  # peak of a forward pass without gradients
     largest_bytes: int  # the largest block of a forward and backward pass
-    # Products of different shape or order, in rows of one length: of attention's tiles and of an expert for each shape
-    # of a tile or number of rows, the head's for each number of rows that have a label, and all others. 0: attention
-    # and experts are not aliquot's own, or the model has none.
+    # Numbers of matrix products that differ in shape or memory order, for rows of one length. The products of attention
+    # count per tile shape, of an expert per number of its rows, of the output head per number of labelled rows. 0: the
+    # model has no such products, or aliquot does not replace its attention and experts.
     tile_products: int
     expert_products: int
     other_products: int
@@ -75,7 +75,7 @@ class MicroBatchCost:
         return replace(self, **works)
 
     def plus(self, more: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
-        """Add the difference of `more` and `base` several times.
+        """Add `times` times the difference between `more` and `base`.
 
         The largest block, and the numbers of products, are the larger of `self` and `more`.
         """
@@ -93,15 +93,15 @@ class MicroBatchCost:
         return MicroBatchCost(**values)
 
 
-Costs = tuple[MicroBatchCost, MicroBatchCost]  # of eager and of compiled layers, which differ in work alone
+Costs = tuple[MicroBatchCost, MicroBatchCost]  # with eager and with compiled layers, which differ in work alone
 
 
 def kernel_shapes(
     config: RunConfig, shape: ModelShape, cost: MicroBatchCost, size: BatchSize, isa: tuple[str, ...]
 ) -> int | None:
-    """Return a bound on the shapes of products of a rank on CPU, for each of which oneDNN keeps a kernel.
+    """Return an upper bound on the oneDNN kernels of a rank on CPU: oneDNN caches one per shape of a matrix product.
 
-    None: no bound, because each length of a document has shapes of its own. `isa`: instruction sets of the processor.
+    None: there is no bound, because every document length adds shapes. `isa`: instruction sets of the processor.
     """
     if not (cost.tile_products and (config.data.packing or _fills_up(config, isa))):
         return None
@@ -117,9 +117,10 @@ def kernel_shapes(
 def kernel_bytes(
     config: RunConfig, cost: MicroBatchCost, size: BatchSize, workload: Workload, isa: tuple[str, ...]
 ) -> int:
-    """Return the bytes of kernels of a rank on CPU whose sequences are not packed, for every length but one.
+    """Return the bytes of oneDNN kernels that the varying lengths of unpacked sequences add to a rank on CPU.
 
-    The constants of `memory_plan` contain the kernels of one length. Without data, all lengths count.
+    One length does not count, because the constants of `memory_plan` contain its kernels. Without data, all lengths up
+    to the sequence length count.
     """
     if config.data.packing or config.train.precision != "bf16":
         return 0
@@ -139,14 +140,18 @@ def evaluates(config: RunConfig) -> bool:
 
 
 def _fills_up(config: RunConfig, isa: tuple[str, ...]) -> bool:
-    """Whether micro-batches are filled up, as `caches_large_kernels` (machine/matmul.py) decides for this machine."""
+    """Whether unpacked micro-batches are padded to a few lengths, so that few large kernels are cached.
+
+    For this machine, `caches_large_kernels` (machine/matmul.py) decides the same.
+    """
     return config.train.precision == "bf16" and "amx_bf16" in isa
 
 
 def _row_lengths(config: RunConfig, size: BatchSize) -> int:
-    """Count the lengths of micro-batches: whole ones, and remainders of a batch, of a source or of an evaluation.
+    """Count the different row lengths of micro-batches.
 
-    Sequences that are not packed have all lengths.
+    Packed rows have full length, except for the remainder of a batch, of a source or of an evaluation. Sequences that
+    are not packed may have any length.
     """
     if not config.data.packing:
         return row_lengths(size.micro, config.data.sequence_length)

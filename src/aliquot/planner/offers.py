@@ -1,7 +1,7 @@
-"""Offers for a number of tokens over the catalogue of EC2 types: machines, number of nodes, duration and price.
+"""Offers of EC2 instances to train on a number of tokens: instance type, number of nodes, duration and price.
 
-Each offer is planned like a run: type, nodes, ranks, global batch, micro-batch, activation checkpointing. Nodes are
-bought on demand or on spot, where a run loses nodes and waits for their successors.
+Each offer is planned like a run with its type, nodes, ranks, global batch, micro-batch and activation checkpointing.
+Nodes are on-demand or spot. A run on spot nodes loses nodes and waits for new nodes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Goal = Literal["time", "cost"]
 NODES = (1, 2, 4, 8, 16)
 RANKS = (1, 2, 4, 8)
 _MICRO_BATCHES = (1, 4, 16)
-_TYPES_SEARCHED = 12  # with all settings; other types are far behind with one setting
-_NEW_NODE_S = 300.0  # until the successor of a lost node runs pods: EC2, image of the node, image of the pod; assumed
-_NOTICE_S = 120.0  # from the notice of a spot interruption to its end
+_TYPES_SEARCHED = 12  # with all settings; the others are far worse with a single setting
+_NEW_NODE_S = 300.0  # until a new node runs pods after a loss: EC2, node image, pod image; assumed
+_NOTICE_S = 120.0  # from the notice of a spot interruption to the end of the node
 _MONTH_S = 30 * 86400.0
 
 
@@ -39,12 +39,12 @@ class Spot:
     """Facts about spot nodes that the catalogue lacks; AWS' Spot Instance Advisor shows both for each type."""
 
     price: float  # fraction of the price on demand
-    lost_a_month: float  # fraction of the nodes
+    lost_a_month: float  # fraction of the nodes that AWS interrupts per month
 
 
 @dataclass(frozen=True)
 class OfferRequest:
-    """The training to buy machines for."""
+    """The training for which to find machines."""
 
     tokens: int  # real tokens to train on
     goal: Goal  # to minimise
@@ -65,8 +65,8 @@ class Offer:
     restarts: float  # expected
     total_s: float  # with restarts
     usd: float
-    on_cluster: bool  # the config has a section `cluster`, which says where the run runs
-    in_tokens: bool  # the config gives the global batch in tokens, and the offer in sequences
+    on_cluster: bool  # the config has a section `cluster` that chooses the machines
+    in_tokens: bool  # the config gives the global batch in tokens; offers give it in sequences
 
     @property
     def arguments(self) -> str:
@@ -100,7 +100,7 @@ def offers(
     """Return the best offer of each type, number of nodes and capacity type, the cheapest or the fastest first.
 
     Args:
-        progress: receives words about the work that begins.
+        progress: called with a description at the beginning of each stage.
 
     Raises:
         UserError: nothing fits, or the request contradicts the config.
@@ -110,8 +110,7 @@ def offers(
     search = _Search(config, PlannedModel(config), workload, request)
     device = config.launch.device
     types = _undominated_types(device == "cuda") if request.instance is None else [_type(request.instance, device)]
-    # First every type with one setting: a type that is far behind does not win with another setting. Few nodes are
-    # cheap, many nodes are fast.
+    # First plan every type with one setting. A type that is far worse with this setting does not win with another.
     first = {}
     for number, ec2 in enumerate(types):
         progress(f"{ec2.name}, {number + 1} of {len(types)} types")
@@ -132,7 +131,7 @@ def offers(
 
 
 def undominated(types: Sequence[InstanceType]) -> list[InstanceType]:
-    """Drop each type of which another type has as much of everything for no more money."""
+    """Drop each type that has no more of any resource than another type, and costs no less."""
     groups: dict[object, list[tuple[tuple[float, ...], InstanceType]]] = {}
     for ec2 in types:
         group = (Machine.from_instance(ec2.name).isa, ec2.gpu_name)
@@ -165,7 +164,7 @@ def _type(name: str, device: str) -> InstanceType:
 
 
 def _worth(ec2: InstanceType) -> tuple[float, ...]:
-    """Numbers of which more is better."""
+    """Return the negative price and the resources of a type: numbers of which a larger one is better."""
     return (
         -(ec2.usd_per_hour or math.inf),
         ec2.physical_cores,
@@ -185,7 +184,11 @@ class _Search:
     request: OfferRequest
 
     def first_value(self, ec2: InstanceType) -> float:
-        """Return time or cost on the first number of nodes that fits with full checkpointing, by one or two ranks."""
+        """Estimate the time or cost of a type from few plans; inf if none fits.
+
+        The plans use one or two ranks per node and full activation checkpointing. The fewest nodes that fit give the
+        cost, the most nodes that fit give the time.
+        """
         goal = self.request.goal
         for count in sorted(self.request.nodes, reverse=goal == "time"):
             offers = self._offers(ec2, [count], (1, 2), self.request.batches[-1:], product((1,), ("full",)))
@@ -233,7 +236,7 @@ class _Search:
                     yield from self._bought(config, plan, total, micro, checkpointing)
 
     def _bought(self, config: RunConfig, plan: Plan, total: int, micro: int, checkpointing: str) -> Iterator[Offer]:
-        """Yield the offer on demand, and on spot if interruptions let the run progress."""
+        """Yield the on-demand offer, and the spot offer unless interruptions would stop most progress."""
         usd = plan.cost_usd
         assert usd is not None  # the type has a price, and the run has steps
         offer = Offer(
@@ -252,7 +255,8 @@ class _Search:
 
 
 def _restart_s(config: RunConfig, plan: Plan) -> float:
-    """Return the cost of a lost node: waiting for its successor, reading the checkpoint, and unsaved steps."""
-    saves_in_time = plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)  # the step ends first
+    """Return the seconds that a lost node costs: waiting for a new node, reading the checkpoint, repeating steps."""
+    # A save after an interruption notice begins at the end of the current step.
+    saves_in_time = plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)
     lost_s = 0.0 if saves_in_time else (config.checkpoint.every or plan.steps) * plan.step_s / 2
     return _NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost_s

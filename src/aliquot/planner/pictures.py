@@ -1,4 +1,4 @@
-"""The planner's pictures in SVG: memory over the phases of a run, and offers by time and money."""
+"""Draw the planner's SVG plots: memory of a rank over the phases of a run, and offers by time and price."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _OFFERS_HEIGHT, _OFFERS_BOTTOM, _OFFERS_RIGHT = 520, 50, 40
 
 
 def memory_svg(plan: Plan) -> str:
-    """Draw a bar for each phase: the memory of a rank by category, with the limit as a line.
+    """Draw the memory of a rank by category, as a bar for each phase, and its limit as a line.
 
-    The rank's share of memory that all ranks of a host share is hatched.
+    Hatched areas are the rank's share of memory that all ranks of a host share.
     """
     limit = plan.limit_bytes
     top = 1.08 * max(limit if limit < 3 * plan.peak_bytes_per_rank else 0, plan.peak_bytes_per_rank)
@@ -84,7 +84,7 @@ def memory_svg(plan: Plan) -> str:
 
 
 def offers_svg(offers: Sequence[Offer], title: str) -> str:
-    """Draw each offer as a point, hours to the right and US dollars up, both axes logarithmic.
+    """Draw each offer as a point, with hours as x and US dollars as y on logarithmic axes.
 
     Pareto-optimal offers carry their names.
     """
@@ -120,7 +120,7 @@ def pareto_optimal(offers: Sequence[Offer]) -> list[Offer]:
 
 
 def _sizes(phase: PhaseMemory, ranks_per_node: int) -> list[tuple[str, float, bool]]:
-    """(category, bytes, whether the ranks of a host share the bytes), without empty categories."""
+    """Return (category, bytes, whether the ranks of a host share the bytes) of each category that is not empty."""
     private = [(name, float(size), False) for name, size in phase.private_bytes.items()]
     shared = [(name, size / ranks_per_node, True) for name, size in phase.shared_bytes.items()]
     return [(name, size, is_shared) for name, size, is_shared in [*private, *shared] if size > 0]

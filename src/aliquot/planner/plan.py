@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from aliquot.engines.engine_plan import Counts, OnDisk, Unsharded
 
-DISK_PART = 0.05  # of a step: waiting for a disk below this fraction is negligible
+DISK_PART = 0.05  # waiting for disks below this fraction of a step is negligible
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Plan:
     ranks_per_node: int
     threads_per_rank: int
     instance: str | None  # EC2 type; None: other machines
-    phases: tuple[PhaseMemory, ...]  # of the memory that ranks compute in: of a GPU, or of the host
+    phases: tuple[PhaseMemory, ...]  # of GPU memory if ranks compute on GPUs, otherwise of host memory
     shm_bytes_per_node: int  # in /dev/shm (DeepSpeed, NCCL); engine host needs none
-    limit_bytes_per_node: int  # of all ranks of a node and of the processes in `beside_bytes`
+    limit_bytes_per_node: int  # for all ranks of a node and the processes in `beside_bytes`
     wire_bytes_per_step: int  # sent between hosts by all ranks
-    local_bytes_per_step: int  # sent among ranks of one host through sockets, all hosts
+    local_bytes_per_step: int  # sent through sockets among ranks of the same host, on all hosts
     disk_read_bytes: int  # by all ranks at start
     checkpoint_bytes: int  # written by all ranks per checkpoint
     steps: int  # 0: unknown until the data are read
-    tokens_per_step: float  # real ones
+    tokens_per_step: float  # real tokens, without padding
     step_s: float
     bottleneck: str  # "compute-bound", or "network-bound 4.1x: " and the change that helps most
     rates: str  # source of the machine's rates: measured on a date, or estimated
@@ -56,26 +56,26 @@ class Plan:
     host_phases: tuple[PhaseMemory, ...] = ()  # of host memory, if ranks compute on GPUs
     host_limit_bytes_per_node: int = 0
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way
-    evaluations: int = 0  # of known size
+    evaluations: int = 0  # with a known number of sequences
     evaluation_s: float = 0.0  # of one evaluation
-    uncounted_evaluations: int = 0  # of unknown size until the data are read
-    saves: int = 0  # for which training stands still
+    uncounted_evaluations: int = 0  # with an unknown number of sequences until the data are read
+    saves: int = 0  # during which training waits
     saves_beside: int = 0  # that overlap with steps
-    stall_s: float = 0.0  # for which steps wait for overlapping saves, in the whole run
+    stall_s: float = 0.0  # total time that steps wait for overlapping saves
     save_s: float = 0.0  # of one save, at the rate of storage
     export_s: float = 0.0
     export_bytes: int = 0
     storage_bytes_per_s: float = 0.5e9  # all nodes together
     storage_measured: bool = False
-    beside_bytes: int = 0  # of a node: the launcher, and the clients of dashboards
+    beside_bytes: int = 0  # per node: the launcher, and the clients of dashboards
     on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
     unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps whole within a step
-    scratch_bytes_per_node: int = 0  # on disk, of states
-    scratch_moved_per_step: int = 0  # by all ranks: read and written
+    scratch_bytes_per_node: int = 0  # size of the states on disk
+    scratch_moved_per_step: int = 0  # bytes that all ranks read from disk and write to disk
     scratch_written_per_step: int = 0
-    disk_s: float = 0.0  # of `step_s`: waiting for disks
-    kernel_shapes: int | None = None  # bound on different matrix products of a rank; None: no bound, or on GPUs
-    disk_batch: int | None = None  # sequences of a step that waits at most DISK_PART for disks; None: no batch suffices
+    disk_s: float = 0.0  # the part of `step_s` that waits for disks
+    kernel_shapes: int | None = None  # upper bound on matrix product shapes of a rank; None: no bound, or on GPUs
+    disk_batch: int | None = None  # smallest global batch that waits at most DISK_PART for disks; None: no batch
 
     @property
     def peak(self) -> PhaseMemory:
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def limit_bytes(self) -> int:
-        """Memory of its node that one rank may use."""
+        """The memory that one rank may use."""
         return max(0, self.limit_bytes_per_node - self.beside_bytes) // self.ranks_per_node
 
     @property
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """For people: tokens/s, with a band."""
+        """Text for people: tokens/s, with a range for estimates."""
         if self.off_by == 1:
             return f"{self.tokens_per_s:,.0f} real tokens/s"
         low, high = self.tokens_per_s / self.off_by, self.tokens_per_s * self.off_by
@@ -133,15 +133,15 @@ class Plan:
 
     @property
     def size(self) -> str:
-        """For people: `8.03 B parameters`."""
+        """Text for people, such as `8.03 B parameters`."""
         for unit, factor in (("B", 10**9), ("M", 10**6)):
-            if self.parameters >= 0.9995 * factor:  # three digits round up to it
+            if self.parameters >= 0.9995 * factor:  # from here, three digits round up to 1
                 return f"{_short(self.parameters / factor)} {unit} parameters"
         return f"{self.parameters:,} parameters"
 
     @property
     def disk_words(self) -> str | None:
-        """For people: the states on disk and their cost in a step; None: no states are on disk."""
+        """Text for people: the states on disk and their cost in a step; None if no states are on disk."""
         if not self.on_disk:
             return None
         shares = (("states", self.on_disk.states), ("gradient sums", self.on_disk.gradients))
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def cost_usd(self) -> float | None:
-        """Price on demand of the whole run; None if price or number of steps is unknown."""
+        """On-demand price of the whole run; None if the price or the number of steps is unknown."""
         if self.usd_per_hour is None or not self.steps:
             return None
         return self.usd_per_hour * self.total_s / 3600
@@ -171,8 +171,8 @@ class Plan:
     def allocator_cache_bytes(self) -> int:
         """Freed memory that the allocator of a rank may keep at the steady peak while layers stream from disk.
 
-        The planner counts twice the largest block as allocator slack: one half is this cache, the other half holes
-        between tensors that live on.
+        The plan reserves allocator slack. Half of the slack is for this cache, the other half for holes between live
+        tensors.
         """
         return self.phases[-1].private_bytes["allocator"] // 2
 
@@ -182,7 +182,7 @@ class Plan:
         return TypeAdapter(cls).validate_python(values)
 
     def as_record(self) -> dict[str, Any]:
-        """Return `as_json` with the peak of each phase, as `ledger.json` and the events of a run keep it."""
+        """Return `as_json` plus the peak of each phase: the form in `ledger.json` and in the events of a run."""
         return self.as_json() | {
             "peak_bytes": self._peaks(self.phases),
             "host_peak_bytes": self._peaks(self.host_phases),

@@ -20,10 +20,10 @@ from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
 
 GIB = 1 << 30
-_PROBE_PIECE_BYTES, _PROBE_PIECES = 4 << 20, 4  # of a write that measures a disk
+_PROBE_PIECE_BYTES, _PROBE_PIECES = 4 << 20, 4  # written to measure a disk
 
-# Cores of one socket on EC2, at most, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
-# Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with numbers of their own (x2idn, u-6tb1): 48.
+# The most cores of one socket on EC2, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
+# Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with other numbers (x2idn, u-6tb1): 48.
 _SOCKET_CORES = {("intel", 5): 24, ("intel", 6): 32, ("intel", 8): 96, ("amd", 7): 96, ("amd", 8): 96}
 # EC2's families of Intel processors without AVX-512 (Haswell, Broadwell), and without AVX2 (Sandy and Ivy Bridge).
 _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
@@ -32,7 +32,7 @@ _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
 
 @dataclass(frozen=True)
 class Machine:
-    """One node."""
+    """The resources of one node: cores, memory, GPUs, network and disks."""
 
     name: str
     instance: InstanceType | None
@@ -116,7 +116,7 @@ class Machine:
         return "cuda" if self.gpus and setting != "cpu" else "cpu"
 
     def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
-        """Return the ranks and threads of `config`, whose numbers `nodes` and `ranks_per_node` override."""
+        """Return the layout of ranks and threads of a run. `nodes` and `ranks_per_node` override `config`."""
         launch = apply_environment(config.launch, os.environ) if self.is_local else config.launch
         device = self.device(launch.device)
         if ranks_per_node is not None:
@@ -141,7 +141,7 @@ class Machine:
         return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
 
     def memory_for(self, layout: RankLayout) -> int:
-        """Return the bytes of all ranks of a node in the memory that they compute in: on GPUs, one for each rank."""
+        """Return the memory that all ranks of a node may use: of one GPU per rank, or of the host without GPUs."""
         if layout.device == "cuda" and self.gpu_memory_bytes is not None:
             return layout.ranks_per_node * self.gpu_memory_bytes
         return self.memory_bytes
@@ -162,7 +162,7 @@ def machine_from_options(
 
 
 def _isa(ec2: InstanceType) -> tuple[str, ...]:
-    """Return the instruction sets that matter here; Graviton 3 and later multiply bf16 by MMLA."""
+    """Return the instruction sets that determine the estimated rates. From Graviton 3 on, MMLA multiplies bf16."""
     if ec2.cpu_manufacturer == "intel":
         if ec2.family in _IVY_BRIDGE | _HASWELL:
             return ("avx",) if ec2.family in _IVY_BRIDGE else ("avx2",)
@@ -221,11 +221,11 @@ def measure_disks(machine: Machine, config: RunConfig) -> Machine:
 
 
 def _written_bytes_per_s(directory: Path) -> float | None:
-    """Write as checkpoints are written: through the page cache, then fsync. None: the directory cannot be written."""
+    """Measure writes like those of checkpoints: page cache, then fsync. None if the directory cannot be written."""
     piece, fastest = os.urandom(_PROBE_PIECE_BYTES), 0.0
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            for _ in range(2):  # other processes may write meanwhile
+            for _ in range(2):  # the faster of two writes, because other processes may write
                 file.seek(0)
                 began = time.perf_counter()
                 for _ in range(_PROBE_PIECES):
@@ -233,7 +233,7 @@ def _written_bytes_per_s(directory: Path) -> float | None:
                 file.flush()
                 os.fsync(file.fileno())
                 fastest = max(fastest, _PROBE_PIECES * _PROBE_PIECE_BYTES / (time.perf_counter() - began))
-    except OSError:  # the run itself reports it
+    except OSError:  # the run itself reports the error
         return None
     return fastest
 

@@ -1,7 +1,7 @@
 """The model of a plan: its shape, and the cost of its micro-batches, cached from one plan to the next.
 
-Both come from a pass of the model's own code on the meta device. The pass takes seconds, most of them for imports. The
-cache directory therefore keeps the results, under a key of everything that determines them: the configuration of the
+Shape and costs come from running the model's own code on the meta device, which takes seconds, mostly for imports.
+Therefore the cache directory stores the results. Their key is everything that determines them: the configuration of the
 model, the sequence length and the software. A plan from the cache imports neither torch nor transformers.
 """
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_SEQUENCES = 64  # of a micro-batch on meta tensors; costs of larger ones are extrapolated
-_CACHED_FILES = 1000  # of some ten kilobytes each; the least recently used files go
+_MOST_SEQUENCES = 64  # largest micro-batch to run on meta tensors; larger ones are extrapolated
+_CACHED_FILES = 1000  # of about ten kilobytes; the least recently used files are deleted
 
 
 class PlannedModel:
     """Shape and costs of the model of a configuration."""
 
     def __init__(self, config: RunConfig, vocabulary: int | None = None) -> None:
-        """Read the shape from the cache, or build the model on the meta device. Raises UserError as training would.
+        """Read the shape from the cache, or build the model on the meta device. Raises the UserErrors of training.
 
         Args:
             vocabulary: rows of the embedding, if the tokenizer is known.
@@ -72,14 +72,14 @@ class PlannedModel:
         ranks: int = 1,
         between: int = 1,
     ) -> MicroBatchCost:
-        """Return the cost of a micro-batch: bytes of the heaviest one, and the mean work of the slowest of `ranks`.
+        """Return the cost of a micro-batch: bytes of the heaviest one, and mean work of the slowest of `ranks`.
 
         Equal arguments return the same object.
 
         Args:
-            approximate: extrapolate from two sequences, so that many sizes take no longer than two. Ignores that logits
-                which exceed their buffer are computed twice.
-            between: micro-batches that a rank computes before it waits for the others.
+            approximate: extrapolate from micro-batches of one and two sequences, to save time. This ignores that logits
+                are computed twice if they exceed their buffer.
+            between: micro-batches that a rank computes before it waits for other ranks.
         """
         key = (step, workload, sequences, approximate, ranks, between)
         if key not in self._costs:
@@ -97,7 +97,7 @@ class PlannedModel:
     def _extrapolated(
         self, step: Step, workload: Workload, sequences: int, ranks: int, between: int, approximate: bool
     ) -> MicroBatchCost:
-        even = replace(workload, fills_up=None)  # a filled-up pair of sequences says nothing about many
+        even = replace(workload, fills_up=None)  # the padding of two sequences says nothing about many sequences
         fewest = self._sequences_that_fill_logits(step, workload)
         first = fewest if not approximate and fewest < min(sequences, _MOST_SEQUENCES) else 1
         base, more = (self.cost_of(step, even, count) for count in (first, first + 1))
@@ -105,15 +105,18 @@ class PlannedModel:
         return cost.with_work([(workload.waiting(sequences, ranks, between), cost)])
 
     def _sequences_that_fill_logits(self, step: Step, workload: Workload) -> int:
-        """The fewest sequences that fill the buffer of logits. More sequences need no larger buffer, and compute logits
-        twice."""
+        """Return the fewest sequences that fill the logits buffer.
+
+        More sequences do not enlarge the buffer, but compute logits twice.
+        """
         rows = step.logits_bytes / (self.shape.vocabulary * (2 if step.precision == "bf16" else 4))
         return math.ceil(rows / max(1.0, workload.predicted))
 
     def cost(self, step: Step, edges: tuple[int, ...], predicted: int) -> MicroBatchCost:
-        """Return the cost of one row with documents at `edges`, `predicted` of whose tokens have a label.
+        """Return the cost of a micro-batch of one row, whose documents begin and end at `edges`.
 
-        A Llama of the same sizes stands in for a model whose code does not run on meta tensors.
+        `predicted` tokens of the row have a label. If the code of the model does not run on meta tensors, a Llama of
+        the same sizes replaces the model.
         """
         key = [*self._key, asdict(replace(step, compiled=False)), edges, predicted]
         values = _read(key)
@@ -150,7 +153,7 @@ class PlannedModel:
 
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
-    """Turn the garbage collector off, which takes a sixth of the time of imports and of meta passes."""
+    """Turn the garbage collector off, because it takes a sixth of the time of imports and meta passes."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -199,7 +202,7 @@ def _file(key: list[Any]) -> Path:
 
 
 def _read(key: list[Any]) -> Any:
-    """None: not cached, or not readable."""
+    """Read values from the cache; None if they are missing or not readable."""
     file = _file(key)
     try:
         values = json.loads(file.read_text())

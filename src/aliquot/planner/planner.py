@@ -1,4 +1,4 @@
-"""The plan of a run: from its configuration alone, for this machine or any other, without one byte of weights."""
+"""Plan a run from its configuration alone, for this or any other machine, without reading any weights."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from aliquot.planner.step_time import MicroBatchTime, StepSetting, StepTime, eva
 from aliquot.planner.traffic import traffic
 from aliquot.tensor_io.parts import MEMORY_BYTES
 
-_MOST_MICRO_BATCHES = 4096  # of a rank, in the search for a step that hardly waits for the disk
-DISK_BYTES_PER_S = 0.5e9  # of a node, assumed: a volume or file system of the cloud; local NVMe is faster
-_NCCL_SHM_BYTES = 64 << 20  # of a rank: NCCL's buffers where GPUs of a host have no direct link
+_MOST_MICRO_BATCHES = 4096  # per rank, in the search for a batch that hides the disk
+DISK_BYTES_PER_S = 0.5e9  # per node, assumed: a cloud volume or file system; local NVMe is faster
+_NCCL_SHM_BYTES = 64 << 20  # per rank: NCCL's buffers if the GPUs of a host have no direct link
 
 
 def plan(
@@ -49,7 +49,7 @@ def plan(
     """Plan the memory and time of a run on `nodes` machines like `machine`, by default this machine.
 
     Raises:
-        UserError: training would raise it, too.
+        UserError: the config is invalid; training would raise the same error.
     """
     machine = machine or Machine.local()
     layout = machine.layout(config, nodes, ranks_per_node)
@@ -72,16 +72,16 @@ class Planner:
     def plan(self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool = False) -> Plan:
         """Plan a run.
 
-        `shard.engine: auto` falls back from host to fsdp if only fsdp fits: host keeps a copy of the weights on each
-        node and, on several nodes, gradient sums for the other nodes.
+        `shard.engine: auto` falls back from engine host to engine fsdp if only fsdp fits. Engine host may need more
+        memory, because each node keeps a copy of the weights and, on several nodes, gradient sums for the other nodes.
 
         Args:
-            approximate: extrapolate micro-batches of more than two sequences, for many plans in short time.
+            approximate: extrapolate micro-batches of more than two sequences, to make many plans in little time.
         """
         engine = self.engine(config, layout)
         made = _RunPlan(self, config, engine, layout, workload, approximate).make()
         may_change = config.shard.engine == "auto" and engine == "host"
-        # fsdp shares memory on a single node only, and has neither compressed states nor a disk.
+        # Engine fsdp has shared memory on a single node only, and neither compressed states nor offload to disk.
         needs_host = (
             config.shard.collectives == "shared_memory"
             or config.train.optimizer_states != "fp32"
@@ -93,9 +93,9 @@ class Planner:
         return made if fit.problems(with_fsdp, self.machine) else with_fsdp
 
     def plan_on_fewest_nodes(self, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan | None:
-        """Plan the run on the fewest nodes that may remain of an elastic run, where each node holds most.
+        """Plan an elastic run on its minimum number of nodes, because each node then needs the most memory.
 
-        None if the number of nodes is fixed, or if `layout` has no more than the fewest.
+        None if the number of nodes is fixed, or if `layout` has the minimum number already.
         """
         fewest = config.launch.fewest_nodes
         if not config.launch.is_elastic or fewest >= layout.nodes:
@@ -114,13 +114,13 @@ class Planner:
         return self._rates[key]
 
     def micro_batch_time(self, cost: MicroBatchCost, rates: Rates) -> MicroBatchTime:
-        key = (id(cost), id(rates))  # the model keeps costs alive, this planner keeps rates
+        key = (id(cost), id(rates))  # ids stay unique: the model keeps costs, this planner keeps rates
         if key not in self._times:
             self._times[key] = MicroBatchTime.from_cost(cost, rates)
         return self._times[key]
 
     def memory_bytes(self, config: RunConfig) -> int:
-        """Return the bytes of host memory that all ranks of a node may have."""
+        """Return the bytes of host memory that all ranks of a node may use together."""
         available, limit = self.machine.memory_bytes, config.shard.memory
         return available if limit is None else min(available, int(limit * GIB))
 
@@ -136,7 +136,7 @@ class Planner:
 
 
 class _RunPlan:
-    """The plan of one run with one engine: operations first, then memory, then time."""
+    """Makes the plan of one run with one engine: operations first, then memory, then time."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _RunPlan:
         )
         self.rates = planner.rates(layout)
         self.whole_micro_batch = planner.micro_batch_time(self.cost, self.rates)
-        # Several sources, or a batch that the ranks do not divide, make some micro-batches smaller.
+        # Some micro-batches are smaller with several sources, or if the batch is no multiple of the world size.
         sequences = self.size.sequences(layout.world_size, config.data.source_count)
         self.micro_batch = self.whole_micro_batch.scaled(sequences / (self.size.micro * self.micro_batches))
         storage = planner.storage_bytes_per_s(config, layout.nodes)
@@ -175,7 +175,7 @@ class _RunPlan:
         helpers = 0 if on_gpu else helper_process_bytes(config, layout.world_size)
         freed = 0 if on_gpu else self.cost.saved_bytes
         snapshot = snapshot_bytes(config, layout, self.steps, self.saving, self.micro_batch, self.micro_batches, freed)
-        pieces = MEMORY_BYTES if saves_overlap(config, self.steps) else 0  # on their way to the disk
+        pieces = MEMORY_BYTES if saves_overlap(config, self.steps) else 0  # write buffers
         memory = MemoryPlanner(
             config=config,
             engine=self.engine,
@@ -260,10 +260,10 @@ class _RunPlan:
         )
 
     def _micro_batches_between_waits(self) -> int:
-        """Micro-batches that a rank computes before it waits for others.
+        """Return the micro-batches that a rank computes before it waits for other ranks.
 
-        A rank that gathers waits in every layer. With engine host it waits only while its ring is full of gradients
-        that others have not taken yet.
+        A rank that all-gathers weights waits in every layer. With engine host, a rank waits only while its ring buffer
+        is full of gradients that other ranks have not read yet.
         """
         if self.engine != "host":
             return 1
@@ -295,7 +295,7 @@ class _RunPlan:
         return step_time(setting, micro_batch, micro_batches, moved, disk, self.rates)
 
     def _batch_that_hides_the_disk(self, setting: StepSetting, memory: MemoryPlan) -> int | None:
-        """Return the fewest sequences of a step that waits at most DISK_PART for the disk; None if no step does."""
+        """Return the smallest global batch that waits at most DISK_PART of a step for disks, or None."""
 
         def hardly_waits(count: int) -> bool:
             step = self._step_time(setting, memory, count)
@@ -307,13 +307,13 @@ class _RunPlan:
 
 
 def _read_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of the model's files, which have no adapter."""
+    """Return the bytes of the model's files, which contain no adapter weights; 0 for a new model."""
     adapter = 0 if config.adapter is None else shape.learned_numel
     return (shape.numel - adapter) * shape.dtype_bytes if config.model.path is not None else 0
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:
-    """Return the optimizer steps of the run; None if neither max_steps nor the size of the data tells."""
+    """Return the optimizer steps of the run; None if max_steps is not set and the size of the data is unknown."""
     if config.train.max_steps is not None:
         return config.train.max_steps
     if workload.sequences is None:

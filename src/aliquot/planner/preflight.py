@@ -31,17 +31,17 @@ class PlanRequest:
     allowed_cores: frozenset[int]  # of all ranks of this node; rank 0 itself is pinned to a few of them
     workload: Workload
     vocabulary: int
-    steps_done: int  # by the checkpoint that the run resumes from
+    steps_done: int  # steps in the checkpoint that the run resumes from
     memory_bytes: int  # of the node with the least memory
 
 
 def plan_together(
     ranks: RankGroup, request: Callable[[], PlanRequest], force: bool, advise: bool, warn: Callable[[str], None]
 ) -> Plan | None:
-    """Plan a run on rank 0 and return the plan on every rank. Collective; raises as `plan_run` does, on every rank.
+    """Plan a run on rank 0 and return the plan on every rank. Collective; every rank raises the errors of `plan_run`.
 
     Args:
-        request: runs on rank 0 alone.
+        request: makes the request; called on rank 0 only.
     """
 
     def plan_values() -> dict[str, Any] | None:
@@ -56,17 +56,17 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
     """Plan a run before it allocates anything, and refuse a run that cannot fit.
 
     Args:
-        force: start a run that cannot fit all the same.
-        advise: add to the bottleneck the change that would help most; this makes about a dozen more plans.
+        force: start the run even if it cannot fit.
+        advise: append the most helpful change to the bottleneck; this makes about a dozen more plans.
         warn: receives a line if the run may not fit, and if no plan can be made.
 
     Returns:
         None if no plan can be made, because planning must not keep a run from starting.
 
     Raises:
-        DoesNotFitError: the run needs more memory even if the plan is as wrong as plans have been.
+        DoesNotFitError: the run cannot fit, even if the plan has the largest measured error.
         StorageError: the run would fill a disk.
-        PlanError: optimizer state goes to disk, and no plan says which.
+        PlanError: no plan can be made, but offload to disk needs a plan.
     """
     config, workload, done = request.config, request.workload, request.steps_done
     try:

@@ -1,7 +1,7 @@
-"""Speeds of a rank: matrix products, memory, calls, sockets, network. Measured here, or estimated from data sheets.
+"""Rates of a rank for matrix products, memory, calls, sockets and network: measured, or estimated from data sheets.
 
-An estimate is a peak of the maker's documents times the fraction that plain matrix products of training reach. Plans
-show it as an estimate, with a band, until a measurement replaces it.
+An estimate is the peak of the data sheet times the fraction of it that plain matrix products of training reach. Plans
+show estimates with an error range until a measurement replaces them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aliquot.machine.cpu import FLOP_PER_CYCLE
 from aliquot.planner.measure_rates import KINDS, Curve
 from aliquot.planner.planned_machine import Machine
 
-_STATES_BYTES = 4 << 20  # of a piece of gradients or states, which lies in no cache
+_STATES_BYTES = 4 << 20  # of a block of gradients or states, which is not in a CPU cache
 _EXP = ("softmax", "silu", "sigmoid", "exp", "tanh", "gelu", "erf", "pow", "rsqrt")
 
 
@@ -24,27 +24,33 @@ _EXP = ("softmax", "silu", "sigmoid", "exp", "tanh", "gelu", "erf", "pow", "rsqr
 class Rates:
     """Speeds of one rank while all ranks of its node are busy."""
 
-    source: str  # for the reader: when measured, or estimated from what
-    products: Mapping[int, Curve]  # itemsize -> (side of a cube, FLOP/s)
+    source: str  # text for people: when the rates were measured, or what they are estimated from
+    products: Mapping[int, Curve]  # itemsize -> (side of square matrices, FLOP/s)
     memory: Mapping[str, Curve]  # kind of operation -> (bytes of a tensor, bytes/s)
-    call_s: float  # of an operation of torch, apart from its work
-    socket_bytes_per_s: float  # that a rank sends to ranks of its host through sockets, or from GPU to GPU
-    gloo_bytes_per_s: float  # that a rank sends and receives while gloo and the kernel occupy its core
-    network_bytes_per_s: float  # that a node sends to other nodes
+    call_s: float  # overhead of calling a torch operation
+    socket_bytes_per_s: float  # from a rank to ranks of its host, or from GPU to GPU
+    gloo_bytes_per_s: float  # sent and received by a rank while gloo and the Linux kernel occupy its core
+    network_bytes_per_s: float  # from a node to other nodes
     off_by: float  # factor by which times may be wrong, either way
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
-        """Seconds of `batch` products [m, k] x [k, n]: as fast as a cube of as many operations, or slower if a side is
-        very short."""
+        """Return the seconds of `batch` products [m, k] x [k, n].
+
+        The rate is that of square matrices with as many operations, or a lower rate if a side is very short.
+        """
         side = min((batch * m * k * n) ** (1 / 3), 4.0 * min(m, k, n))
         return 2.0 * batch * m * k * n / interpolate(self.products[itemsize], side)
 
     def memory_s(self, operation: str, tensor_bytes: int, moved_bytes: float) -> float:
-        """Seconds of an elementwise operation or reduction that moves `moved_bytes` in tensors of `tensor_bytes`."""
+        """Return the seconds in which an elementwise operation or reduction moves `moved_bytes`.
+
+        Args:
+            tensor_bytes: size of the largest tensor; small tensors are in a CPU cache.
+        """
         return moved_bytes / interpolate(self.memory[_kind(operation)], max(1, tensor_bytes))
 
     def states_s(self, moved_bytes: float) -> float:
-        """Seconds to read and write `moved_bytes` of gradients, of their sums and of optimizer states."""
+        """Return the seconds to read and write `moved_bytes` of gradients, gradient sums and optimizer states."""
         return self.memory_s("add_", _STATES_BYTES, moved_bytes)
 
 
@@ -54,11 +60,11 @@ _REACHED = {"amx_bf16": 0.4, "avx512_bf16": 0.8, "sve_bf16": 0.7, "avx512f": 0.8
 _FP32_REACHED = 0.8
 _CLOCK_HZ = 2.6e9  # all-core clock of servers, if the clock is unknown
 CORE_MEMORY_BYTES_PER_S = 5e9  # DDR5 of a server, 8 channels of 38 GB/s for 48 cores, at 80 %
-_CACHED_FACTOR, _CACHE_BYTES = 4.0, 2 << 20  # tensors in the cache of a core move faster
-_CALL_S = 6e-6  # an operation with autograd around it, whatever its size
-GLOO_BYTES_PER_S = 0.7e9  # 222 MB each way in 0.32 s on one core of Zen 4, between hosts; assumed for all
-_SOCKET_BYTES_PER_S = 1.5e9  # loopback TCP through gloo, a rank
-_NETWORK_REACHED = 0.8  # of the nominal rate, by gloo
+_CACHED_FACTOR, _CACHE_BYTES = 4.0, 2 << 20  # tensors in the cache of a core are read and written faster
+_CALL_S = 6e-6  # overhead of an operation with autograd
+GLOO_BYTES_PER_S = 0.7e9  # 222 MB in each direction in 0.32 s on one core of Zen 4, between hosts; assumed for all
+_SOCKET_BYTES_PER_S = 1.5e9  # per rank, by gloo over loopback TCP
+_NETWORK_REACHED = 0.8  # fraction of the nominal rate that gloo reaches
 
 # Dense bf16 and fp32 FLOP/s, memory bytes/s, and NVLink bytes/s in one direction (None: PCIe), from NVIDIA's data
 # sheets. T4 and V100 have no bf16 and compute in fp32 instead.
@@ -81,7 +87,7 @@ _HOPPER_REACHED = 0.75  # 762 TFLOP/s, by the products of a step of a Llama of 1
 ASSUMED_NETWORK, _NETWORK_BYTES_PER_S = "10 Gbit/s between hosts assumed", 1.25e9
 OFF_BY, _OFF_BY_UNKNOWN_GPU = 2.5, 10.0  # machines measured after an estimate were up to 2.4 times faster
 _PCIE_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
-_NVLINK_REACHED = 0.75  # of one direction, by NCCL's rings
+_NVLINK_REACHED = 0.75  # fraction of the rate in one direction that NCCL's ring collectives reach
 
 
 def estimated(machine: Machine, layout: RankLayout) -> Rates:
@@ -121,7 +127,7 @@ def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
 def _flat(
     machine: Machine, source: str, flops: dict[int, float], memory: float, call_s: float, link: float, off_by: float
 ) -> Rates:
-    """Rates that do not depend on sizes, except in the cache."""
+    """Return rates that do not depend on tensor sizes, except that tensors in a CPU cache are faster."""
     curve = ((float(_CACHE_BYTES), _CACHED_FACTOR * memory), (_CACHE_BYTES + 1.0, memory))
     return Rates(
         source=source,
@@ -140,7 +146,7 @@ def network_bytes_per_s(machine: Machine) -> float:
 
 
 def known_gpu(name: str | None) -> str | None:
-    """Return the data sheet of a GPU of that name; None if there is none."""
+    """Return the key in `_GPUS` of the data sheet that matches a GPU's name; None if no key matches."""
     return next((known for known in sorted(_GPUS, key=len, reverse=True) if known in _plain(name)), None)
 
 
@@ -149,16 +155,16 @@ def _plain(name: str | None) -> str:
 
 
 def _kind(operation: str) -> str:
-    """The measured kind that is as fast as an operation of ATen."""
+    """Return the kind in KINDS whose measured rate applies to an operation of ATen."""
     if operation in ("tanh_backward", "sigmoid_backward"):
-        return "stream"  # products of the saved result
+        return "stream"  # only multiply with the saved result
     if any(name in operation for name in _EXP):
         return "exp"
     return "transpose" if operation == "transpose" else "stream"
 
 
 def interpolate(curve: Curve, at: float) -> float:
-    """Return the value at `at` of points (x, y), linear in the logarithm of x and flat beyond the ends."""
+    """Interpolate points (x, y) at x = `at`: linear in the logarithm of x, and constant beyond the ends."""
     if at <= curve[0][0]:
         return curve[0][1]
     for (x0, y0), (x1, y1) in pairwise(curve):

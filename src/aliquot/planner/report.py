@@ -1,4 +1,4 @@
-"""A plan for people: words and tables on the console."""
+"""Format a plan for people: texts and tables on the console."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from aliquot.planner.search import Candidate, Names, as_arguments
 SPOT_FACTOR = 0.4
 _LABEL = 16  # columns
 
-# Columns of the table, which fits 80 characters, and the categories that they add up; --json shows all categories.
+# Columns of the memory table, and the categories that each column adds up. The table fits 80 characters; --json shows
+# all categories.
 COLUMNS = {
     "proc.": ("process",),
     "weig.": ("weights",),
@@ -32,7 +33,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of a label of up to 15 letters and a text, which wraps in a column of its own on a terminal."""
+    """Lines with a label of up to 15 characters and a text. On a terminal, the text wraps in a separate column."""
 
     lines: Sequence[str]
 
@@ -49,7 +50,7 @@ class Lines:
 
 
 def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
-    """Show the run, whether it fits, memory by phase, and lines for traffic, time and cost."""
+    """Format the run, whether it fits, its memory by phase, and lines for traffic, time and cost."""
     ranks, threads = plan.ranks_per_node, plan.threads_per_rank
     placement = f"{plan.nodes} x {ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
     head = (
@@ -105,7 +106,7 @@ def idle_gpus(plan: Plan, gpus: int, names: Names) -> str | None:
 
 
 def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
-    """Tabulate the bytes of a `memory` by category, a row for each phase, with the rank's share of shared memory."""
+    """Tabulate the memory of a rank by category, with a row for each phase. `memory` names the kind of memory."""
     totals = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in shown}
     peak = max(totals, key=lambda name: totals[name])
     large = totals[peak] >= 8 << 30
@@ -173,7 +174,7 @@ def _run_lines(plan: Plan) -> list[str]:
 
 
 def advise_saves(plan: Plan) -> str:
-    """Say what makes saves take less of the run."""
+    """Advise how saves would take less time of the run."""
     fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
     return f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
 
@@ -191,7 +192,7 @@ def _gib(size_bytes: float) -> str:
 
 
 def _size(size_bytes: float) -> str:
-    """Traffic in powers of ten, like the rates of networks and disks."""
+    """Format bytes of traffic in powers of ten, like the rates of networks and disks."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:,.1f} {unit}"

@@ -1,8 +1,7 @@
-"""Other settings for the same training: the nearest settings that fit, and the fastest.
+"""Search other settings for the same training: the settings with the fewest changes that fit, and the fastest.
 
-The global batch stays. A candidate may change the engine, the micro-batch, activation checkpointing, optimizer states,
-the place of a GPU's states, ranks per node, and the number of nodes if the run does not fit. Each candidate is planned
-like a run.
+The global batch stays the same. A candidate may change the engine, the micro-batch, activation checkpointing, optimizer
+states, offload, ranks per node, and the number of nodes if the run does not fit. Each candidate is planned like a run.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ Names = Mapping[str, str]
 
 _MOST_RANKS = 16
 _REMEDIES = 3
-_SAME_TIME = 0.03  # relative difference of times that a plan can hardly tell apart
-# How much a change alters apart from speed: another notation of the same batch nothing, compressed states the numerics,
-# nodes the cost.
+_SAME_TIME = 0.03  # step times within this relative difference count as equal
+# The distance that a changed key adds; other keys add 1. Another notation of the same batch adds nothing. Compressed
+# states add more, because they change the numerics, and nodes because they change the cost.
 _CHANGE_WEIGHTS = {
     "train.global_batch_size": 0,
     "train.global_batch_tokens": 0,
@@ -54,7 +53,7 @@ class Candidate:
 
     @property
     def distance(self) -> int:
-        """How far the settings are from the present ones."""
+        """How far the settings are from the present settings: the sum of the weights of all changes."""
         return sum(_CHANGE_WEIGHTS.get(key, 1) for key in self.changes)
 
 
@@ -69,7 +68,7 @@ class Search:
     names: Names = field(default_factory=dict)
 
     def remedies(self, done: int = 0) -> str:
-        """Return a sentence with the nearest settings that fit, each with its price in time.
+        """Return a sentence with the nearest settings that fit, and how much longer a step takes with them.
 
         Args:
             done: steps of the checkpoint that the run resumes from.
@@ -78,10 +77,10 @@ class Search:
         fitting = [candidate for candidate in self.candidates() if self._fits(candidate)]
         if not fitting and self.layout.device == "cpu" and self.config.shard.offload != "disk":
             fitting = [candidate for candidate in self._candidates_on_disk() if self._fits(candidate)]
-        # Few changes first, then the least time. One remedy for each set of keys.
+        # Few changes come first, then little node time per step. Each set of keys gives one remedy.
         fitting.sort(key=lambda candidate: (candidate.distance, candidate.plan.step_s * candidate.plan.nodes))
         remedy_by_keys: dict[tuple[str, ...], Candidate] = {}
-        scratch_sizes: list[int] = []  # of candidates that the disk has no room for
+        scratch_sizes: list[int] = []  # of candidates that do not fit on the disk
         for candidate in fitting:
             keys, plan = tuple(candidate.changes), candidate.plan
             if keys in remedy_by_keys:
@@ -100,9 +99,10 @@ class Search:
         return f"Nothing that was tried fits: {more}, or a smaller model"
 
     def fastest(self, count: int = 6) -> list[Candidate]:
-        """Return the fastest candidates that fit on as many nodes, and on the fewest nodes of an elastic run.
+        """Return the fastest candidates that fit on the present number of nodes.
 
-        Of candidates with the same time, the one with the fewest changes stands for all.
+        They also fit on the minimum number of nodes of an elastic run. Of candidates with about the same step time,
+        only the candidate with the fewest changes is returned.
         """
         nearest: dict[int, Candidate] = {}
         for candidate in self.candidates([self.layout.nodes]):
@@ -149,14 +149,14 @@ class Search:
                 yield replace(candidate, changes={"shard.offload": "disk", **engine, **candidate.changes})
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether memory and /dev/shm suffice."""
+        """Whether the candidate fits into memory and /dev/shm."""
         return not fit.problems(candidate.plan, self.planner.machine)
 
     def _fits_on_fewest_nodes(self, candidate: Candidate) -> bool:
         settings = {
             key: value
             for key, value in candidate.changes.items()
-            if not key.startswith("launch.") and value != "null"  # the two sizes of a batch fix the third
+            if not key.startswith("launch.") and value != "null"  # "null" clears a size that follows from the others
         }
         try:
             changed = with_settings(self.config, settings)
@@ -171,7 +171,7 @@ class Search:
         return is_automatic and self.layout.device == "cpu"
 
     def _automatic_ranks(self, changes: Mapping[str, object], nodes: int, cached: dict[tuple[object, ...], int]) -> int:
-        """Return the ranks that `launch.ranks: auto` means with these changes."""
+        """Return the ranks per node that `launch.ranks: auto` chooses with these changes."""
         pasted = with_settings(self.config, {key: None if value == "null" else value for key, value in changes.items()})
         sizes = pasted.train.global_batch_size, pasted.train.per_device_train_batch_size
         key = (nodes, pasted.shard.engine, *sizes, pasted.train.gradient_accumulation_steps)
@@ -220,7 +220,7 @@ class Search:
             changes["launch.nodes"] = changed.nodes
             is_elastic = launch.is_elastic and self.names.get("launch.nodes") != "--nodes"
             if is_elastic and present.nodes == launch.fewest_nodes and changed.nodes < launch.most_nodes:
-                changes["launch.nodes"] = f"{changed.nodes}:{launch.most_nodes}"  # only the fewest nodes change
+                changes["launch.nodes"] = f"{changed.nodes}:{launch.most_nodes}"  # only the minimum changes
         if present.ranks_per_node != changed.ranks_per_node:
             changes["launch.ranks"] = changed.ranks_per_node
         return changes
@@ -233,7 +233,10 @@ def as_arguments(changes: Mapping[str, object], names: Names) -> str:
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """Apply `section.key` -> value. A global batch size clears the accumulation steps, which would contradict it."""
+    """Return the config with each `section.key` set to its value.
+
+    Setting the global batch size clears the gradient accumulation steps, which would contradict this size.
+    """
     sections: dict[str, dict[str, object]] = {}
     for key, value in settings.items():
         section, _, name = key.partition(".")
@@ -257,12 +260,12 @@ def batch_changes(config: RunConfig, layout: RankLayout, size: BatchSize) -> dic
     if train.per_device_train_batch_size != size.micro:
         changes["train.per_device_train_batch_size"] = size.micro
     if train.gradient_accumulation_steps is not None:
-        changes["train.gradient_accumulation_steps"] = "null"  # the other two sizes fix it
+        changes["train.gradient_accumulation_steps"] = "null"  # the other two sizes determine it
     return changes
 
 
 def _state_settings(config: RunConfig, layout: RankLayout, engine: str) -> list[tuple[str, str, str]]:
-    """(optimizer states, dtype of gradients between hosts, offload) to try with an engine."""
+    """Return each (optimizer states, dtype of gradients between hosts, offload) to try with an engine."""
     states, reduce_dtype, offload = config.train.optimizer_states, config.shard.reduce_dtype, config.shard.offload
     if engine != "host":
         places = (offload, "none", "cpu") if layout.device == "cuda" and engine == "fsdp" else (offload,)

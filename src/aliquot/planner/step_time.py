@@ -1,7 +1,7 @@
-"""Seconds of an optimizer step and of an evaluation: the operations of the meta pass, memory, calls, traffic and disk.
+"""Estimate the seconds of an optimizer step and of an evaluation, from operations, memory, calls, traffic and disk.
 
-Each kind of work takes its bytes or operations over the rate of a rank. On CPU the parts add up, except for traffic
-between hosts and disks of engine host, which overlap with computation; a GPU computes while it sends.
+The time of each kind of work is its bytes or operations divided by the rate of a rank. On CPU these times add up. Only
+engine host overlaps traffic between hosts and disk access with computation. A GPU computes while it sends.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from aliquot.planner.micro_batch_cost import MicroBatchCost, Work
 from aliquot.planner.rates import CORE_MEMORY_BYTES_PER_S, Rates
 from aliquot.planner.traffic import Traffic
 
-_TAIL = 0.1  # of the traffic between hosts: the first weights to come and the last sums to leave overlap with nothing
-_SUM_PASSES = 5  # over gradients that hosts send and receive: their checksums, and one more sum
-_PATCH_BYTES_PER_S = 1.5e9  # weights encoded or decoded as a patch; 1.6 and 1.9 on Zen 4, 0.8 and 1.2 on Zen 3
+_TAIL = 0.1  # fraction of traffic between hosts that overlaps with nothing: the first weights, the last sums
+_SUM_PASSES = 5  # reads and writes of gradients that hosts exchange: checksums, and one more sum
+_PATCH_BYTES_PER_S = 1.5e9  # encoded or decoded as patches of weights; 1.6 and 1.9 on Zen 4, 0.8 and 1.2 on Zen 3
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
-# Passes of engine host over the bytes of an update, because torch runs AdamW operation by operation; states other than
-# fp32 are also decoded and encoded. Measured on two cores of Zen 4.
+# How often engine host passes over the bytes of an update. torch runs AdamW operation by operation, and states other
+# than fp32 are also decoded and encoded. Measured on two cores of Zen 4.
 _UPDATE_PASSES: dict[States, float] = {"fp32": 1.25, "bf16": 7.5, "int8": 32.0}
-# Bytes that a rank on CPU reads and writes for each byte of weights that it gathers, and for each byte of gradients
-# that it reduces: casts, copies into the buffers of collectives and out of them, sums.
+# Bytes that a rank on CPU reads and writes per byte of gathered weights, and per byte of reduced gradients: casts,
+# sums, and copies into and out of the buffers of collectives.
 _COLLECTIVE_PASSES = {"fsdp": (5.0, 7.5), "deepspeed": (2.0, 6.0)}
-# DeepSpeed 0.19.8 casts gradients to fp32, takes their norm, scales them and casts weights, and torch's AdamW passes
-# over weights and moments operation by operation: bytes read and written for each element that the rank owns.
+# Bytes that a rank reads and writes per element of its shard in an update of DeepSpeed 0.19.8. DeepSpeed casts
+# gradients to fp32, takes their norm, scales them and casts weights. torch's AdamW runs operation by operation.
 _DEEPSPEED_UPDATE_BYTES = 24 + 80
-# Calls of torch, about: for a weight of engine host (staged, announced, summed); for a group of engine fsdp (gathered
-# twice, gradients reduced, hooks); for a parameter of DeepSpeed (gathered, into its bucket and out of it, hooks).
+# Approximate torch calls per micro-batch: for a weight in engine host (write and publish its gradient, sum gradients),
+# for a group of weights in engine fsdp (two all-gathers, a reduce-scatter, hooks), for a parameter in DeepSpeed
+# (all-gather, copies into and out of its bucket, hooks).
 _CALLS_OF_WEIGHT, _CALLS_OF_GROUP, _CALLS_OF_DEEPSPEED = 20, 600, 160
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of the slowest rank."""
+    """The seconds of an optimizer step on the slowest rank, by kind of work."""
 
     overlaps: bool  # a GPU computes while it sends
     matmul_s: float
     memory_s: float  # elementwise operations, gradients and their sums, the update, calls
-    local_s: float  # sockets of one host
-    wire_s: float  # between hosts, not hidden behind computation
-    disk_s: float  # not hidden behind computation
+    local_s: float  # traffic within a host, through sockets or between GPUs
+    wire_s: float  # traffic between hosts that does not overlap with computation
+    disk_s: float  # disk access that does not overlap with computation
 
     @property
     def total_s(self) -> float:
@@ -57,7 +58,7 @@ class StepTime:
         """The largest part of the step, and its ratio to the matrix products: `network-bound 4.1x`."""
         network = self.wire_s + self.local_s
         if self.overlaps and network <= self.matmul_s + self.memory_s:
-            network = 0.0  # hidden
+            network = 0.0  # overlaps completely with computation
         parts = {"compute": self.matmul_s, "memory": self.memory_s, "network": network, "disk": self.disk_s}
         name = max(parts, key=lambda part: parts[part])
         return f"{name}-bound" if name == "compute" else f"{name}-bound {parts[name] / self.matmul_s:.1f}x"
@@ -76,7 +77,7 @@ class MicroBatchTime:
         return cls(*(_work_s(work, rates) for work in (cost.forward, cost.backward, cost.evaluation)))
 
     def scaled(self, fraction: float) -> Self:
-        """Return the times of a micro-batch that is smaller by this factor."""
+        """Return the times of a micro-batch with this fraction of the sequences."""
         passes = (self.forward, self.backward, self.evaluation)
         return type(self)(*((fraction * products, fraction * rest) for products, rest in passes))
 
@@ -94,18 +95,18 @@ class StepSetting:
     held: RankMemory
     states: States
     updates_in_one_pass: bool  # compiled, or without a separate master copy
-    numel: int  # of the weights that the rank updates
-    weights: int  # tensors that these are parts of
-    groups: int  # of weights that engine fsdp gathers together
-    patched_bytes: int  # of weights whose changes go to other hosts as patches
-    disk_bytes_per_s: float  # of a node, both directions together
-    offloaded: Unsharded | None  # None, or the tensors that a GPU with offloaded states keeps whole within a step
+    numel: int  # elements that the rank updates
+    weights: int  # number of weight tensors of the model
+    groups: int  # number of weight groups that engine fsdp gathers one by one
+    patched_bytes: int  # of weights whose changes are sent to other hosts as patches
+    disk_bytes_per_s: float  # per node, reads and writes together
+    offloaded: Unsharded | None  # the unsharded tensors of a GPU with offloaded states; None: no offload
 
 
 def step_time(
     setting: StepSetting, micro_batch: MicroBatchTime, micro_batches: int, moved: Traffic, disk: DiskUse, rates: Rates
 ) -> StepTime:
-    """Return the time of an optimizer step of `micro_batches` on each rank."""
+    """Return the time of an optimizer step, with `micro_batches` on each rank."""
     layout = setting.layout
     matmul_s = micro_batches * (micro_batch.forward[0] + micro_batch.backward[0])
     memory_s = micro_batches * (micro_batch.forward[1] + micro_batch.backward[1])
@@ -122,16 +123,17 @@ def step_time(
         )
         memory_s += rates.states_s(copied)
         return StepTime(False, matmul_s, memory_s, local_s, wire_s, disk_s=0.0)
-    # A gradient is written once into the ring. Its owner on this host, or the counterpart of an owner on another host,
-    # reads it and adds it to a sum.
+    # A rank writes each gradient once into its ring buffer. One rank of the host adds the gradient to a sum:
+    # the owner of the weight, or the rank that collects the sum for an owner on another host.
     staged = 2 * moved.shared_bytes / layout.world_size
     sum_itemsize = 4 if setting.states == "fp32" else 2
     summed = micro_batches * layout.nodes * setting.numel * 2 * (layout.ranks_per_node + sum_itemsize)
     passes = 1.0 if setting.updates_in_one_pass else _UPDATE_PASSES[setting.states]
     update = passes * (6 * setting.held.own_gradients + 2 * setting.held.moments) + disk.update / layout.world_size
     memory_s += rates.states_s(staged + summed + update)
-    # gloo and the kernel occupy cores, and ranks check and add the sums of other hosts and encode patches. Sums leave
-    # while the last backward pass computes; weights come while their owners update and the next forward pass computes.
+    # Traffic between hosts costs CPU time: gloo and the Linux kernel occupy cores, and ranks verify and add the sums of
+    # other hosts and encode patches. Sums are sent during the last backward pass. Updated weights are received during
+    # the update and the next forward pass.
     node_bytes = moved.wire_bytes / layout.nodes
     sums = (moved.wire_bytes - moved.wire_weights_bytes) / layout.nodes
     memory_s += node_bytes / (layout.ranks_per_node * layout.threads_per_rank * rates.gloo_bytes_per_s)
@@ -139,7 +141,7 @@ def step_time(
     memory_s += setting.patched_bytes / (layout.ranks_per_node * _PATCH_BYTES_PER_S)
     sent_s = node_bytes / rates.network_bytes_per_s
     wire_s = max(_TAIL * sent_s, sent_s - micro_batch.step_s - rates.states_s(update))
-    # All reading and writing overlaps with computation, but for the update before the next forward pass can begin.
+    # All disk access overlaps with computation, except for the part of the update before the next forward pass.
     disk_rate = layout.nodes * setting.disk_bytes_per_s
     in_all_s = (disk.update + disk.beside_read + disk.beside_written) / disk_rate
     disk_s = max(disk.update_first / disk_rate, in_all_s - matmul_s - memory_s)
@@ -160,18 +162,19 @@ def evaluation_time(
         return max(computing, sending) + copied / _COPIED_BYTES_PER_S
     if setting.engine == "host":
         return computing
-    calls_s = _calls(setting) / 3 * rates.call_s  # a step gathers twice and reduces once
+    calls_s = _calls(setting) / 3 * rates.call_s  # a micro-batch of training gathers twice and reduces once
     copied_s = rates.states_s(_COLLECTIVE_PASSES[setting.engine][0] * moved.forward_gathered)
     return computing + sending + gatherings * (copied_s + calls_s)
 
 
 def _gpu_s(setting: StepSetting, micro_batches: int, rates: Rates) -> float:
-    """Seconds of a GPU for casts of gradients into flat buffers of fp32 and out of them, and for the update."""
+    """Return the seconds that a GPU spends on the update, and on casts of gradients into and out of fp32 buffers."""
     held = setting.held
     seconds = rates.states_s(2 * held.gradients * micro_batches)
     if (whole := setting.offloaded) is None:
         return seconds + rates.states_s(2 * _states(held))
-    # Weights come for each forward and each backward pass, gradients go: the GPU computes nothing meanwhile.
+    # With offloaded states, weights are copied to the GPU for each forward and backward pass, and gradients are copied
+    # back. The GPU computes nothing during these copies.
     gradients = held.own_gradients or held.gradients
     copied = held.weights * (1 if whole.weights else 2 * micro_batches)
     copied += gradients * (1 if whole.gradients else micro_batches)
@@ -184,14 +187,14 @@ def _states(held: RankMemory) -> int:
 
 
 def _calls(setting: StepSetting) -> int:
-    """Calls of torch for each micro-batch, apart from the model's own."""
+    """Return the torch calls of the engine per micro-batch, without the calls of the model."""
     if setting.engine == "fsdp":
         return _CALLS_OF_GROUP * setting.groups
     return setting.weights * (_CALLS_OF_WEIGHT if setting.engine == "host" else _CALLS_OF_DEEPSPEED)
 
 
 def _sending_s(local_bytes: float, wire_bytes: float, layout: RankLayout, rates: Rates) -> tuple[float, float]:
-    """Seconds of bytes that all ranks send among the ranks of their hosts, and between hosts, while CPUs only send."""
+    """Return the seconds of traffic (within hosts, between hosts). CPUs compute nothing while they send."""
     local_s = local_bytes / layout.world_size / rates.socket_bytes_per_s
     wire_s = wire_bytes / layout.nodes / rates.network_bytes_per_s
     if layout.device == "cuda":
@@ -201,7 +204,7 @@ def _sending_s(local_bytes: float, wire_bytes: float, layout: RankLayout, rates:
 
 
 def _work_s(work: Work, rates: Rates) -> tuple[float, float]:
-    """Seconds of matrix products, and of all other operations."""
+    """Return the seconds of (matrix products, all other operations)."""
     products = rest = 0.0
     for key, amount in work.items():
         if key[0] == "matmul":

@@ -18,17 +18,17 @@ from aliquot.models.model_shape import ModelShape, numel
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of all ranks together. `wire` and `local` are payload; headers add less than 1 %."""
+    """Bytes that all ranks together move. `wire` and `local` are payload; headers add less than 1 %."""
 
     wire_bytes: int  # per optimizer step, sent between hosts
-    wire_weights_bytes: int  # of these, updated weights that their owners send (engine host)
-    local_bytes: int  # per optimizer step, sent among ranks of a host through sockets
+    wire_weights_bytes: int  # the part of `wire_bytes` that is updated weights (engine host)
+    local_bytes: int  # per optimizer step, sent through sockets among ranks of the same host
     shared_bytes: int  # per optimizer step, staged in shared memory
-    forward: tuple[int, int] = (0, 0)  # of an evaluated micro-batch: between hosts, local
-    forward_gathered: int = 0  # of an evaluated micro-batch: weights that become whole on each rank
+    forward: tuple[int, int] = (0, 0)  # per micro-batch of an evaluation: (between hosts, within hosts)
+    forward_gathered: int = 0  # per micro-batch of an evaluation: weights to all-gather on each rank
     forward_once: bool = False  # weights stay gathered after the first micro-batch
-    gathered_bytes: int = 0  # per optimizer step, weights that become whole on each rank of engines fsdp and deepspeed
-    reduced_bytes: int = 0  # per optimizer step, gradients that these engines reduce
+    gathered_bytes: int = 0  # per optimizer step, weights that each rank of engine fsdp or deepspeed all-gathers
+    reduced_bytes: int = 0  # per optimizer step, gradients that engine fsdp or deepspeed reduces
 
 
 def traffic(
@@ -42,13 +42,13 @@ def traffic(
     """Return the traffic of a run with `micro_batches` for each rank and optimizer step.
 
     Args:
-        unsharded: what engine fsdp keeps whole within a step.
+        unsharded: whether engine fsdp keeps weights or gradients unsharded within a step.
     """
     itemsize = 2 if config.train.precision == "bf16" else 4
     wire = weights = local = shared = gathers = reduced = gathered = 0
     forward = (0, 0)
     if engine == "host":
-        # Every host sends every other host the gradient sums of its weights, and receives its updated weights.
+        # A host sends every other host gradient sums for the weights of the receiver, and its own updated weights.
         weights = int((layout.nodes - 1) * _published_bytes(config, shape, layout, micro_batches))
         sums = _reduced_numel(config, shape, layout, micro_batches) * sent_itemsize(config)
         wire = weights + (layout.nodes - 1) * sums
@@ -57,14 +57,14 @@ def traffic(
         gathers, reduced = _collected(shape, layout, micro_batches, itemsize, unsharded)
         gathered = itemsize * sum(shape.padded_groups(layout.world_size))
         if layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo":
-            # engines/fsdp/fsdp_collectives.py: each rank writes its shard and all of its gradients.
+            # Each rank writes its shard and all of its gradients to shared memory (engines/fsdp/fsdp_collectives.py).
             shared = gathers + layout.world_size * reduced if layout.world_size > 1 else 0
         else:
             wire, local = _ring(layout, gathers + _reduce_passes(layout) * reduced)
             forward = _ring(layout, gathered)
     elif engine == "deepspeed":
-        # Weights with a use soon after stay gathered (deepspeed_memory.py), small weights until their update. DeepSpeed
-        # reduces gradients in the compute dtype.
+        # Weights that are needed again soon stay gathered (deepspeed_memory.py). Small weights stay gathered until
+        # their update. DeepSpeed reduces gradients in the compute dtype.
         small = persistent_numel(config, shape, layout)
         twice = shape.numel - min(shape.numel, REUSED_NUMEL)
         gathers = itemsize * (micro_batches * max(0, shape.numel + twice - small) + small)
@@ -77,7 +77,10 @@ def traffic(
 
 
 def _staged_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, itemsize: int) -> int:
-    """Gradients of a rank and micro-batch; a row for each token of the embedding (engines/host/host_gradients.py)."""
+    """Return the bytes of gradients that a rank of engine host stages per micro-batch.
+
+    The gradient of the embedding has a row for each token (engines/host/host_gradients.py).
+    """
     if not shape.embedding_learns:
         return shape.learned_numel * itemsize
     rows = micro_batch_tokens(config, layout.world_size) * (8 + shape.width * itemsize)
@@ -87,10 +90,11 @@ def _staged_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, item
 
 
 def _reduced_numel(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int) -> int:
-    """Elements of a host's gradient sums that go to the owners of the weights (engines/host/sparse_rows_codec.py).
+    """Return the elements of gradient sums that a host sends to owners of weights (engines/host/sparse_rows_codec.py).
 
-    An embedding that is not the output head sends the rows of its distinct tokens, whose number follows from Zipf's
-    law. A tied embedding sends all rows, and the rows of the last micro-batch once more."""
+    Of an untied embedding, a host sends the rows of distinct tokens, whose number follows from Zipf's law. Of a tied
+    embedding, a host sends all rows, and the rows of the last micro-batch a second time.
+    """
     if not shape.embedding_learns:
         return shape.learned_numel
     vocabulary, width = shape.embedding
@@ -102,10 +106,11 @@ def _reduced_numel(config: RunConfig, shape: ModelShape, layout: RankLayout, mic
 
 
 def _published_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, micro_batches: int) -> float:
-    """Bytes of the patch that sends an update of all weights to another host (distributed/collectives/weight_patch.py).
+    """Return the bytes of patches that send all updated weights to one host (distributed/collectives/weight_patch.py).
 
-    A row of an embedding without output head changes as long as its first moment does, about 1 / (1 - beta1) steps.
-    A block without changed rows costs nothing, unless weight decay changes a few weights everywhere.
+    After a token occurs, its row in an untied embedding changes for about 1 / (1 - beta1) steps, like the first moment
+    of the row. A block without changed rows costs nothing. With weight decay all blocks cost bytes, because a few
+    weights change in each block.
     """
     per_weight = published_bytes(config)
     if config.train.precision == "fp32" or shape.head is None or not shape.embedding_learns:
@@ -122,7 +127,7 @@ def _published_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, m
 
 @cache
 def _distinct_tokens(vocabulary: int, drawn: int) -> int:
-    """Expected number of distinct tokens among `drawn` tokens, by Zipf's law: frequencies fall as 1 / rank."""
+    """Return the expected distinct tokens among `drawn` tokens by Zipf's law: the k-th token has frequency ~ 1 / k."""
     import numpy as np
 
     frequencies = 1 / np.arange(1, vocabulary + 1)
@@ -132,10 +137,10 @@ def _distinct_tokens(vocabulary: int, drawn: int) -> int:
 def _collected(
     shape: ModelShape, layout: RankLayout, micro_batches: int, itemsize: int, unsharded: Unsharded
 ) -> tuple[int, int]:
-    """Bytes of weights to gather and of fp32 gradients to reduce in a step.
+    """Return the bytes of weights that engine fsdp gathers, and of fp32 gradients that it reduces, per optimizer step.
 
-    Layers are gathered in the forward and in the backward pass, the root once. Unsharded weights are gathered once a
-    step, unsharded gradients reduced once a step.
+    Each micro-batch gathers the layers twice, for the forward and the backward pass, and the root group once. Unsharded
+    weights are gathered once a step, and unsharded gradients are reduced once a step.
     """
     root, *layers = shape.padded_groups(layout.world_size)
     gathers = itemsize * (root + sum(layers) if unsharded.weights else micro_batches * (root + 2 * sum(layers)))
@@ -144,12 +149,12 @@ def _collected(
 
 
 def _reduce_passes(layout: RankLayout) -> int:
-    """gloo's reduce-scatter is an all-reduce and sends twice the bytes; nccl's is not."""
+    """Return how often a reduce-scatter sends its bytes: twice on CPU, because gloo implements it as an all-reduce."""
     return 2 if layout.device == "cpu" else 1
 
 
 def _ring(layout: RankLayout, size_bytes: int) -> tuple[int, int]:
-    """(between hosts, among ranks of a host) that ring collectives over `size_bytes` send, all ranks together.
+    """Return the bytes (between hosts, within hosts) that all ranks send in ring collectives over `size_bytes`.
 
     Each rank sends (N - 1) / N of the bytes. Of the N edges of the ring, one for each host leads to another host.
     """
