@@ -1,4 +1,4 @@
-"""EC2 instance types: resources that pods can request, AMX, EFA, GPUs, and prices.
+"""The catalogue of EC2 instance types: resources that pods can request, AMX, EFA, GPUs, and prices.
 
 The data ship with the package (ec2-instances.json, with source and date). Only `live_instances` calls AWS.
 """
@@ -22,28 +22,28 @@ PRICES_REGION = "us-east-1"
 
 _MIB = 1 << 20
 _ARCH = {"x86_64": "amd64", "arm64": "arm64"}
-_MAX_PODS_SMALL, _MAX_PODS_LARGE = 110, 250  # kubelet's bound below and above 30 vCPUs, where ENIs allow more
+_MAX_PODS_SMALL, _MAX_PODS_LARGE = 110, 250  # kubelet's limit below 30 vCPUs and from 30 on, if ENIs allow more
 
 # Intel AMX came with the 4th generation of Xeon Scalable (Sapphire Rapids). On EC2 these processors are in the Intel
 # types of generation 7 and above (c7i, m7i, r7i, i7i, u7i, c8i, ... and their flex, n, b, d, z variants).
-# Accelerated families count generations by accelerator; the families below have such a host CPU.
+# Families with accelerators count generations by accelerator; the families below have a CPU with AMX.
 # Source: the processor column of AWS' "Amazon EC2 instance type specifications".
 _AMX_GENERATION = 7
 _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
 
 _SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")
 _NOT_ON_SPOT = re.compile(r"^hpc")  # their SupportedUsageClasses list on-demand only (describe-instance-types)
-# Trainium, Inferentia, Gaudi, Qualcomm, video, FPGAs, AMD's GPUs, parts of a GPU.
+# Families with Trainium, Inferentia, Gaudi, Qualcomm, video, FPGA or AMD accelerators, or with fractions of a GPU.
 _OTHER_ACCELERATORS = re.compile(r"^(trn|inf|dl|vt|f\d|g4ad|gr?6f)")
 
-# One thread a core: Arm, AMD from generation 7 on, the hpc families, and the first Intel generations.
+# Types with one hardware thread per core: Arm, AMD from generation 7 on, hpc families, and the first Intel generations.
 _AMD_WITHOUT_THREADS_GENERATION = 7
 _OLD_WITHOUT_THREADS = frozenset({"c1", "m1", "m2", "t1", "t2"})
 
 
 @dataclass(frozen=True)
 class InstanceType:
-    """One EC2 type. Sizes in bytes, rates in bytes per second; a GPU's memory is that of one GPU."""
+    """One EC2 type. Sizes are in bytes, rates in bytes per second; `gpu_memory_bytes` is per GPU."""
 
     name: str
     arch: str  # amd64 | arm64
@@ -53,10 +53,10 @@ class InstanceType:
     physical_cores: int
     clock_mhz: int  # 0: unknown
     memory_bytes: int
-    allocatable_memory_bytes: int  # that all pods of a node may request together, on AL2023 with Karpenter's defaults
+    allocatable_memory_bytes: int  # sum of requests of a node's pods, on AL2023 with Karpenter's defaults
     allocatable_cpu_millicores: int
     max_pods: int
-    network_bytes_per_s: int | None  # sustained; None: AWS names no figure
+    network_bytes_per_s: int | None  # sustained; None: AWS publishes no number
     efa_interfaces: int
     amx: bool
     gpus: int
@@ -75,7 +75,7 @@ class InstanceType:
 
     @property
     def shares_cpus(self) -> bool:
-        """Whether the type has its full CPU speed only for hours, not for days."""
+        """Whether the type is burstable: it has its full CPU speed only for hours, not for days."""
         return bool(_SHARES_CPUS.match(self.name))
 
     @property
@@ -99,7 +99,7 @@ def instance(name: str) -> InstanceType:
 
 
 def instances() -> tuple[InstanceType, ...]:
-    """Return all types, in the order of families and sizes."""
+    """Return all types, sorted by family and size."""
     return tuple(_catalogue().values())
 
 
@@ -220,7 +220,7 @@ def _type(description: dict[str, Any], name: str, arch: str, known: InstanceType
 
 
 def _manufacturer(description: dict[str, Any], arch: str) -> str:
-    """Return intel, amd or aws. Older answers of AWS name no manufacturer, so that the family decides."""
+    """Return intel, amd or aws. If the answer of AWS names no manufacturer, the name of the family decides."""
     named = str(description.get("ProcessorInfo", {}).get("Manufacturer", "")).lower()
     for maker in ("intel", "amd", "aws"):
         if maker in named:
@@ -232,13 +232,13 @@ def _manufacturer(description: dict[str, Any], arch: str) -> str:
 
 
 def _max_pods(network: dict[str, Any], vcpus: int) -> int:
-    """Return the pods that the addresses of the VPC CNI allow, up to the limit of kubelet."""
+    """Return the maximum pods of a node: the IP addresses of the VPC CNI, up to the limit of kubelet."""
     addresses = network.get("MaximumNetworkInterfaces", 1) * (network.get("Ipv4AddressesPerInterface", 2) - 1) + 2
     return min(int(addresses), _MAX_PODS_SMALL if vcpus < 30 else _MAX_PODS_LARGE)
 
 
 def _network(network: dict[str, Any]) -> int | None:
-    """Return the sustained bytes per second of all network cards; None if AWS names no figure."""
+    """Return the sustained bytes per second of all network cards; None if AWS publishes no number."""
     rates = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards", [])]
     known = [rate for rate in rates if rate is not None]
     return int(sum(known) * 1e9 / 8) if known else None
