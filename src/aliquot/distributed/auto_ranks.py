@@ -2,15 +2,16 @@
 
 On GPUs, one rank per GPU. On CPU, ranks never span NUMA nodes, and their number depends on the engine:
 
-- Engine host (and auto, which prefers engine host if the model fits): ranks compute from one copy of the weights, so
-  another rank costs only its process and its activations. Many ranks of few threads waste less time than few ranks of
-  many threads, because the work between two matrix products runs on one core or waits for the slowest thread.
-  The maximum is one rank per core up to four per NUMA node, then one rank per four cores, because every rank has a
-  socket to every other and its own activations; the memory limit must hold all processes. Below the maximum, the number
-  with the shortest estimated step wins, and the largest of equal ones: (micro-batches per rank) x (time of one
-  micro-batch), a fifth of which, an estimate, runs on one core.
-- Other engines gather or hold layers in every rank: one rank per NUMA node.
-- Without `train.global_batch_size` the batch is *per rank*, and more ranks would enlarge it: one rank per NUMA node.
+- Engine host (and auto, which prefers engine host if the model fits): the ranks of a host share one copy of the
+  weights, so another rank costs only a process and its activations. Many ranks with few threads waste less time than
+  few ranks with many threads, because the work between two matrix products runs on one core or waits for the slowest
+  thread. The maximum per NUMA node is one rank per core up to four ranks, beyond that one rank per four cores. More
+  ranks would need more sockets (between all pairs of ranks) and more activations. The memory limit must hold all ranks.
+  Up to the maximum, the number with the shortest estimated step is chosen; among equal estimates, the largest number.
+  The estimate is (micro-batches per rank) x (time of one micro-batch), of which a fifth is assumed to run on one core.
+- Other engines: one rank per NUMA node, because every rank gathers or holds layers.
+- Without `train.global_batch_size`: one rank per NUMA node, because the batch size is then *per rank*, and more ranks
+  would enlarge the global batch.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from aliquot.machine.memory import memory_limit
 
 _MAX_SINGLE_CORE_RANKS = 4  # per NUMA node
 _CORES_PER_RANK = 4
-_SERIAL_PART = 0.2  # of a micro-batch, which runs on one core
+_SERIAL_PART = 0.2  # part of a micro-batch's time that runs on one core
 _CROWDED = 2  # ranks per core; up to this number ranks hide each other's waits
-_RANK_BYTES = 2 << 30  # Python, torch and transformers, the gradients' ring, a small micro-batch
+_RANK_BYTES = 2 << 30  # Python, torch and transformers, the ring buffer of gradients, a small micro-batch
 
 
 def resolve_auto_ranks(launch: LaunchSection, config: RunConfig) -> tuple[LaunchSection, str | None]:
-    """Return `launch` with a number of ranks, and the reason for the number; None if `launch` had a number already."""
+    """Return `launch` with a number of ranks, and the reason for the number (None if the user has set the number)."""
     if launch.ranks != "auto":
         return launch, None
     if gpus := visible_gpus(launch):
@@ -69,7 +70,7 @@ def visible_gpus(launch: LaunchSection) -> int:
 
 
 def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
-    """Return the local ranks of each of `nodes` machines like this one, and the rule that decided."""
+    """Return the number of ranks on each of `nodes` machines like this one, and the rule that decided."""
     train, fewest = config.train, _min_ranks(cpu)
     deepspeed = config.shard.engine == "auto" and config.shard.deepspeed_config is not None
     if deepspeed or config.shard.engine not in ("auto", "host"):
@@ -89,7 +90,7 @@ def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) ->
 
 
 def max_cpu_ranks(cpu: CpuFacts, limit_bytes: int) -> tuple[int, str]:
-    """Return the local ranks of engine host if there are micro-batches for all, and the rule that decided."""
+    """Return the largest number of local ranks for engine host, and the rule that decided."""
     sizes = [len(cores) for cores in cpu.cores_by_node]
     if cpu.is_throttled:  # all nodes share one quota
         sizes = [max(1, size * cpu.usable_cores // len(cpu.cores)) for size in sizes]

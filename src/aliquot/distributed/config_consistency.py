@@ -1,7 +1,7 @@
 """Check that all ranks of a run have the same settings, data and software.
 
-The ranks compare themselves when they have joined, and again when data and model are known. Without the check, a node
-with another text, batch size or weights would silently train a mixture until the end.
+The ranks compare their settings after they have joined, and again when data and model are known. Without the check, a
+run whose nodes have different texts, batch sizes or weights would train to the end without an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _is_local(key: str) -> bool:
 
 
 def _without_paths(key: str, value: Any) -> Any:
-    """Return a setting without paths of this node."""
+    """Return the value of setting `key` without paths, which may differ between nodes."""
     if key in ("data.sources", "data.eval_sources") and isinstance(value, list):
         return [{name: setting for name, setting in source.items() if name != "path"} for source in value]
     if key in ("model.config", "checkpoint.resume") and isinstance(value, str) and value not in ("auto", "never"):
@@ -101,7 +101,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{key}.")
         else:
-            yield f"{before}{key}", json.loads(json.dumps(value, default=str))  # as it arrives on other ranks
+            yield f"{before}{key}", json.loads(json.dumps(value, default=str))  # as other ranks receive it
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -1,7 +1,8 @@
-"""A node of an elastic run: it finds the leader or becomes the leader, and runs its ranks in every round.
+"""The launcher of one node of an elastic run: it finds or becomes the leader, and runs the node's ranks in each round.
 
-When a node leaves or comes, the round ends on all nodes, and the next round resumes from the newest checkpoint with the
-present nodes. membership.py has the leader, which decides that; leader_lease.py decides which node may lead.
+When a node leaves or joins, the round ends on all nodes. The next round resumes from the newest checkpoint with the
+nodes that are present then. The leader (membership.py) decides when a round ends and which nodes take part in the next
+round. The lease (leader_lease.py) decides which node may lead.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from aliquot.distributed.signals import first_and_second_signal, ignore_stop_sig
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
-_SEEN_S = 2.0  # a lease must also be unchanged for so long by the clock of this node, because clocks differ
-_MEET_S = 60.0  # all members of a round are alive and start together
+_SEEN_S = 2.0  # an expired lease must also be unchanged for this long by the clock of this node, because clocks differ
+_MEET_S = 60.0  # timeout of a round's rendezvous: all its members are alive and start together
 _REPORT_INTERVAL_S = 30.0
-_PORTS = 20  # tried by a new leader
+_PORTS = 20  # number of ports that a new leader tries
 
 
 def start_elastic_ranks(
@@ -46,7 +47,7 @@ def start_elastic_ranks(
     """Run the program as the ranks of this node, round after round, and return the exit code as `start_ranks` does.
 
     Args:
-        launch: after `apply_environment`.
+        launch: the settings as `apply_environment` returns them.
         automatic: whether launch.ranks was auto.
     """
     start_server(program.log_directory, program.modules)
@@ -63,14 +64,14 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
         secret = common_secret(os.environ, claims.directory)
         raise_on_stop_signals()
         if not _is_finished(claims, run):
-            wait_for_server()  # before the other nodes end their round because this one has come
+            wait_for_server()  # now, because the other nodes will end their round as soon as this node joins
         while True:
             raise_on_stop_signals()
             order = node.next_order()
             if order["what"] == "end":
                 _print(order["lines"])
                 return int(order["code"])
-            start_server(program.log_directory, program.modules)  # again, if it has ended since
+            start_server(program.log_directory, program.modules)  # if the server has ended
             ended = _run_round(node, order, launch, program, secret)
             if ended.was_stopped:
                 _print(ended.lines)
@@ -80,7 +81,7 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
         _print([f"aliquot: stopped by {signal.Signals(stopped.sigval).name}"])
         return 128 + stopped.sigval
     except (RendezvousError, TrainingError) as error:
-        # Exit code 1: the error lies with other nodes, not with the input, and a replaced pod may succeed.
+        # Exit code 1: other nodes have caused the error, not the input, so a replacement of this pod may succeed.
         _print([f"aliquot: {error.line}"])
         return 1
     finally:
@@ -117,14 +118,14 @@ class _Link(threading.Thread):
     """The connection of this node to the leader; forwards the leader's signals to the ranks."""
 
     def __init__(self, claim: Claim, peer: Peer, greeting: list[Message]) -> None:
-        """`greeting`: messages that have come with the greeting."""
+        """`greeting`: messages that arrived together with the leader's answer to `hello`."""
         super().__init__(name="aliquot-member", daemon=True)
         self.claim, self.peer = claim, peer
         self.orders: queue.Queue[Message] = queue.Queue()
         self.in_round = threading.Event()
         self.lost = threading.Event()
         self.dismissed = False  # whether the leader has left
-        self._pending: signal.Signals | None = None  # not yet sent to the ranks
+        self._pending: signal.Signals | None = None  # a signal not yet sent to the ranks
         for message in greeting:
             self._obey(message)
         self.start()
@@ -141,7 +142,7 @@ class _Link(threading.Thread):
             if self.peer.closed or time.monotonic() - heard > SILENT_S:
                 self.lost.set()
             self._signal_ranks()
-        # A leaving leader has had its ranks saved, and these ranks with them.
+        # Before a leader leaves on request, all ranks save, including the ranks of this node: give them time to end.
         until = time.monotonic() + (ENDING_S if self.dismissed else 0)
         while self.in_round.is_set():
             if time.monotonic() > until:
@@ -187,12 +188,12 @@ class _Node:
         self._id = secrets.token_hex(8)
         self._launch, self._claims, self._automatic, self._run = launch, claims, automatic, run
         self._leader: Leader | None = None
-        self._last: frozenset[str] | None = None  # ids of the last round, without its leader
+        self._last: frozenset[str] | None = None  # ids of the nodes of the last round, without its leader
         self._still: tuple[int, float, float] = (
             0,
             0.0,
             0.0,
-        )  # a round, its last beat, and when this node first saw that beat
+        )  # a round, the last renewal of its lease, and when this node first saw that renewal
 
     def next_order(self) -> Message:
         """Return the next `start` or `end` message of a living leader. Raises RendezvousError."""
@@ -270,7 +271,7 @@ class _Node:
         return None
 
     def _is_gone(self, claim: Claim) -> bool:
-        """Whether the leader of that round has ended, so that another node may lead."""
+        """Whether the leader that made `claim` has ended, so that another node may lead."""
         link = self.link if self.link is not None and self.link.claim.nonce == claim.nonce else None
         if link is not None and (link.dismissed or _refuses(link.peer.address, claim.port)):
             return True
@@ -289,7 +290,7 @@ class _Node:
             for listener in listeners:
                 listener.close()
             return None
-        # In a run that a person starts again no leader has gone.
+        # If this node has been in no round yet, the user may have restarted the run: then no leader was lost.
         reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
         previous = PreviousRound(self._last, reasons)
         self._leader = Leader(self._claims, claim, listeners, self._id, self._launch, self._run, previous)
@@ -301,7 +302,7 @@ def _is_finished(claims: Claims, run: ElasticRun) -> bool:
 
 
 def _listen(address: str) -> list[socket.socket]:
-    """Listen on `address`, and on loopback at the same port, by which this node reaches its own leader.
+    """Listen on `address`, and at the same port on loopback, where this node reaches its own leader.
 
     Raises RendezvousError.
     """
@@ -313,14 +314,14 @@ def _listen(address: str) -> list[socket.socket]:
             raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
         if address == "127.0.0.1":
             return [first]
-        with suppress(OSError):  # that port is taken there
+        with suppress(OSError):  # the port is taken on loopback
             return [first, socket.create_server(("127.0.0.1", first.getsockname()[1]))]
         first.close()
     raise RendezvousError(f"no port is free both on {address} and on 127.0.0.1")
 
 
 def _refuses(address: str, port: int) -> bool:
-    """Whether the machine is up and nobody listens at that port."""
+    """Whether the machine at `address` is up, but no process listens at `port`."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except ConnectionRefusedError:

@@ -1,4 +1,4 @@
-"""Preloaded by the fork server only: import the modules that its ranks share, before it forks."""
+"""Import the modules that forked ranks share. Only the fork server loads this module, before it forks a rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 import os
 from contextlib import suppress
 
-PID = os.getpid()  # of the server, also in forked ranks
+PID = os.getpid()  # process id of the server; a forked rank keeps this value
 
 for _name in os.environ["ALIQUOT_FORK_SERVER_IMPORTS"].split():  # see forked_rank.py
-    with suppress(Exception):  # a rank will raise the error again, and has a log and a launcher for it
+    with suppress(Exception):  # a rank repeats a failed import, and reports the error to its log and its launcher
         importlib.import_module(_name)

@@ -1,8 +1,8 @@
-"""Elastic ranks are forked from a server process that has already imported torch and transformers.
+"""Fork the ranks of an elastic run from a server process that has already imported torch and transformers.
 
-Every round of an elastic run starts ranks, and the imports would take longer than the rest of the start. The process is
-the fork server of multiprocessing, one per node. It computes nothing, so it has no threads that a fork would lose, and
-ranks share the memory of its imported modules.
+Every round of an elastic run starts new ranks, and the imports would take most of the start-up time. The server is the
+fork server of multiprocessing, one per node. The server computes nothing, so it has no threads that a fork would lose.
+Forked ranks share the memory of the imported modules.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _IMPORTED = (
 
 
 def start_server(log_directory: Path, modules: Sequence[str]) -> None:
-    """Start the fork server, which imports `modules` and the usual modules of models. Return at once.
+    """Start the fork server, which imports `modules` and the modules that most models need. Return at once.
 
-    Does nothing while a server lives. All ranks inherit the present environment.
+    Does nothing if the server is running. All ranks inherit the environment that this process has now.
     """
     os.environ.update(rank_environment(os.environ, log_directory))
     os.environ["ALIQUOT_FORK_SERVER_IMPORTS"] = " ".join([*_IMPORTED, *modules])
@@ -50,7 +50,7 @@ def start_server(log_directory: Path, modules: Sequence[str]) -> None:
 
 
 def wait_for_server() -> None:
-    """Wait until the server has imported all modules. Raises TrainingError if it has ended."""
+    """Wait until the server has imported all modules. Raises TrainingError if the server has ended."""
     process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     with fork_server_errors():
         process.start()
@@ -76,9 +76,9 @@ def live_forked_ranks() -> list[psutil.Process]:
 
 
 def end_forked_ranks() -> None:
-    """Kill the remaining ranks and reap them, because multiprocessing waits for them when this process ends.
+    """Kill and reap the remaining ranks, because multiprocessing would wait for them when this process ends.
 
-    The elastic agent knows its ranks only when all have started, so it does not end them after an earlier signal.
+    Ranks remain if a signal arrives while they start: the elastic agent knows its ranks only when all have started.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
@@ -92,16 +92,16 @@ def end_forked_ranks() -> None:
 
 
 def run_forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Sequence[str]) -> None:
-    """Run `python ARGV` (`-m MODULE ARGUMENT...`) in this process, which was forked for it, with `environ` added.
+    """Run `python ARGV` (`-m MODULE ARGUMENT...`) in this forked process, with `environ` added to the environment.
 
-    Raises SystemExit if the exit code is not 0: the agent would write any other exception into a file that nobody
+    Raises SystemExit if the exit code is not 0, because the agent would write any other exception to a file that nobody
     reads.
     """
     from aliquot.distributed import fork_server  # the server has imported it
 
-    gc.freeze()  # otherwise a collection would write to all shared pages
+    gc.freeze()  # otherwise a garbage collection would write to, and so copy, all pages shared with the server
     os.setsid()
-    die_with_parent()  # its parent is the server
+    die_with_parent()  # the parent of a forked rank is the server
     if os.getppid() != fork_server.PID:  # the server died before the line above
         os._exit(1)
     threading.Thread(target=_end_with_launcher, name="aliquot-launcher", daemon=True).start()
@@ -120,7 +120,7 @@ def run_forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Seque
 
 
 def _end_with_launcher() -> None:
-    """End this rank with its launcher: the kernel only signals the death of the server, which outlives the launcher."""
+    """Kill this rank when its launcher ends: the kernel signals only the end of the server, which ends later."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     launcher.join()

@@ -16,10 +16,10 @@ _ANYWHERE = "192.0.2.1"  # an address reserved for documentation, which the defa
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface that packets to `address` leave through, or None if the address does not resolve.
+    """Return the interface through which this machine sends packets to `address`; None if it does not resolve.
 
-    For an address of this machine that is the interface which has the address. gloo itself would resolve the host's
-    name, which often gives a loopback address that no peer can reach.
+    For an address of this machine, the result is the interface that has the address. By default gloo would resolve the
+    host name, which often gives a loopback address that no peer can reach.
     """
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
@@ -40,10 +40,10 @@ def _interface_of(address: str) -> str | None:
 
 
 def listening_address(master: str) -> str:
-    """Return the address that the server of a group listens on, if the other processes know it as `master`.
+    """Return the address that the server of a group listens on; other processes know the server as `master`.
 
-    That is `master` itself if this machine has the address. Otherwise it is the address of the group's interface: the
-    machine's own name often resolves to loopback, and a translated address belongs to another machine. Raises OSError
+    The result is the address of `master` if this machine has that address. Otherwise the result is the address of the
+    group's interface, because `master` may resolve to loopback or to a NAT address of another machine. Raises OSError
     if `master` does not resolve.
     """
     address = str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0])
@@ -54,9 +54,9 @@ def listening_address(master: str) -> str:
 
 
 def address_here(master: str) -> str:
-    """Return the address by which this machine reaches `master`.
+    """Return the address by which this machine reaches the server `master`.
 
-    The machine's own name may resolve to loopback, where a server that other machines reach does not listen.
+    If `master` is this machine, its name may resolve to loopback, although the server listens on another address.
     """
     try:
         is_local = _is_loopback(str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0]))
@@ -66,10 +66,10 @@ def address_here(master: str) -> str:
 
 
 def group_address() -> str:
-    """Return the address at which unknown nodes reach this one.
+    """Return the address at which other nodes, whose addresses are not known yet, can reach this node.
 
-    It belongs to gloo's interface if set, otherwise to the interface of the default route, otherwise to the first
-    interface that is up.
+    The address belongs to the interface in GLOO_SOCKET_IFNAME if set, otherwise to the interface of the default route,
+    otherwise to the first interface that is up.
     """
     check_interface()
     interface = gloo_interface() or interface_towards(_ANYWHERE) or next(_active_interfaces(), None)
@@ -93,9 +93,10 @@ def gloo_interface() -> str | None:
 
 
 def choose_interface(topology: Topology) -> None:
-    """Let gloo and NCCL listen only on the group's interface, because they authenticate nobody.
+    """Let gloo and NCCL listen only on the group's interface, because neither authenticates its peers.
 
-    On one node that is loopback, which needs no resolvable host name. Variables that a person has set are kept.
+    On a single node, the group's interface is loopback, which needs no resolvable host name. Environment variables that
+    the user has set are kept.
     """
     interface = "lo" if topology.nodes == 1 else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
@@ -113,7 +114,10 @@ def check_interface() -> None:
 
 
 def address_of(interface: str | None) -> str:
-    """Return the IPv4 address of `interface`, otherwise IPv6; for None the address of the host name, as gloo does."""
+    """Return the IPv4 address of `interface`, or the IPv6 address of an interface without IPv4.
+
+    For None, return the address of the host name, which gloo uses by default.
+    """
     if interface is None:
         try:
             return socket.gethostbyname(socket.gethostname())

@@ -1,8 +1,8 @@
-"""A heartbeat between nodes, so that a cut cable ends a run in whatever the run is doing.
+"""A heartbeat between nodes, so that a run ends when a node becomes unreachable, whatever the run is doing.
 
-A collective waits for its peers as long as they may work, for example to tokenise a corpus or to write an export. A
-peer that is out of reach sends nothing, not even that its connection is closed. So rank 0 of each node writes a beat
-into the rendezvous store, besides all other work. Node 0 watches all nodes, and all nodes watch node 0.
+A collective may wait very long for peers that are working, for example tokenising a corpus or writing an export. An
+unreachable peer sends nothing, not even the end of its connection. So the first rank of each node writes heartbeats
+into the rendezvous store, in a separate thread. Node 0 watches all nodes, and all nodes watch node 0.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from aliquot.distributed.topology import Topology
 
 _INTERVAL_S = 1.0
 _FAREWELL_S = 1.0
-_LATE_BEATS = 3  # intervals without a word of a node, after which its silence explains why this node hangs
+_LATE_BEATS = 3  # intervals without a heartbeat of a node after which its silence explains why this node hangs
 
 
 class Heartbeat:
-    """A context of every rank. Ends this process when another node is lost.
+    """A context manager of every rank that ends this process when another node is lost.
 
-    Without a beat of a node for `timeout_s` this process ends with code 1, and its error line names the activity of
-    both nodes. The process ends at once when another node announces its end.
+    If another node sends no heartbeat for `timeout_s`, this process ends with code 1. Its error line names the activity
+    of both nodes. If another node announces its end, this process ends at once.
     """
 
     def __init__(self, topology: Topology, store: Store | None, timeout_s: float, activity: Callable[[], str]) -> None:
-        """`store`: the rendezvous store; None for a single rank. `activity`: what this node does now, in words."""
+        """`store`: the rendezvous store; None for a single rank. `activity` returns what this node is doing."""
         self._topology = topology
         self._timeout_s = timeout_s
         self._activity = activity
@@ -46,8 +46,8 @@ class Heartbeat:
         watched = range(1, topology.nodes) if topology.node_rank == 0 else [0]
         self._heard_at = dict.fromkeys(watched, time.monotonic())
         self._last_beats: dict[int, dict[str, str | int]] = {}
-        # The clone has a connection of its own, because other threads wait in the store's connection. The type stubs do
-        # not know clone(). A request over a cut cable may never return, so a second thread watches the clock.
+        # The clone has a separate connection, because other threads block the store's connection while they wait. The
+        # type stubs lack clone(). A request to an unreachable node may never return, so another thread checks the time.
         clone: Store = cast(Any, store).clone()
         self._store = clone
         for work in (lambda: self._exchange_beats(clone), self._watch_clock):
@@ -60,20 +60,20 @@ class Heartbeat:
         self.stop()
 
     def stop(self) -> None:
-        """Stop beating and watching. May be called again."""
+        """Stop sending and watching heartbeats. Further calls have no effect."""
         self._is_over.set()
 
     def announce_end(self, reason: str) -> None:
-        """Tell the other nodes why this node ends, `stopped by SIGTERM` for example.
+        """Tell the other nodes why this node ends, for example `stopped by SIGTERM`.
 
-        Returns after the others have had time to hear the reason; otherwise they would only report lost connections.
+        Returns after the other nodes have had time to read the reason; otherwise they would report lost connections.
         """
         if self._topology.nodes == 1 or self._is_over.is_set():
             return
         if (store := self._store) is not None:
             self.stop()
             beat = json.dumps(self._beat(0) | {"left": reason})
-            # The request runs in a thread because it may never return over a cut cable.
+            # The request runs in a thread, because a request to an unreachable node may never return.
             request = threading.Thread(target=store.set, args=(self._key(self._topology.node_rank), beat), daemon=True)
             request.start()
             request.join(_FAREWELL_S)
@@ -82,11 +82,12 @@ class Heartbeat:
     def explain_hang(self) -> None:
         """End this process as `peer_lost` if another node is silent; return if this node hangs for another reason.
 
-        The timeout of the heartbeat begins when a cable is cut, so the shorter wait of a watchdog may be over before.
+        A watchdog calls this when it finds a hang. The watchdog's timeout may have started before the other node became
+        silent, so the watchdog may act before the heartbeat does.
         """
         if self._topology.nodes == 1 or self._is_over.is_set():
             return
-        if self._store is None:  # the first rank of this node hears the others, and its end would end this rank, too
+        if self._store is None:  # only the first rank of this node watches; if that rank ends, this rank ends as well
             time.sleep(_LATE_BEATS * self._interval_s)
         else:
             self._end_if_silent(_LATE_BEATS * self._interval_s)
@@ -113,8 +114,8 @@ class Heartbeat:
                         if reason := beat.get("left"):
                             self._end(f"node {node} ({beat['host']}) was {reason} while {beat['doing']}")
             except Exception as error:
-                # Node 0 has ended or is out of reach. For any other error the thread must go on, too: without its beats
-                # the other nodes would end the run, although this node is well.
+                # Node 0 has ended or is unreachable. The thread must go on after any other error as well: without its
+                # heartbeats the other nodes would end the run, although this node works.
                 self._failure = error
                 time.sleep(self._interval_s)
             else:

@@ -14,7 +14,7 @@ from aliquot.core.decode import decode_json
 
 Message = dict[str, Any]
 
-_SEND_S = 2.0  # a message is far smaller than the buffer of a socket
+_SEND_S = 2.0  # timeout of a send, which rarely waits: a message is far smaller than the buffer of a socket
 _LONGEST = 1 << 20
 _LONGEST_UNKNOWN = 1 << 16  # from a peer that has not sent the nonce
 
@@ -26,7 +26,7 @@ class Peer:
         connection.settimeout(_SEND_S)
         self.socket = connection
         self.closed = False
-        self.is_known = False  # has sent the nonce of the run
+        self.is_known = False  # whether the peer has sent the nonce of the run
         self._partial_line = b""
         self._writing = threading.Lock()
         self.address = _plain(connection.getpeername()[0])
@@ -42,7 +42,7 @@ class Peer:
                 self.closed = True
 
     def receive(self, wait_s: float = 0.0) -> list[Message]:
-        """Return messages that arrive within `wait_s`. `closed` is true afterwards if no more can arrive."""
+        """Return messages that arrive within `wait_s`. Sets `closed` if no more messages can arrive."""
         try:
             with selectors.PollSelector() as selector:
                 selector.register(self.socket, selectors.EVENT_READ)
@@ -61,9 +61,9 @@ class Peer:
         return [message for message in messages if isinstance(message, dict)]
 
     def see_off(self, until: float) -> None:
-        """Close the connection after the peer has closed its end.
+        """Read until the peer has closed its end, at most until `until`, then close the connection.
 
-        A socket that is closed with unread input discards messages that it has sent.
+        Closing a socket with unread input at once would discard messages that the peer has not received yet.
         """
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
@@ -77,5 +77,5 @@ class Peer:
 
 
 def _plain(address: str) -> str:
-    """Return the IPv4 address of a peer of a socket for IPv4 and IPv6."""
+    """Return `address`, with an IPv4 address in IPv6 form (`::ffff:10.0.0.1`) converted to plain IPv4."""
     return address.removeprefix("::ffff:")

@@ -1,7 +1,8 @@
-"""Decide whether this process is a rank, a launcher or alone, and start the ranks of a launcher.
+"""Decide whether this process is a rank, a launcher or the only process of a run, and start the ranks of a launcher.
 
-A process is a rank if torchrun, srun or aliquot's launcher has set the variables of a rank. Otherwise the configuration
-and the environment, such as the PET_* variables of a Kubeflow TrainJob, say how many ranks and nodes there are.
+A process is a rank if torchrun, srun or aliquot's launcher has set the environment variables of a rank. Otherwise the
+configuration and the environment, such as the PET_* variables of a Kubeflow TrainJob, give the numbers of ranks and
+nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _TORCHRUN_SHUTDOWN_S = 30  # the default of torchrun
 
 
 def launch_mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["rank", "launcher", "alone"]:
-    """Return the role of this process, for `launch` after `apply_environment` and `resolve_auto_ranks`."""
+    """Return the role of this process. Call this after `apply_environment` and `resolve_auto_ranks`."""
     missing = [name for name in RANK_VARIABLES if name not in environ]
     if not missing:
         return "rank"
@@ -42,9 +43,9 @@ def launch_mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["r
 def apply_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
     """Return `launch` with the nodes, ranks and master that the environment names. Raises LaunchError.
 
-    The PET_* variables of a TrainJob override the configuration. WORLD_SIZE, MASTER_ADDR and MASTER_PORT without RANK,
-    as people export them for torchrun, apply to keys that the configuration leaves out. In a rank `launch` is returned
-    unchanged, because its launcher has applied the variables.
+    The PET_* variables of a TrainJob override the configuration. Users may export WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT without RANK, as for torchrun; these apply to keys that the configuration leaves out. In a rank,
+    `launch` is returned unchanged, because the launcher has already applied the variables.
     """
     if all(name in environ for name in RANK_VARIABLES):
         return launch
@@ -68,7 +69,7 @@ def apply_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Laun
 
 
 def _nodes(launch: LaunchSection, environ: Mapping[str, str]) -> int | str:
-    """Return the nodes of PET_NNODES, a number or MIN:MAX; a number is the maximum if the configuration is elastic."""
+    """Return the nodes in PET_NNODES, a number or MIN:MAX; a number is the maximum if the configuration is elastic."""
     text = environ["PET_NNODES"]
     if ":" in text:
         try:
@@ -101,13 +102,13 @@ def start_ranks(
 ) -> int:  # fmt: skip
     """Run `python ARGV` as every local rank, wait for the ranks, and return the exit code of this process.
 
-    Rank 0 prints to this console, rank N to rank-N.log of `log_directory`. When a rank dies, all ranks end, and a line
-    or two name the rank that failed first. The exit code is 2 for bad input and 128 + signal if this process was told
-    to stop.
+    Rank 0 prints to this console, rank N to rank-N.log in `log_directory`. When a rank dies, all ranks end, and a line
+    or two name the rank that failed first. The exit code is 2 for bad input, and 128 + signal if this process received
+    a stop signal.
 
     Args:
-        automatic: whether launch.ranks was auto: then all nodes start the smallest number that a node has chosen.
-        run_directory: shared by the nodes, for their secret.
+        automatic: whether launch.ranks was auto. If so, all nodes start the smallest number that any node has chosen.
+        run_directory: a directory that all nodes share, which holds their common secret.
     """
     log_directory = prepare_log_directory(log_directory)
     launch = apply_environment(launch, os.environ)
@@ -136,7 +137,7 @@ def prepare_log_directory(directory: Path) -> Path:
 
 
 def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
-    """Return a warning for a person whose torchrun would kill ranks before they have saved; empty otherwise."""
+    """Return a warning if torchrun would kill ranks before they have saved, otherwise an empty list."""
     timeout = environ.get(_SHUTDOWN_TIMEOUT, "")
     shutdown_s = int(timeout) if timeout.isdecimal() else _TORCHRUN_SHUTDOWN_S
     if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= shutdown_s:

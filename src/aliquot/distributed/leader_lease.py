@@ -1,11 +1,12 @@
 """The lease of the leader of an elastic run: a file per round in the run directory, which only one node can create.
 
-A run whose `launch.nodes` is MIN:MAX proceeds in rounds, in each of which the same nodes train. The node that creates
-the file of a round leads the round. All nodes share the run directory, so there is one leader whatever happens to the
-network. A node that was cut off finds a newer round when it comes back, and publishes nothing of the older round.
+A run whose `launch.nodes` is MIN:MAX proceeds in rounds; the set of nodes changes only between rounds. The node that
+creates the file of a round leads the round. All nodes share the run directory, so every round has one leader, whatever
+happens to the network. A node that was cut off sees the file of a newer round when it reconnects, and then publishes
+nothing for the older round.
 
-The file is created as a hard link to a complete file: also on a network file system, linking either creates the name or
-fails because the name exists.
+The leader creates the file as a hard link to a complete file. Even on a network file system, linking either creates the
+name or fails because the name exists.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from aliquot.core.small_files import open_unlinked
 
 ROUNDS = ".rounds"  # in the run directory
 ROUND = "ALIQUOT_ROUND"  # the number of the round, which the launcher sets for its ranks
-DEAD_S = 10.0  # a leader that has not touched its file for so long has ended, or cannot reach the directory
+DEAD_S = 10.0  # a leader that has not touched its file for this long has ended, or cannot reach the directory
 _RETAINED = 8
 
 
@@ -42,7 +43,7 @@ class Claim:
 
 
 class Claims:
-    """The lease files of the run in `directory`. Methods raise StorageError if it cannot be read or written."""
+    """The lease files in the run directory. Methods raise StorageError if the directory cannot be read or written."""
 
     def __init__(self, directory: Path) -> None:
         self._rounds = directory.absolute() / ROUNDS
@@ -66,14 +67,14 @@ class Claims:
             return None
         try:
             fields = json.loads(self._file(number).read_text())
-        except FileNotFoundError:  # a newer round has replaced it meanwhile
+        except FileNotFoundError:  # the leader of a newer round has removed the file meanwhile
             return self.newest()
         return Claim(**{**fields, "addresses": tuple(fields["addresses"])})
 
     def make(self, claim: Claim) -> bool:
         """Create the lease of a round. Return False if another node was first."""
         try:
-            # Only its owner may read the nonce in the file.
+            # The permissions let only the owner of the file read the nonce.
             with open_unlinked(self._draft, "x", permissions=0o600, encoding="utf-8") as file:
                 file.write(json.dumps(asdict(claim)))
                 file.flush()
@@ -92,7 +93,7 @@ class Claims:
         return True
 
     def beat(self, number: int) -> None:
-        """Renew the lease: the leader of this round is alive and has enough nodes. Raises OSError."""
+        """Renew the lease, to show that the leader of this round is alive and has enough nodes. Raises OSError."""
         os.utime(self._file(number))
 
     def beaten(self, number: int) -> tuple[float, float]:
@@ -100,7 +101,7 @@ class Claims:
         try:
             self._draft.touch()
             now = self._draft.stat().st_mtime
-            with self._file(number).open() as file:  # an NFS client only asks its server for an open file
+            with self._file(number).open() as file:  # opening makes an NFS client ask its server
                 then = os.fstat(file.fileno()).st_mtime
         except OSError:
             return 0.0, 0.0
@@ -110,7 +111,7 @@ class Claims:
 
     def finish(self, mark: str) -> None:
         """Record that the run with the configuration `mark` is finished, for nodes that come later."""
-        with suppress(OSError):  # later nodes see that the run is complete
+        with suppress(OSError):  # without the file, a later node finds the run complete when it resumes
             (self._rounds / "finished").write_text(mark)
 
     def finished(self, mark: str) -> bool:
@@ -141,7 +142,7 @@ def check_round(directory: Path) -> None:
     """Raise CutOffError if a round newer than this rank's has started. Call this before publishing anything."""
     if (number := os.environ.get(ROUND)) is None:
         return
-    with suppress(OSError):  # an NFS client asks its server about a directory that the client has changed
+    with suppress(OSError):  # changing the directory makes an NFS client ask its server for the newest entries
         changed = directory / ROUNDS / f".{secrets.token_hex(8)}"
         changed.touch()
         changed.unlink()

@@ -1,4 +1,4 @@
-"""Run the ranks of one node with torch's elastic agent until they end, and say how they ended."""
+"""Run the ranks of one node under torch's elastic agent until all ranks have ended, and return how they ended."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ _GROUP = "group"
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What every local rank runs."""
+    """The Python program that every local rank runs."""
 
-    argv: list[str]  # of the Python interpreter
+    argv: list[str]  # arguments of the Python interpreter
     log_directory: Path
-    grace_s: float  # for a save after a signal, before the rank is killed
-    modules: tuple[str, ...] = ()  # imported once by the server that elastic ranks are forked from
+    grace_s: float  # time to save after a stop signal, before the rank is killed
+    modules: tuple[str, ...] = ()  # modules that the fork server of elastic ranks imports once
 
 
 @dataclass(frozen=True)
 class Ended:
     """How the ranks of a node ended."""
 
-    code: int  # 0, 1, 2 for bad input, or 128 + signal if all ranks saved because a node was told to stop
-    lines: tuple[str, ...] = ()  # for the person
-    kind: str = "done"  # or the kind of the first rank error; "killed" if that rank reported nothing
+    code: int  # 0, 1, 2 for bad input, or 128 + signal if all ranks saved because a node received a stop signal
+    lines: tuple[str, ...] = ()  # messages for the console
+    kind: str = "done"  # otherwise the kind of the first rank error, or "killed" if that rank reported no error
     was_stopped: bool = False  # whether this launcher itself received the signal
 
 
 def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: int | None = None) -> Ended:
-    """Run the program as the local `ranks` of a node of `group` and wait for them. When a rank dies, all ranks end.
+    """Run the program as the local `ranks` of a node of `group`, and wait for them. When a rank dies, all ranks end.
 
-    The ranks of an elastic `round` are forked from the server of forked_rank.py; without a round interpreters start.
-    Raises RendezvousError if the nodes do not come together, and TrainingError if the fork server has ended.
+    The ranks of an elastic `round` are forked from the fork server (forked_rank.py). Without a round, every rank starts
+    a new interpreter. Raises RendezvousError if the nodes cannot join, and TrainingError if the fork server has ended.
     """
-    # aliquot itself says what happened.
+    # Silence torch's launcher, because aliquot reports the failures itself.
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logging.getLogger(name).addHandler(logging.NullHandler())
         logging.getLogger(name).propagate = False
@@ -78,7 +78,7 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
         monitor_interval=0.05,
         start_method="forkserver",
         shutdown_timeout=math.ceil(program.grace_s) + 10,  # then the agent kills ranks, which must have saved by then
-        # A handler would undo that a shell (nohup, a job in the background) ignores a signal, here and in the ranks.
+        # A signal that is ignored (nohup, a background job of a shell) stays ignored, here and in the ranks.
         signals_to_handle=",".join(
             number.name
             for number in (*STOP_SIGNALS, signal.SIGQUIT)
@@ -119,9 +119,10 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
 
 
 class AgentRendezvous(RendezvousHandler):
-    """Give torch's elastic agent the store in which the launchers have met already; the ranks meet there as well.
+    """Give torch's elastic agent the store in which the launchers have already joined; the ranks use it as well.
 
-    The handlers of torch open a store that listens on every address, and `c10d` unpickles values of that store.
+    This class replaces torch's handlers, which open a store that listens on every address. torch's handler `c10d` also
+    unpickles values of that store.
     """
 
     def __init__(self, group: NodeGroup) -> None:

@@ -1,9 +1,9 @@
-"""The leader of an elastic run: it knows the present nodes, starts rounds, and decides what follows a change.
+"""The leader of an elastic run: it tracks the present nodes, starts rounds, and reacts when nodes join, leave or fail.
 
-The leader lives in the launcher of one node, which is a member like all others. A member sends `hello`, then `beat`
-every second, `ended` when its ranks have ended, and `leave` when it was told to stop. The leader sends `start`, `stop`
-(finish the step and save), `kill`, `wait`, `end` (of the run), and `leave` when its own node was told to stop, after
-which another node leads.
+The leader runs in the launcher of one node; this node is a member like all other nodes. A member first sends `hello`,
+then `beat` every second, `ended` when its ranks have ended, and `leave` when it has received a stop signal. The leader
+sends `start` (a round), `stop` (finish the step and save), `kill`, `wait` and `end` (of the run). When the leader's
+node has received a stop signal, the leader sends `leave`, and another node leads.
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import Claim, Claims
 
 BEAT_S = 1.0
-SILENT_S = 6.0  # a node that is silent for so long counts as lost
-ENDING_S = 15.0  # ranks that end so much later than the first are stuck
-_SETTLE_S = 3.0  # nodes that come within this time start together
-_MINORITY_S = 15.0  # longer than leader_lease.DEAD_S: after a network split the larger part claims first
+SILENT_S = 6.0  # a node that is silent for this long counts as lost
+ENDING_S = 15.0  # ranks that still run this long after the first rank has ended are stuck
+_SETTLE_S = 3.0  # a round starts this long after the last node joined, so that more nodes can join
+# A minority of the nodes waits this long, longer than leader_lease.DEAD_S: after a network split, the majority then
+# claims the next round first.
+_MINORITY_S = 15.0
 _POLL_S = 0.1
 _FAREWELL_S = 2.0
-_MOST_STRANGERS = 64  # connections that have not sent the nonce
-_RECURRING = ("[diverged]", "[engine-check]")  # these recur with the same input and state
+_MOST_STRANGERS = 64  # limit of connections that have not sent the nonce
+_RECURRING = ("[diverged]", "[engine-check]")  # errors that recur with the same input and state
 _TRANSIENT = ("[rendezvous]", "[cut-off]")
 
 
 @dataclass(frozen=True)
 class ElasticRun:
-    """Facts and actions of the run that the leader needs."""
+    """Facts and callbacks of the run that the leader needs."""
 
-    mark: str  # JSON of settings and versions, equal on nodes of one run
+    mark: str  # JSON of settings and versions, equal on all nodes of one run
     progress: Callable[[], tuple[int, int]]  # steps of the newest checkpoint, and steps done
-    tell: Callable[[str], None]  # shows a line to the person
+    tell: Callable[[str], None]  # shows a line on the console
     whole: Callable[[], bool]  # whether all results of a finished run exist
 
     def finish_mark(self) -> str:
-        """Return the mark of the finished run with its newest checkpoint, without which the run is not finished."""
+        """Return a mark that identifies the finished run by its settings and by the step of its newest checkpoint."""
         return f"{self.mark} {self.progress()[0]}"
 
 
 @dataclass(frozen=True)
 class PreviousRound:
-    """What a new leader knows of the round before."""
+    """The knowledge of a new leader about the previous round."""
 
-    survivors: frozenset[str] | None  # ids of its nodes that live as far as known; None: there was none
-    reasons: list[str]  # why this node leads
+    survivors: frozenset[str] | None  # ids of its nodes that are not known to have ended; None if there was no round
+    reasons: list[str]  # why this node became the leader
 
 
 @dataclass
@@ -67,27 +69,27 @@ class Member:
     id: str = ""
     ranks: int = 0
     automatic: bool = False
-    name: str = ""  # for people
-    ended: Message | None = None  # its report of the present round
+    name: str = ""  # for the console
+    ended: Message | None = None  # the message `ended` of the node's ranks in the present round
 
     @property
     def finished(self) -> bool:
-        """Whether its ranks have finished the whole run, so that the others no longer need this node."""
+        """Whether the node's ranks have finished the whole run, so that other nodes no longer need this node."""
         return self.ended is not None and self.ended["code"] == 0
 
 
 @dataclass
 class _Round:
-    """The present round, or the last one between two rounds, and the events since its start."""
+    """The present round and the events since its start; between two rounds, the earlier round."""
 
     members: list[Member]  # nodes that train and are still connected
     running: bool
-    size: int  # nodes at its start, without those that left on request
+    size: int  # number of nodes at its start, without nodes that left on request
     expected: frozenset[str] | None  # ids of survivors of the last round; None: unknown
-    reasons: list[str] = field(default_factory=list)  # for the next round
+    reasons: list[str] = field(default_factory=list)  # why the next round starts
     ending: float | None = None  # when the first ranks ended
     killed: bool = False
-    came: float | None = None  # when a node came that could take part
+    came: float | None = None  # when a node joined that could take part
 
 
 class Leader:
@@ -101,9 +103,9 @@ class Leader:
         self._launch, self._run = launch, run
         self._members: list[Member] = []
         self._round = _Round([], False, len(previous.survivors or ()), previous.survivors, previous.reasons)
-        self._claim_used = False  # whether a round has used it
+        self._claim_used = False  # whether a round has started with this claim
         self._changed = self._last_beat = self._waiting_since = time.monotonic()
-        self._failed_at: int | None = None  # steps saved at the last failure
+        self._failed_at: int | None = None  # the newest checkpoint's step at the last failure
         self._proven = set(previous.survivors or ())  # ids of nodes that have trained
         self._over = threading.Event()
         self._superseded = self._enough = False
@@ -116,12 +118,12 @@ class Leader:
         return claim.nonce == self._claim.nonce and not self._over.is_set()
 
     def leave(self) -> None:
-        """Stop leading, because this node was told to stop or has failed; another node leads afterwards."""
+        """Stop leading, because this node has received a stop signal or has failed; another node leads afterwards."""
         self._over.set()
         self._thread.join()
 
     def _keep(self) -> None:
-        """Renew the lease, in a thread of its own, because a file system that hangs must not block the leader."""
+        """Renew the lease, in a separate thread, because a file system that hangs must not block the leader."""
         while not self._over.wait(BEAT_S):
             with suppress(OSError, StorageError):
                 if self._enough:
@@ -133,7 +135,7 @@ class Leader:
     def _lead(self) -> None:
         try:
             self._rounds()
-        except (OSError, UserError) as error:  # of the run directory; a node that can write there leads afterwards
+        except (OSError, UserError) as error:  # from the run directory; a node that can write to it leads next
             self._run.tell(f"{self._claim.name} leads no longer: {error}")
         finally:
             self._over.set()
@@ -163,7 +165,7 @@ class Leader:
             else:
                 self._gather()
 
-    # Who is here
+    # Connections and messages of members
 
     def _listen(self) -> None:
         with selectors.PollSelector() as selector:
@@ -183,7 +185,7 @@ class Leader:
             if member.peer.closed and member in self._members:
                 self._lost(member, "was lost")
         strangers = [member for member in self._members if not member.id]
-        for member in strangers[:-_MOST_STRANGERS]:  # the oldest first: a node introduces itself at once
+        for member in strangers[:-_MOST_STRANGERS]:  # keep the newest: a node of the run sends its nonce at once
             self._remove(member)
 
     def _heard(self, member: Member, message: Message) -> None:
@@ -191,7 +193,7 @@ class Leader:
         if what == "hello":
             self._welcome(member, message)
         elif not member.id:
-            self._remove(member)  # a stranger
+            self._remove(member)  # not a node of this run
         elif what == "ended" and message["round"] == self._claim.number:
             member.ended = message
             if message["code"]:
@@ -256,7 +258,7 @@ class Leader:
         expected = self._round.expected
         all_here = expected is not None and expected <= {member.id for member in here}
         if self._enough and (len(here) >= most or all_here or now - self._changed > _SETTLE_S):
-            # Nodes of the last round take precedence, then nodes that came first.
+            # Nodes of the last round take precedence, then nodes that joined earlier.
             here.sort(key=lambda member: (member.id != self._own_id, member not in self._round.members))
             self._start(here[:most], here[most:])
         elif now - self._waiting_since > self._launch.join_timeout_s:
@@ -269,7 +271,7 @@ class Leader:
             )
             self._end(
                 1, f"aliquot: {error.line}"
-            )  # not 2, as for bad input: in a cluster that replaces pods, other nodes may come
+            )  # code 1, not 2 as for bad input: in a cluster that replaces pods, other nodes may join later
 
     def _start(self, members: list[Member], spare: list[Member]) -> None:
         number = self._claim.number + self._claim_used
@@ -285,7 +287,7 @@ class Leader:
         again = f", {done - saved} of {done} are done again" if done > saved else ""
         self._run.tell(f"round {number}: {_nodes(len(members))} ({names}) from step {saved}{again}{why}")
         if number == 1 and (more := self._launch.most_nodes - len(members)):
-            # Without a common directory every node would start a run of its own.
+            # Name the directory: without a common directory, every node would start a separate run.
             may = "1 more node may come: one" if more == 1 else f"{more} more nodes may come: those"
             self._run.tell(f"{may} with the same run directory, {self._claims.directory}")
         ranks = min(member.ranks for member in members) if all(member.automatic for member in members) else None
@@ -318,13 +320,13 @@ class Leader:
                 member.peer.send("stop")
 
     def _kill(self) -> None:
-        """Kill the ranks: after the loss of a rank they have nothing to save, and would wait long for it."""
+        """Kill the ranks: after the loss of a node they cannot save, and would wait long for the lost ranks."""
         self._round.killed = True
         for member in self._round.members:
             member.peer.send("kill")
 
     def _judge(self, ended: list[Message]) -> None:
-        """Decide what follows, once all remaining ranks have ended."""
+        """Decide, after all remaining ranks have ended, whether the run ends or another round starts."""
         causes = [report for report in ended if report["code"] and report["kind"] != "peer_lost"] or ended
         worst = next((report for report in causes if _is_final(report)), None)
         if ended and not any(report["code"] for report in ended):
@@ -343,7 +345,7 @@ class Leader:
             if not self._round.reasons:
                 self._failed_at = self._run.progress()[0]
                 self._round.reasons.append(causes[0]["lines"][0].removeprefix("aliquot: "))
-            else:  # the round would have continued
+            else:  # without the change of nodes, the round would have continued: its members work
                 self._proven |= {member.id for member in self._round.members}
             self._next_round()
 
@@ -352,12 +354,12 @@ class Leader:
         self._changed = self._waiting_since = time.monotonic()
 
     def _new_beside_proven(self) -> list[Member]:
-        """Return the members that have never trained, if others have: then the new ones caused the failure."""
+        """Return the members that have never trained, if other members have: then a new member caused the failure."""
         new = [member for member in self._round.members if member.id not in self._proven]
         return new if len(new) < len(self._round.members) else []
 
     def _send_away(self, members: list[Member], lines: list[str]) -> None:
-        """End the run on nodes whose data differ or are missing; the others continue without them."""
+        """End the run on nodes whose data differ or are missing; the remaining nodes continue."""
         names = ", ".join(member.name for member in members)
         self._round.reasons = [f"{names} cannot take part: {lines[0].removeprefix('aliquot: ')}"]
         self._round.size -= len(members)
@@ -372,7 +374,7 @@ class Leader:
 
 
 def _is_final(ended: Message) -> bool:
-    """Whether the failure would recur: bad input, or an error that follows from input and state alone."""
+    """Whether the failure would recur: bad input, or an error that depends only on input and state."""
     text = " ".join(ended["lines"])
     is_bad_input = ended["code"] == 2 and not any(mark in text for mark in _TRANSIENT)
     return is_bad_input or any(mark in text for mark in _RECURRING)

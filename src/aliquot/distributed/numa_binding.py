@@ -1,9 +1,9 @@
-"""NUMA binding: divide the cores of a machine among its ranks, pin a rank to its cores, prefer memory of their node.
+"""NUMA binding: divide a machine's cores among its ranks, pin a rank to its cores, and prefer memory of their node.
 
-A pinned thread gets pages of its own NUMA node as long as that node has free pages. The memory policy applies to the
-calling thread and to threads that it starts later, for private memory and for pages of shared memory that they touch
-first. It is a preference: if the node is full, a strict policy would get the process killed, but pages of another node
-are only slower.
+The kernel gives a pinned thread pages of the thread's NUMA node as long as that node has free pages. The memory policy
+applies to the calling thread and to threads that the calling thread starts later. The policy covers private memory, and
+pages of shared memory that these threads touch first. The policy is a preference, not a strict binding: on a full node,
+a strict binding would get the process killed, whereas pages of another node are only slower.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MASK_BITS = 1024
 
 
 def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, ...]]:
-    """Return a set of logical CPUs for every local rank; all sets are empty if ranks are not to be pinned.
+    """Return the logical CPUs to pin each local rank to; all sets are empty if ranks are not to be pinned.
 
-    Usually the sets are disjoint and have one CPU per physical core. Ranks get no cores of their own if there is only
-    one rank, if there are more ranks or threads than cores, or under a CPU quota: other containers run on the same
-    cores, and all of them would pin their ranks to the first ones. On a machine with several NUMA nodes such a rank is
-    pinned to all CPUs of one node.
+    Usually the sets are disjoint and have one CPU per physical core. A single rank is not pinned. Ranks get no
+    exclusive cores if the machine has fewer cores than ranks or threads. Ranks under a CPU quota get none either: other
+    containers run on the same cores, and all containers would pin their ranks to the same first cores. Ranks without
+    exclusive cores are pinned to all CPUs of one NUMA node, if there are several nodes and enough ranks for all nodes.
     """
     if local_ranks == 1:
         return [()]
@@ -46,13 +46,16 @@ def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, 
 
 
 def cores_of_single_rank(cpu: CpuFacts, threads: int) -> tuple[int, ...]:
-    """Return one CPU of every physical core, for a rank that is alone on its cores; empty: do not pin."""
+    """Return one CPU per physical core, for a rank to which another program has given all these cores.
+
+    An empty tuple means that the rank is not to be pinned.
+    """
     (cores,) = cores_per_rank(cpu, 1)
     return cores if threads <= len(cores) and not cpu.is_throttled else ()
 
 
 def cores_per_rank(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:
-    """Divide the first CPUs of all physical cores among the ranks, of which there are no more than cores."""
+    """Divide the physical cores among the ranks, one logical CPU per core. `local_ranks` is at most the cores."""
     shares = _ranks_per_node(cpu, local_ranks)
     nodes = cpu.cores_by_node if len(shares) > 1 else [list(cpu.cores)]
     sets = []
@@ -63,7 +66,10 @@ def cores_per_rank(cpu: CpuFacts, local_ranks: int) -> list[tuple[int, ...]]:
 
 
 def _ranks_per_node(cpu: CpuFacts, local_ranks: int) -> list[int]:
-    """Return the ranks of every NUMA node, in proportion to its cores; a single number if nodes outnumber ranks."""
+    """Return the number of ranks on every NUMA node, in proportion to the node's cores.
+
+    If there are more nodes than ranks, the only element is `local_ranks`.
+    """
     sizes = [len(cores) for cores in cpu.cores_by_node]
     if local_ranks < len(sizes):
         return [local_ranks]
@@ -83,8 +89,8 @@ def pin_process(cores: tuple[int, ...]) -> None:
 def bind_memory(cpus: Collection[int], root: Path = Path("/")) -> bool:
     """Prefer memory of the NUMA node of `cpus`. Return whether that policy is now set.
 
-    No policy is set if the machine has one node, if `cpus` lie on several nodes, if the container forbids it, or if a
-    person has chosen a policy with numactl.
+    No policy is set if the machine has one NUMA node, if `cpus` lie on several nodes, if the container forbids a
+    policy, or if the user has chosen a policy with numactl.
     """
     node_of = numa_nodes(root)
     nodes = {node_of.get(cpu) for cpu in cpus} - {None}

@@ -1,9 +1,9 @@
-"""The error that ended each rank, and the choice of the one error that a person sees.
+"""Record the error that ended each rank, and choose the one error that the user sees.
 
-When one rank dies its peers die of the lost connection a moment later. So each rank records its error with a kind, and
-`peer_lost` marks the errors that only follow another. The launcher has a file in memory for the errors of its ranks: no
-full disk and no other run can take that file away. A copy of each error lies beside the rank's log for people and
-reports.
+When one rank dies, its peers die of the lost connection a moment later. So each rank records its error with a kind; the
+kind `peer_lost` marks errors that only follow from the error of another rank. The launcher collects the errors of its
+ranks in a memfd, which neither a full disk nor another run can take away. A copy of each error is stored beside the
+rank's log for users and reports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aliquot.core.small_files import open_unlinked, publish_text
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # our launcher sets this variable in its ranks; nobody else does
+LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set in the ranks of aliquot's launcher only, not under torchrun
 ERROR_LOG = "ALIQUOT_LAST_WORDS"  # the path of the launcher's ErrorLog
 
 Kind = Literal["user", "training", "crash", "peer_lost"]
@@ -54,7 +54,7 @@ class RankError:
 
     @property
     def line(self) -> str:
-        """One line for a console that several ranks may share."""
+        """The error as one line, for a console that several ranks may share."""
         first = printable(self.message.strip().partition("\n")[0])
         if self.kind == "user":
             return first
@@ -68,7 +68,7 @@ class RankError:
 
 
 class ErrorLog:
-    """The errors of the ranks that one launcher has started, in a file in memory that ends with the launcher."""
+    """The errors of the ranks of one launcher, in a memfd that exists as long as the launcher lives."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("aliquot-last-words")
@@ -92,10 +92,10 @@ def error_file(directory: Path, rank: int) -> Path:
 
 
 def report_error(error: Exception, debug: bool = False) -> int:
-    """Report what ended this rank to the launcher or, without a launcher, to the person; return the exit code.
+    """Report the error that ended this rank, and return the exit code of the rank.
 
-    Under our launcher the error goes to a file, its traceback to the rank's log, and nothing to the console that all
-    ranks share. Otherwise one line goes to stderr, followed by the traceback if `debug`.
+    Under aliquot's launcher the error goes to the launcher and its traceback to the rank's log; nothing goes to the
+    console, which all ranks share. Otherwise one line goes to stderr, followed by the traceback if `debug`.
     """
     rank = int(os.environ.get("RANK", "0"))
     text = "".join(traceback.format_exception(error))
@@ -119,9 +119,9 @@ def report_error(error: Exception, debug: bool = False) -> int:
 
 
 def bounded_call(work: Callable[[], object]) -> bool:
-    """Call `work`, which needs a disk, a network or a terminal that may never answer, for a process that must end.
+    """Call `work` in another thread and wait at most three seconds, because this process must end even if `work` hangs.
 
-    Waits at most three seconds in this thread. Returns False if `work` has not finished by then.
+    `work` needs a disk, a network or a terminal that may never answer. Returns False if `work` has not finished.
     """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -130,7 +130,7 @@ def bounded_call(work: Callable[[], object]) -> bool:
 
 
 def end_rank(error: RankError) -> NoReturn:
-    """Report `error` and end this process with code 1, even if the main thread or a file server does not answer."""
+    """Report `error` and end this process with code 1, even if the main thread or a file server hangs."""
 
     def report() -> None:
         if not record_error(error):
@@ -141,9 +141,9 @@ def end_rank(error: RankError) -> NoReturn:
 
 
 def record_error(error: RankError) -> bool:
-    """Send the error to our launcher, and write it beside the rank's log.
+    """Send the error to aliquot's launcher, and write the error beside the rank's log.
 
-    Returns False if our launcher did not start this rank, or if nothing can be written.
+    Returns False if aliquot's launcher did not start this rank, or if nothing can be written.
     """
     is_sent, directory = _send_to_launcher(error), os.environ.get(LOG_DIRECTORY)
     if directory is None:
@@ -163,7 +163,7 @@ def _send_to_launcher(error: RankError) -> bool:
     except (KeyError, OSError):  # no launcher has started this rank, or the launcher has ended
         return False
     with os.fdopen(descriptor, "ab", buffering=0) as log:
-        log.write(f"{json.dumps(asdict(error))}\n".encode())  # one call, because other ranks write, too
+        log.write(f"{json.dumps(asdict(error))}\n".encode())  # one call, because other ranks write as well
     return True
 
 
@@ -189,14 +189,15 @@ def _is_connection_error(error: BaseException) -> bool:
 def explain_failure(
     dead_ranks: Mapping[int, ProcessFailure], errors: Sequence[RankError], log_directory: Path
 ) -> tuple[list[str], int, str]:
-    """Choose the failure that caused the others.
+    """Choose the failure of a rank that caused the failures of the other ranks.
 
     Args:
-        dead_ranks: by global rank. torch may name only the first rank that exits, so the cause may be among `errors`.
-        errors: what all ranks of this launcher have recorded, in this order.
+        dead_ranks: torch's failures by global rank. torch may name only the first rank that exits, so the cause may be
+            among `errors` alone.
+        errors: the errors that the ranks of this launcher have recorded, in the order of recording.
 
     Returns:
-        The lines for the person, the exit code of the launcher, and the kind of the error, or "killed" if a rank died
+        The lines for the console, the exit code of the launcher, and the kind of the error, or "killed" if a rank died
         without an error.
     """
     recorded: dict[int, RankError | None] = dict.fromkeys(dead_ranks) | {error.rank: error for error in errors}
@@ -215,7 +216,7 @@ def explain_failure(
 
 
 def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> tuple[list[str], int]:
-    """Return the lines for the person after the launcher was told to stop, and its exit code.
+    """Return the lines for the console and the exit code of a launcher that has received a stop signal.
 
     The code is 128 + signal, unless a rank failed, for example because it could not save.
     """
@@ -223,19 +224,19 @@ def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> tuple[l
     failed = [error for error in errors if error.exit_code != stopped and error.kind != "peer_lost"]
     obeyed = [error for error in errors if error.exit_code == stopped]
     if not obeyed:
-        failed = failed or list(errors)  # a lost rank that no other error explains: it did not save
+        failed = failed or list(errors)  # only lost connections, which no other error explains: a rank did not save
     for error in (failed or obeyed)[:1]:
         return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
     return [f"aliquot: stopped by {number.name}"], stopped
 
 
 def _order(dead: ProcessFailure, error: RankError | None, errors: Sequence[RankError]) -> tuple[int, float]:
-    """Sort causes before their consequences, then by the order of `errors`, because clocks may be set meanwhile."""
+    """Sort key: causes before consequences, then the order of `errors`, because a clock may be set during a run."""
     if error is not None:
         return (2 if error.kind == "peer_lost" else 0), errors.index(error)
     position = sum(error.time < dead.timestamp for error in errors) - 0.5
     if dead.exitcode == -signal.SIGTERM:
-        return 3, position  # the launcher itself ends the ranks that are left so
+        return 3, position  # the launcher ends the remaining ranks with SIGTERM
     if dead.exitcode == -signal.SIGABRT:
         return 1, position  # torch may abort after a lost connection
     return 0, position

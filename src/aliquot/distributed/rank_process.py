@@ -1,7 +1,7 @@
-"""The process of a rank: it ends with its launcher, writes its own log and starts with an environment for training.
+"""Prepare the process of a rank: end it with its launcher, redirect its output to a log, and set its environment.
 
 `python -m aliquot.distributed.rank_process LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` prepares its process and then
-replaces itself by `python ARGUMENT...`: the death signal, the redirected streams and the process id stay.
+replaces itself by `python ARGUMENT...`. The death signal, the redirected streams and the process id stay.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def redirect_output(directory: Path, rank: int) -> None:
 def rank_environment(environ: Mapping[str, str], directory: Path) -> dict[str, str]:
     """Return `environ` for the interpreter that becomes a rank or forks ranks.
 
-    Ranks reach their logs through a descriptor of this process, because the path may lead to another run later.
+    Ranks reach their logs through a descriptor of this process, because the path may later lead to another run.
     """
     environment = allocator_environment(environ)
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
-    os.set_inheritable(descriptor, True)  # a rank replaces the process that calls this
+    os.set_inheritable(descriptor, True)  # survives exec, by which this process becomes a rank
     environment[LOG_DIRECTORY] = f"/proc/{os.getpid()}/fd/{descriptor}"
     environment.setdefault("PYTHONUNBUFFERED", "1")  # the log has everything that a killed rank printed
     environment.setdefault("PYTHONFAULTHANDLER", "1")

@@ -14,8 +14,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-# The functions of this module bind the default group at import as a default argument. If a model's code imported it
-# later, they would hold the group for good, and destroying the group would not end gloo's threads (see `Ranks.close`).
+# Import torch.distributed.nn before the default group exists, because its functions bind that group at import, as a
+# default argument. A later import by a model's code would keep the group alive, and destroying the group would not end
+# gloo's threads (see `Ranks.close`).
 import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
@@ -44,18 +45,18 @@ class Ranks:
         store: Store | None = None,
     ) -> None:
         self.topology = topology
-        self.store = store  # of the rendezvous; process groups of torch need this reference, too
+        self.store = store  # of the rendezvous; torch's process groups need this reference as well
         self.rank = topology.rank
         self.world_size = topology.world_size
-        self.memory_bound = memory_bound  # to the NUMA node of this rank's cores
+        self.memory_bound = memory_bound  # whether memory is bound to the NUMA node of this rank's cores
         self.allowed_cores = allowed_cores  # before pinning, for helper processes that may use the whole machine
 
     @classmethod
     def join(cls, topology: Topology, timeout_s: float, join_timeout_s: float = 900.0) -> Self:
         """Pin this process and its memory, size its thread pool and join the group.
 
-        A collective that waits for a peer longer than `timeout_s` fails. The other ranks have `join_timeout_s` to come;
-        otherwise a UserError names the missing ones.
+        A collective that waits for a peer longer than `timeout_s` fails. If ranks do not join within `join_timeout_s`,
+        a UserError names the missing ranks.
         """
         tune_glibc()
         allowed_cores = frozenset(os.sched_getaffinity(0))
@@ -77,7 +78,8 @@ class Ranks:
             choose_interface(topology)
             check_interface()
             store = meet_ranks(topology, os.environ, join_timeout_s)
-            # NCCL's threads read the store until the interpreter has ended, when Python code can no longer answer.
+            # NCCL's threads read the store even after the interpreter has ended, when a SignedStore, which is Python
+            # code, can no longer answer.
             bare = store.unsigned() if isinstance(store, SignedStore) and topology.device == "cuda" else store
             dist.init_process_group(
                 backend, store=bare, rank=topology.rank, world_size=topology.world_size, timeout=timeout
@@ -85,7 +87,7 @@ class Ranks:
         return cls(topology, allowed_cores, memory_bound, store)
 
     def barrier(self) -> None:
-        # A gather of CPU tensors, because a barrier of NCCL would occupy the GPU.
+        # Gather CPU tensors, because a barrier of NCCL would occupy the GPU.
         self.gather(None)
 
     def gather(self, value: JSON) -> list[JSON]:
@@ -114,7 +116,8 @@ class Ranks:
     def closing(self) -> Iterator[None]:
         """Close the group at the end of the block.
 
-        After an error, close it only in a world of one: peers must read the error before they lose the connection.
+        After an error, close the group only if it has one rank: peers must read the error before they lose the
+        connection.
         """
         try:
             yield
@@ -126,16 +129,16 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group. No sharded tensor may be in use any more."""
-        # gloo's threads drop their last tensors after the collective has returned. If the interpreter ends first, the
-        # process aborts. Destroying the group joins the threads once nothing refers to the group: no engine in a
-        # reference cycle, no default argument. (torch's cached specs of DTensors and DeepSpeed's modules keep their
-        # groups; then the garbage collection gives gloo's threads the time to finish.)
+        # gloo's threads free their last tensors after a collective has returned. If the interpreter ends first, the
+        # process aborts. Destroying the group joins the threads, if no reference to the group is left, for example in
+        # an engine's reference cycle or in a default argument. (torch's cached DTensor specs and DeepSpeed's modules
+        # keep references; then at least the garbage collection gives gloo's threads the time to finish.)
         gc.collect()
         dist.destroy_process_group()
 
 
 def gather(value: JSON, device: torch.device = _CPU) -> list[JSON]:
-    """Return the values of all ranks, by rank, on every rank, through tensors on `device`. Collective."""
+    """Return the JSON values of all ranks, by rank, on every rank; exchange them in tensors on `device`. Collective."""
     text = _encode(value).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([text.numel()], device=device))
@@ -159,7 +162,7 @@ def _decode(text: Tensor) -> JSON:
 def group_lines(ranks: Ranks, transport: str) -> list[str]:
     """Describe the group of all ranks and the engine's `transport`; no lines for a single rank. Collective.
 
-    The facts have travelled through the group itself, which proves that its ranks are connected.
+    The ranks exchange these facts through the group itself, which proves that all ranks are connected.
     """
     interface = gloo_interface()
     place = [platform.node(), interface or "default interface", address_of(interface)]

@@ -1,8 +1,9 @@
-"""Rendezvous of nodes and ranks: all meet in a signed store, and an error names those that do not come.
+"""Rendezvous of nodes and ranks: all join through a signed store, and an error names missing nodes or ranks.
 
-Every node or rank writes an entry into a store that the first of them serves, and waits until all entries are there.
-After `launch.join_timeout_s`, everybody that has come ends with the same line, which names the missing ones. The store
-listens on one address only (store_server.py), and values that this run has not signed are ignored (signed_store.py).
+Node 0 or rank 0 serves the store. Every node or rank writes an entry into the store, and waits for the entries of all
+others. After `launch.join_timeout_s`, all that have joined end with the same error line, which names the missing nodes
+or ranks. The store listens on one address only (store_server.py), and ignores values that this run has not signed
+(signed_store.py).
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from aliquot.distributed.store_server import (
 from aliquot.distributed.topology import Topology, check_port, integer_variable
 
 _POLL_S = 0.1
-_GRACE_S = 2.0  # the server of the store lives so much longer, because the other members still read from the store
+_GRACE_S = 2.0  # member 0 keeps the store open for this long, because other members may still read from the store
 _LOCAL_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
-_Entry = dict[str, Any]  # what a member tells the others, JSON
+_Entry = dict[str, Any]  # the JSON object that a member publishes
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The nodes whose launchers have met, and what their ranks need for their own rendezvous."""
+    """The nodes whose launchers have joined, and the data that the ranks need for the rendezvous of ranks."""
 
-    store: SignedStore  # of the launchers; on node 0 its server, in which the ranks meet as well
+    store: SignedStore  # the store of the launchers, which the ranks use as well; on node 0 the server of the store
     address: str
     port: int
     node: int
@@ -69,16 +70,16 @@ def single_node() -> NodeGroup:
 
 
 def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[NodeGroup, int]:
-    """Meet the launchers of the other nodes. Return the group, and the local ranks.
+    """Join the launchers of the other nodes. Return the group, and the number of local ranks.
 
-    Keep the group for as long as the ranks run. If `automatic`, every node starts the smallest number of ranks that any
-    node has chosen for itself. Raises UserError, which names a missing node.
+    Keep a reference to the group for as long as the ranks run. If `automatic`, every node starts the smallest number of
+    ranks that any node has chosen for itself. Raises UserError, which names a missing node.
     """
     where = f"{launch.master_address}:{launch.master_port}"
     print(f"aliquot: node {launch.node_rank} of {launch.most_nodes} meets the others at {where}", file=sys.stderr)
     deadline = Deadline(launch.join_timeout_s)
     store = open_store(launch.master_address, launch.master_port, launch.node_rank == 0, deadline, "node 0")
-    # The other nodes know node 0 by this name.
+    # Check that node 0 is reachable under the name that the other nodes use.
     if launch.node_rank == 0 and (failure := connection_failure(launch.master_address, launch.master_port)):
         raise wrong_master_address(launch.master_address, failure)
     nodes = SignedStore(store, secret, "", "aliquot/nodes/")
@@ -90,7 +91,10 @@ def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[Nod
 
 
 def meet_round(launch: LaunchSection, nodes: int, run_id: str, secret: str, timeout_s: float) -> NodeGroup:
-    """Return the group of an elastic round, whose leader has already told every node its number. Raises UserError."""
+    """Join the nodes of an elastic round and return their group. Raises UserError.
+
+    No entries are exchanged, because the leader of the round has already given every node its number.
+    """
     if nodes == 1:
         return single_node()
     store = open_store(
@@ -101,14 +105,14 @@ def meet_round(launch: LaunchSection, nodes: int, run_id: str, secret: str, time
 
 
 def _node_group(store: TCPStore, launch: LaunchSection, nodes: int, run_id: str, secret: str) -> NodeGroup:
-    # The ranks of node 0 use the address that the store listens on, which they reach whatever the name resolves to.
+    # The ranks of node 0 use the address that the store listens on, because the master's name may not resolve to it.
     address = store.host if launch.node_rank == 0 else launch.master_address
     signed = SignedStore(store, secret, run_id)
     return NodeGroup(signed, address, launch.master_port, launch.node_rank, nodes, run_id, secret)
 
 
 def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float) -> Store:
-    """Meet the other ranks, as the variables of torchrun describe them. Return the store for process groups.
+    """Join the other ranks, as torchrun's environment variables describe them. Return the store for process groups.
 
     Raises UserError, which names a missing rank, or two hosts that cannot reach each other.
     """
@@ -130,11 +134,11 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
 
 @contextmanager
 def infer_local_ranks(environ: MutableMapping[str, str], timeout_s: float) -> Iterator[bool]:
-    """Complete `environ` with the variables that torchrun would have set, for ranks that srun or a loop has started.
+    """Set torchrun's local variables (LOCAL_RANK, ...) in `environ`, for ranks that srun or a shell loop has started.
 
-    The ranks tell each other their hosts in the store in which they meet afterwards. They must join within the block,
-    which keeps that store open. Yields whether every rank of this host is bound to cores of its own, as srun does.
-    Collective if `environ` lacks the rank's place on its host, or the place of that host. Raises UserError.
+    The ranks exchange their hosts through the store of the later rendezvous. The block keeps that store open, so the
+    ranks must join within the block. Yields whether every rank of this host is already bound to different cores, for
+    example by srun. Collective if `environ` lacks the variables. Raises UserError.
     """
     if _has_local_ranks(environ):
         yield False
@@ -165,7 +169,7 @@ def _has_local_ranks(environ: Mapping[str, str]) -> bool:
 def _exchange_hosts(
     rank: int, world_size: int, environ: Mapping[str, str], timeout_s: float
 ) -> tuple[Store, list[_Entry]]:
-    """Return a store to keep until `meet_ranks`, and the host and the allowed CPUs of every rank."""
+    """Return the store, which must stay open until `meet_ranks`, and the host and the allowed CPUs of every rank."""
     address, port = _master(environ)
     if rank >= world_size:
         raise LaunchError(
@@ -180,7 +184,10 @@ def _exchange_hosts(
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT. Raises UserError on every rank, because the others would wait for rank 0."""
+    """Return MASTER_ADDR and MASTER_PORT.
+
+    Raises UserError for bad values on every rank, because the other ranks would otherwise wait for rank 0.
+    """
     address, port = environ["MASTER_ADDR"], integer_variable(environ, "MASTER_PORT", 29500)
     check_host_name(address)
     check_port("MASTER_PORT", port)
@@ -188,7 +195,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _listen() -> socket.socket:
-    """Listen at gloo's address, for a test connection from other hosts: gloo would not name an unreachable host."""
+    """Listen at gloo's address for test connections of other hosts, because gloo does not name an unreachable host."""
     address = address_of(gloo_interface())
     try:
         return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -225,7 +232,7 @@ class _Meeting:
             ) from None
 
     def leave(self) -> None:
-        """End the exchange. Member 0, which may serve the store, first waits until the others have left, too."""
+        """End the exchange. Member 0, which may serve the store, first waits a short time for all other members."""
         until = time.monotonic() + _GRACE_S
         self.store.add("left", 1)
         while self.number == 0 and self.store.add("left", 0) < self._count and time.monotonic() < until:
@@ -277,7 +284,10 @@ class _Meeting:
 
 
 def _check_paths(meeting: _Meeting, entries: Sequence[_Entry]) -> None:
-    """Connect one rank of every host to every other host. Raises UserError on all ranks if a connection fails."""
+    """Test the network: connect one rank of every host to every other host.
+
+    Raises UserError on all ranks if a connection fails.
+    """
     store, rank = meeting.store, meeting.number
     addresses = {peer: entry["at"] for peer, entry in enumerate(entries) if "at" in entry}
     if rank in addresses:

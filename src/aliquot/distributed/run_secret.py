@@ -1,4 +1,4 @@
-"""The secret of a run, by which its processes recognise each other.
+"""The secret of a run, by which the processes of the run recognise each other.
 
 Ranks inherit the secret from their launcher. Several nodes share it through a file in the run directory that only its
 owner can read, or through the environment of the job. The secret never crosses a socket.
@@ -24,12 +24,15 @@ _VISIBLE_S = 15.0  # a network file system shows a file within this time after a
 
 
 def new_secret() -> str:
-    """Return a secret, or a run id, that nobody can guess."""
+    """Return a random string that nobody can guess, for a secret or a run id."""
     return secrets.token_hex(_SECRET_BYTES)
 
 
 def common_secret(environ: Mapping[str, str], run_directory: Path | None) -> str:
-    """Return the secret that all nodes of a run share; the first node creates it. Raises LaunchError, StorageError."""
+    """Return the secret that all nodes of a run share; the first node creates the secret.
+
+    Raises LaunchError and StorageError.
+    """
     if secret := environ.get(SECRET_VARIABLE):
         return secret
     if run_directory is None:
@@ -49,7 +52,10 @@ def common_secret(environ: Mapping[str, str], run_directory: Path | None) -> str
 
 
 def _read_secret(file: Path) -> str:
-    """Read a file that another node may still be writing. Raises OSError, and LaunchError if it holds no secret."""
+    """Read a secret from a file that another node may still be writing.
+
+    Raises OSError, and LaunchError if the file holds no secret.
+    """
     until = time.monotonic() + _VISIBLE_S
     while True:
         text = b""

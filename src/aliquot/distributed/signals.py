@@ -1,8 +1,9 @@
-"""The signals that ask a run to stop, a thread that hears them, and the handlers of launchers.
+"""Stop signals: a thread that receives them, and signal handlers for launchers.
 
-Python runs a signal handler in the main thread, after the call in which that thread waits: a library that trains a
-tokenizer, or the wait for ranks. So a thread acts instead: the interpreter writes the number of each signal into a
-pipe, which the thread reads. run/shutdown.py decides what a rank does, distributed/elastic.py what a launcher does.
+Python runs a signal handler in the main thread, and only after the thread's current native call has returned. Such a
+call may take long, for example training a tokenizer or waiting for ranks. So another thread handles signals: the
+interpreter writes the number of each signal into a pipe, which the thread reads. run/shutdown.py decides how a rank
+reacts, and distributed/elastic.py how a launcher reacts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import NoReturn
 from aliquot.core.errors import TrainingError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# systemd and scancel signal every process of a control group: the ranks, and the launcher, which signals the ranks
-# again. A signal within this time after the first one is the same request.
+# systemd and scancel signal every process of a control group: the ranks, and the launcher, which forwards the signal to
+# the ranks. So a signal within this time after the first signal counts as the same request.
 REPEAT_S = 2.0
 
 
 class Terminated(TrainingError, id="terminated"):
-    """The run stopped because of signal `number`, with all saved."""
+    """The run stopped because of signal `number`; `message` says what is saved."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} {message}")
@@ -36,7 +37,7 @@ class Terminated(TrainingError, id="terminated"):
 class SignalListener:
     """A thread that calls `handle` with the number of each stop signal of this process, until `close`.
 
-    Make one on the main thread only. The signals need handlers of Python, whatever those handlers do.
+    Create it on the main thread only. The caller must install Python handlers for the signals, which may do nothing.
     """
 
     def __init__(self, handle: Callable[[int], None]) -> None:
@@ -60,10 +61,10 @@ class SignalListener:
 
 @contextmanager
 def first_and_second_signal(on_first: Callable[[str], None], on_second: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_first` with the name of the first stop signal, and `on_second` with the name of any later one.
+    """Call `on_first` with the name of the first stop signal, and `on_second` with the name of any later stop signal.
 
-    A launcher ends its ranks at the second Ctrl-C, because ranks finish a step and save after the first. A repetition
-    of the first signal within REPEAT_S does not count. The handlers of the signals belong to the caller.
+    After the first Ctrl-C, ranks finish a step and save; at the second Ctrl-C, a launcher ends its ranks at once. A
+    repetition of the first signal within REPEAT_S does not count. The caller installs Python handlers for the signals.
     """
     first_at: float | None = None
 
@@ -85,9 +86,9 @@ def first_and_second_signal(on_first: Callable[[str], None], on_second: Callable
 
 @contextmanager
 def exit_on_sigterm(when: str) -> Iterator[None]:
-    """End this process on SIGTERM: the first process of a container ignores a signal that has no handler.
+    """End this process on SIGTERM within the block, because process 1 of a container ignores SIGTERM without a handler.
 
-    `when` ends the line for the person, for example "before the nodes had met".
+    `when` is the end of the line on the console, for example "before the nodes had met".
     """
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,7 +1,8 @@
-"""A store that ignores values of strangers: every value is signed with the secret of the run.
+"""A rendezvous store that ignores values of other programs: the secret of the run signs every value.
 
-The TCPStore of torch takes values from anybody who reaches its port. Every value therefore carries an HMAC over the run
-id, the key and the value, and is verified before anything parses it: an unsigned value counts as absent.
+torch's TCPStore accepts values from any program that reaches its port. Every value therefore carries an HMAC over the
+run id, the key and the value. The HMAC is verified before any code parses the value; an unsigned value counts as
+absent.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _POLL_S = 0.05
 
 
 class SignedStore(Store):
-    """A Store whose values are signed; counters (`add`) are not, because the server computes them.
+    """A Store whose values are signed. Counters (`add`) are not signed, because the server computes their values.
 
-    Stores and process groups of torch hold only the C++ half of a store. A caller that passes this store to torch must
-    keep the Python object for as long as torch uses it.
+    torch's stores and process groups keep only the C++ part of a store alive. A caller that passes this store to torch
+    must keep the Python object alive for as long as torch uses the store.
     """
 
     def __init__(self, store: Store, secret: str, run_id: str, prefix: str = "") -> None:
@@ -40,11 +41,11 @@ class SignedStore(Store):
         return SignedStore(self._store, self._secret, self._run_id, f"{self._prefix}{prefix}/")
 
     def unsigned(self) -> Store:
-        """Return the store for values that other libraries read and write without this class."""
+        """Return the underlying store, without signatures, for libraries that cannot use this class."""
         return PrefixStore(f"{self._run_id}/unsigned/{self._prefix}", self._store)
 
     def clone(self) -> SignedStore:
-        """Return the same store over a connection of its own."""
+        """Return the same store over a new connection."""
         return SignedStore(self._store.clone(), self._secret, self._run_id, self._prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -101,10 +102,10 @@ class SignedStore(Store):
 
 
 def sign_store(store: Store, environ: Mapping[str, str], prefix: str) -> Store:
-    """Return the store that a rank uses: signed with the secret of its launcher or job, if `environ` has one.
+    """Return the store that a rank uses, which signs values if `environ` has the secret of a launcher or job.
 
-    Without a secret (torchrun, srun, a loop) nothing distinguishes a rank from a stranger who reaches the store; the
-    values are JSON, and are never unpickled.
+    Without a secret (torchrun, srun, a shell loop), a rank cannot be distinguished from another program that reaches
+    the store. Values are JSON and are never unpickled.
     """
     secret = environ.get(SECRET_VARIABLE)
     if not secret:

@@ -1,4 +1,4 @@
-"""Open and reach the TCP store in which nodes and ranks meet; the store listens on one address only."""
+"""Serve the TCP store for the rendezvous of nodes and ranks, or connect to it; it listens on one address only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SERVERS: WeakValueDictionary[int, TCPStore] = WeakValueDictionary()  # servers 
 
 
 class Deadline:
-    """A time limit that starts at construction, and the progress lines that a person sees until then."""
+    """A time limit that starts at construction, and progress lines on the console while a caller waits."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -73,7 +73,7 @@ def open_store(address: str, port: int, is_server: bool, deadline: Deadline, ser
         with suppress(DistError):
             stores.append(TCPStore(address_here(address), port, None, False, timeout, False))
 
-    # In a thread, because TCPStore waits without limit for a server that accepts the connection and never answers.
+    # Connect in a thread, because TCPStore waits without limit if a server accepts the connection and never answers.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(STORE_TIMEOUT_S)
@@ -85,7 +85,7 @@ def open_store(address: str, port: int, is_server: bool, deadline: Deadline, ser
 
 
 def serve_store(address: str, port: int) -> TCPStore:
-    """Open a store that listens on `address` only, or return the store that this process already serves at that port.
+    """Open a store that listens on `address` only, or return the store that this process already serves at `port`.
 
     Port 0 takes a free port. Raises RendezvousError.
     """
@@ -105,9 +105,9 @@ def serve_store(address: str, port: int) -> TCPStore:
 
 
 def connection_failure(address: str, port: int) -> str | None:
-    """Return why no connection to `address`:`port` is possible, or None if it is.
+    """Return why no connection to `address`:`port` is possible, or None if a connection is possible.
 
-    Raises RendezvousError if `address` can be no host name, so that retrying is useless.
+    Raises RendezvousError if `address` is not a valid host name, so that retrying is useless.
     """
     check_host_name(address)
     try:
@@ -124,7 +124,7 @@ def connection_failure(address: str, port: int) -> str | None:
 
 
 def check_host_name(address: str) -> None:
-    """Raise RendezvousError unless `address` can be a host name or an address."""
+    """Raise RendezvousError unless `address` is a valid host name or address."""
     try:
         if not _HOST_NAME.fullmatch(address):
             raise UnicodeError

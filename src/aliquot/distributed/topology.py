@@ -1,8 +1,8 @@
-"""The topology of a run: nodes, ranks and threads, and the place of this process among them with cores and device.
+"""The topology of a run: its nodes, ranks and threads, and the rank, cores and device of this process.
 
-auto_ranks.py chooses the number of ranks before they start. Running ranks follow the rules of this module alone, under
-aliquot's launcher, under torchrun and in a TrainJob. A rank computes on physical cores only, one thread per core, and
-stays on one NUMA node unless there are fewer ranks than nodes.
+auto_ranks.py chooses the number of ranks before they start. This module assigns threads and cores to running ranks, by
+the same rules under aliquot's launcher, under torchrun and in a TrainJob. A rank uses one thread per physical core, and
+stays on one NUMA node unless there are fewer ranks than NUMA nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The shape of a run, as the planner sees it: equal nodes, equal ranks."""
+    """The numbers of nodes, ranks and threads of a run, for the planner, which assumes equal nodes and equal ranks."""
 
     nodes: int
     ranks_per_node: int
@@ -38,7 +38,7 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process in the run."""
+    """The rank, node, device, threads and cores of this process."""
 
     rank: int
     world_size: int
@@ -63,15 +63,15 @@ def place_rank(
     device: Literal["cpu", "cuda"],
     has_own_cores: bool = False,
 ) -> tuple[Topology, str]:
-    """Return the topology of this process, and one line about the placement of all ranks of this machine.
+    """Return the topology of this process, and one line that describes the placement of all ranks of this machine.
 
     Without RANK in `environ` the process is rank 0 of 1. Raises LaunchError if the variables contradict each other.
 
     Args:
-        cpu: read before aliquot pins the process.
-        has_own_cores: whether another program, such as srun, has already bound every rank to cores of its own.
+        cpu: facts that were read before aliquot pinned this process.
+        has_own_cores: whether another program, such as srun, has already bound every rank to different cores.
     """
-    # People export WORLD_SIZE without RANK for torchrun: it is a number of ranks to start (launcher.py).
+    # WORLD_SIZE without RANK, which users export for torchrun, is a number of ranks to start (launcher.py).
     alone = "RANK" not in environ
     rank, world_size = integer_variable(environ, "RANK", 0), 1 if alone else integer_variable(environ, "WORLD_SIZE", 1)
     local_rank = 0 if alone else integer_variable(environ, "LOCAL_RANK", 0)
@@ -102,10 +102,10 @@ def place_rank(
 def threads_per_rank(
     launch: LaunchSection, environ: Mapping[str, str], cpu: CpuFacts, local_ranks: int
 ) -> tuple[int, str]:
-    """Return the intra-op threads of every local rank, and the reason for the number, for people."""
+    """Return the number of intra-op threads of every local rank, and the reason for the number, for the console."""
     if launch.threads_per_rank is not None:
         return _at_most_cpus(cpu, launch.threads_per_rank, "launch.threads_per_rank")
-    # In the order of MKL, which reads OMP_NUM_THREADS if MKL_NUM_THREADS is not set.
+    # OMP_NUM_THREADS takes precedence over MKL_NUM_THREADS.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if name not in environ or (name == "OMP_NUM_THREADS" and _set_by_torchrun(environ, local_ranks)):
             continue
@@ -123,13 +123,13 @@ def threads_per_rank(
 
 
 def _at_most_cpus(cpu: CpuFacts, threads: int, name: str) -> tuple[int, str]:
-    """Limit threads to the CPUs: more threads only wait for each other, and the kernel refuses very many."""
+    """Limit the threads to the number of CPUs: more threads only wait for each other, and the kernel limits them."""
     cpus = sum(map(len, cpu.cores))
     return (threads, name) if threads <= cpus else (cpus, f"{name} ({threads}, more than the CPUs here)")
 
 
 def _set_by_torchrun(environ: Mapping[str, str], local_ranks: int) -> bool:
-    """Whether OMP_NUM_THREADS=1 comes from torchrun, which sets it for several ranks; aliquot's launcher does not."""
+    """Whether torchrun, and not the user, has set OMP_NUM_THREADS=1, which torchrun does for several ranks."""
     return (
         local_ranks > 1
         and "TORCHELASTIC_RUN_ID" in environ

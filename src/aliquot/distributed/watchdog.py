@@ -1,8 +1,8 @@
-"""Watchdogs: a run that hangs ends, after every rank has written the stacks of its threads.
+"""Watchdogs: end a run that hangs, after every rank has written the stack traces of its threads.
 
-`Watchdog` times training steps. `IdleWatchdog` watches the rest of a run, where work may take any time: tokenising a
-corpus or loading weights uses the CPU or a disk, a run that hangs uses neither. The error line of both names the ranks
-for which the other ranks wait.
+`Watchdog` times training steps. `IdleWatchdog` watches the run outside training steps, where work may take any time.
+Such work, for example tokenising a corpus or loading weights, uses the CPU or a disk; a run that hangs uses neither.
+The error line of either watchdog names the ranks for which the other ranks wait.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from aliquot.distributed.rank_errors import RankError, bounded_call, end_rank
 from aliquot.distributed.topology import Topology
 from aliquot.machine.memory import unwritten_bytes
 
-_CHECKS = 30  # idle checks in a row that end a run; a process that was stopped meanwhile has made no checks
-_STACKS_AHEAD = 2  # ranks check at different times, so they write stacks this many checks before the end
+_CHECKS = 30  # consecutive idle checks that end a run; a suspended process makes no checks, so its pause does not count
+_STACKS_AHEAD = 2  # checks between writing stack traces and ending the run, because ranks check at different times
 _LONGEST_INTERVAL_S = 60.0
 # An idle rank uses a thousandth of a core for its heartbeat, and a hundredth of a core and 4 KiB/s for progress bars.
 # A slow network costs little CPU time, but its bytes are read or written.
@@ -38,7 +38,7 @@ _BUSY_BYTES_PER_S = 16384
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
-_SAME_HANG_S = 60.0  # stack files whose times differ by more are of different hangs
+_SAME_HANG_S = 60.0  # stack files whose times differ by more belong to different hangs
 _WAITING = re.compile(  # "file function" of a frame that waits for other ranks
     r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
     r"|engines/host/gradient_exchange\.py _wait_for_space$"
@@ -46,11 +46,12 @@ _WAITING = re.compile(  # "file function" of a frame that waits for other ranks
 
 
 class Watchdog:
-    """A context of every rank, from the first step on: call `beat` whenever a step ends, and `stop` at the end.
+    """A context manager that ends a rank whose training steps make no progress.
 
-    Without a beat for `timeout_s` the stacks of all Python threads go to `stack_file`. A C thread writes them, which
-    needs no GIL, because a native call may hold it. `grace_s` later the process ends with code 1: the first exit of a
-    rank ends all ranks, and all of them shall write their stacks before.
+    Every rank enters it before the first step, calls `beat` whenever a step ends, and calls `stop` at the end. Without
+    a beat for `timeout_s`, faulthandler writes the stack traces of all Python threads to `stack_file`. faulthandler
+    uses a C thread that needs no GIL, because a native call may hold the GIL. The process ends with code 1 `grace_s`
+    later: the first exit of a rank ends all ranks, and every rank needs the time to write its stack traces.
     """
 
     def __init__(
@@ -63,7 +64,12 @@ class Watchdog:
         explain_hang: Callable[[], None] = lambda: None,
         grace_s: float = 3.0,
     ) -> None:
-        """`activity`: what this rank does now, in words. `explain_hang`: of the heartbeat, before the verdict."""
+        """Start timing.
+
+        Args:
+            activity: returns what this rank is doing, for the error line.
+            explain_hang: called first when the rank hangs; may end the process itself (`Heartbeat.explain_hang`).
+        """
         self._timeout_s = timeout_s
         self._grace_s = grace_s
         self._stack_file = stack_file
@@ -89,13 +95,13 @@ class Watchdog:
         self.stop()
 
     def stop(self) -> None:
-        """Stop timing. May be called again."""
+        """Stop timing. Further calls have no effect."""
         if self._stopped.is_set():
             return
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()
-        with suppress(OSError):  # a person may have removed the file
+        with suppress(OSError):  # the user may have removed the file
             if self._stack_file.stat().st_size == 0:
                 self._stack_file.unlink()
 
@@ -113,10 +119,10 @@ class Watchdog:
 
 
 class IdleWatchdog:
-    """A context of every rank that ends the run when no rank has done anything for `timeout_s`.
+    """A context manager of every rank that ends the run when no rank has done any work for `timeout_s`.
 
-    All ranks write their stacks to `stack_file` (None: to stderr), and the run ends with code 1. A rank that does not
-    write its stacks, because its host does not answer, gets `timeout_s` more.
+    All ranks write their stack traces to `stack_file` (None: to stderr), and the run ends with code 1. If a rank has
+    not written its stack traces, because its host does not answer, the other ranks wait `timeout_s` longer.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class IdleWatchdog:
         activity: Callable[[], str],
         explain_hang: Callable[[], None] = lambda: None,
     ) -> None:
-        """`store`: the rendezvous store; None for a single rank. `activity`, `explain_hang`: as of `Watchdog`."""
+        """`store` is the rendezvous store; None for a single rank. `activity`, `explain_hang`: as in `Watchdog`."""
         self._topology = topology
         self._timeout_s = timeout_s
         self._interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS)
@@ -136,8 +142,8 @@ class IdleWatchdog:
         self._stack_file = stack_file
         self._activity = activity
         self._explain_hang = explain_hang
-        # The clone has a connection of its own, because other threads wait in the store's connection. The type stubs do
-        # not know clone().
+        # The clone has a separate connection, because other threads block the store's connection while they wait. The
+        # type stubs lack clone().
         self._store: Store = HashStore() if store is None else cast(Any, store).clone()
         self._is_over = threading.Event()
 
@@ -147,22 +153,23 @@ class IdleWatchdog:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._is_over.set()
-        # The run went on. After an error the stacks stay: this rank may only have lost the rank that reports the hang.
+        # Without an error the run has continued, so the stack traces are obsolete. After an error they stay, because
+        # this rank may only have lost the connection to a rank that reports a hang.
         if kind is None and self._stack_file is not None:
             self._stack_file.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        with suppress(DistError):  # node 0 has ended or is out of reach: heartbeat.py reports it
+        with suppress(DistError):  # node 0 has ended or is unreachable; the heartbeat reports that
             self._check_all()
 
     def _check_all(self) -> None:
         meter, last_count, idle_checks = _WorkMeter(), 0, 0
         while not self._is_over.wait(self._interval_s):
-            # The key counts the checks, of all ranks, at which a rank had worked.
+            # The value of the key is the number of checks, over all ranks, at which a rank had worked.
             count = self._store.add("idle-watchdog", int(meter.has_worked(self._interval_s)))
             idle_checks = idle_checks + 1 if count == last_count else 0
             last_count = count
-            stacks_key = f"idle-watchdog-stacks-{last_count}"  # counts the ranks that have written stacks of this hang
+            stacks_key = f"idle-watchdog-stacks-{last_count}"  # counts the ranks that have written their stack traces
             if idle_checks == self._checks - _STACKS_AHEAD:
                 if bounded_call(self._write_stacks):
                     self._store.add(stacks_key, 1)
@@ -194,7 +201,7 @@ class IdleWatchdog:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a process has done since it began."""
+    """The CPU time and the bytes that a process has used since its start."""
 
     cpu_s: float = 0.0
     disk_bytes: int = 0  # read from a disk or written to it
@@ -202,25 +209,25 @@ class _Work:
 
 
 class _WorkMeter:
-    """Measures the work of this process and of its children, which tokenise. Use it in one thread."""
+    """Measures the work of this process and of its children (tokenising processes). Use it in one thread only."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._last: dict[tuple[int, float], _Work] = {}
         self._measuring_bytes = 0
-        self._unwritten_bytes = unwritten_bytes()  # the minimum since a process has worked
+        self._unwritten_bytes = unwritten_bytes()  # when a process last worked
         self.has_worked(1.0)
 
     def has_worked(self, seconds: float) -> bool:
-        """Whether the processes have worked since the last call, about `seconds` ago, or the kernel wrote for them."""
+        """Whether the processes, or the kernel for them, have worked since the last call, about `seconds` ago."""
         bytes_before = _io_bytes(self._process)[1]
         work: dict[tuple[int, float], _Work] = {}
         for process in self._process.children(recursive=True):
             with suppress(psutil.Error):  # the child has ended, or may not be inspected
                 cpu = process.cpu_times()
                 work[process.pid, process.create_time()] = _Work(cpu.user + cpu.system, *_io_bytes(process))
-        # A thread that waits in fsync does nothing while the kernel writes for it. Only a new minimum of unwritten
-        # bytes counts as progress, because other processes may write for ever.
+        # A thread in fsync uses no CPU while the kernel writes its data. Only a new minimum of unwritten bytes counts
+        # as progress, because other processes may write without end.
         unwritten = unwritten_bytes()
         kernel_writes = unwritten < self._unwritten_bytes and _waits_for_disk()
         disk_bytes, bytes_after = _io_bytes(self._process)
@@ -242,7 +249,7 @@ class _WorkMeter:
 
 
 def _waits_for_disk() -> bool:
-    """Whether a thread of this process is in the state D, in which it waits for a disk."""
+    """Whether a thread of this process is in state D (uninterruptible sleep), usually because it waits for a disk."""
     for thread in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
             if thread.read_text().rpartition(")")[2].split()[0] == "D":
@@ -260,10 +267,10 @@ def _io_bytes(process: psutil.Process) -> tuple[int, int]:
 
 
 def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
-    """Return words for an error line that name the ranks for which the others wait, or the ranks that do not answer.
+    """Return text for an error line: the ranks for which the other ranks wait, or the ranks that do not answer.
 
-    `stack_file` has the stacks of this rank; the other ranks' files lie beside it. Empty if no rank or every rank waits
-    for others, or if the files cannot be read in three seconds.
+    `stack_file` has the stack traces of this rank; the files of the other ranks are in the same directory. The text is
+    empty if no rank or every rank waits for others, or if reading the files takes longer than three seconds.
     """
     words: list[str] = []
     bounded_call(lambda: words.append(_describe(stack_file, world_size)))
@@ -282,7 +289,7 @@ def _describe(stack_file: Path, world_size: int) -> str:
 
 
 def _stack_files(stack_file: Path, world_size: int) -> dict[int, Path]:
-    """The files of all ranks of this run, by rank."""
+    """The stack files of all ranks of this run, by rank."""
     files = {
         int(number[1]): file
         for file in stack_file.parent.glob(_all_ranks(stack_file).name)
@@ -297,7 +304,7 @@ def _all_ranks(stack_file: Path) -> Path:
 
 
 def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
-    """The ranks that do not wait for others, with `file:line in function`. Empty if those are none or all ranks."""
+    """The ranks that do not wait for other ranks, with their `file:line in function`; empty if that holds for all."""
     written_at = stack_file.stat().st_mtime
     files = {rank: file for rank, file in files.items() if abs(file.stat().st_mtime - written_at) < _SAME_HANG_S}
     stuck = {}
@@ -309,12 +316,12 @@ def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
 
 
 def _main_thread_frames(text: str) -> list[re.Match[str]]:
-    """The frames of the thread that faulthandler writes last, from the innermost to the script."""
+    """The frames of the main thread, which faulthandler writes last, from the innermost frame to the script."""
     thread = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
     frames: list[re.Match[str]] = []
     for line in thread.splitlines():
         if (frame := _FRAME.match(line)) is not None:
             frames.append(frame)
-            if frame["name"] == "<module>":  # the program that started the script may wait in torch, too
+            if frame["name"] == "<module>":  # outer frames belong to the program that started the script
                 break
     return frames

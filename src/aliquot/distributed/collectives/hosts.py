@@ -1,4 +1,4 @@
-"""All ranks by host: peers share memory with this rank, counterparts on other hosts are reached by the wire."""
+"""Group all ranks by host: ranks of the same host share memory; ranks of different hosts exchange messages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aliquot.distributed.collectives.wire import Wire
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, and this rank's connections within its host and to others."""
+    """The hosts of a run, and this rank's connections within its host and to other hosts."""
 
     peers: Peers  # the ranks of this host
-    table: tuple[tuple[int, ...], ...]  # global rank by [host][member of its peers]
+    table: tuple[tuple[int, ...], ...]  # global rank by [host][member]
     host: int  # this rank's host
     numa_nodes: tuple[int, ...]  # NUMA node of every member of `peers`
-    wire: Wire | None  # None: a single host
+    wire: Wire | None  # to other hosts; None if the run has a single host
 
     @classmethod
     def join(cls, rank: int, numa_node: int, gather: Callable[[Any], list[Any]], identity: str | None = None) -> Self:
@@ -51,7 +51,7 @@ class Hosts:
 
     @property
     def transport(self) -> str:
-        """The transports between ranks, for people."""
+        """A description of the transports between ranks, for the console."""
         names = ["shared memory"] if self.peers.size > 1 else []
         if self.wire is not None:
             names.append("gloo between hosts")
@@ -64,8 +64,8 @@ class Hosts:
     def share_per_numa_node(self, size_bytes: int, touch: bool = True) -> tuple[SharedMemory, list[SharedMemory]]:
         """Create zeroed memory that all ranks of a NUMA node share. Collective.
 
-        With `touch` and several nodes, all pages are placed now. Returns the memory of this rank's node, and the
-        memories of the other nodes.
+        With `touch` and several NUMA nodes, the ranks of a node touch all pages of its memory now, so that the kernel
+        places the pages on that node. Returns the memory of this rank's node, and the memories of the other nodes.
         """
         creators = {node: self.numa_nodes.index(node) for node in self.numa_nodes}  # the first rank of every node
         local_node = self.numa_nodes[self.peers.index]

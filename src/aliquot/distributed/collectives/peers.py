@@ -1,7 +1,8 @@
-"""The ranks of one host, connected by socket pairs that carry one-byte tokens and descriptors of shared memory.
+"""Connect the ranks of one host by socket pairs, which carry one-byte tokens and descriptors of shared memory.
 
-A token wakes a sleeping peer. It also orders memory on any CPU, because a system call lies between the writes before it
-and the reads after it. The death of a peer shows at once as an end of file. Nothing has a name in the file system.
+A token wakes a sleeping peer. A token is also a memory barrier on any CPU, because the system calls that send and
+receive a token order the sender's earlier writes before the receiver's later reads. When a peer dies, its sockets
+report end of file at once. Sockets and memory have no names in the file system.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from aliquot.distributed.collectives.shared_memory import SharedMemory
 
 _SPIN_S = 50e-6  # most waits are shorter than the cost of sleeping
 _JOIN_TIMEOUT_S = 300.0
-_BARRIER, _DESCRIPTOR = 0, 255  # users of a group may choose other kinds of token
+_BARRIER, _DESCRIPTOR = 0, 255  # kinds of token; callers of `send` use 1 to 254
 
 
 class PeerLost(ConnectionError):
-    """A rank has ended, or cannot be reached; its own error has the cause."""
+    """Another rank has ended or cannot be reached; the error of the lost rank has the cause."""
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly if they share a kernel and a network namespace.
+    """Return a string that is equal for two processes exactly if they share a kernel and a network namespace.
 
-    Such processes can reach each other's abstract sockets.
+    Processes that share both can reach each other's abstract sockets.
     """
     return namespace_id("net")
 
 
 class Peers:
-    """Members 0 to size - 1 of a group; this process is member `index`. All members make the same calls in order."""
+    """The group of all ranks of one host, which are members 0 to size - 1; this process is member `index`.
+
+    All members make the same calls in the same order.
+    """
 
     def __init__(self, index: int, sockets: dict[int, socket.socket], ranks: Sequence[int]) -> None:
         self.index = index
@@ -46,7 +50,7 @@ class Peers:
         self._received: dict[int, Counter[int]] = {peer: Counter() for peer in sockets}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in sockets}
         self.sent: Counter[int] = Counter()  # tokens that this member has sent to every peer, by kind
-        self.waited_s = 0.0  # waiting for peers, since the group was created
+        self.waited_s = 0.0  # seconds of waiting for peers since the group was created
         for connection in sockets.values():
             connection.setblocking(True)
 
@@ -54,7 +58,8 @@ class Peers:
     def join(cls, rank: int, gather: Callable[[Any], list[Any]], identity: str | None = None) -> Self:
         """Find the ranks of this host among all ranks and connect to them. Collective over all ranks. Raises PeerLost.
 
-        `gather` returns the JSON values of all ranks, by rank; `identity` is that of the host, if not `host_identity`.
+        `gather` returns the JSON values of all ranks, by rank. `identity` identifies the host; by default
+        `host_identity()`.
         """
         identity = identity or host_identity()
         hosts = gather(identity)
@@ -78,9 +83,9 @@ class Peers:
         return cls(index, sockets, ranks)
 
     def share(self, size_bytes: int) -> list[SharedMemory]:
-        """Create memory of `size_bytes`, possibly 0, and map the memory of every member. Collective.
+        """Create shared memory of `size_bytes` (0 is allowed), and map the shared memory of every member. Collective.
 
-        Returns the memories by member.
+        Returns the shared memory of every member, by member.
         """
         self.barrier()
         created = SharedMemory.create(size_bytes)
@@ -107,7 +112,7 @@ class Peers:
                 raise self._lost(peer) from None
 
     def received(self, kind: int) -> int:
-        """Return how many tokens of `kind` all peers have sent, the minimum over peers. Does not wait."""
+        """Return the number of tokens of `kind` that every peer has sent (the minimum over peers). Does not wait."""
         for peer in self._sockets:
             self._receive(peer, wait=False)
         return min((counts[kind] for counts in self._received.values()), default=0)
@@ -138,7 +143,7 @@ class Peers:
     def _receive(self, peer: int, wait: bool) -> None:
         connection = self._sockets[peer]
         try:
-            # Not socket.recv_fds, which ignores flags.
+            # recvmsg instead of socket.recv_fds, which ignores flags.
             tokens, ancillary, _, _ = connection.recvmsg(4096, socket.CMSG_SPACE(4), 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
@@ -159,7 +164,7 @@ class Peers:
 
 
 def _connect_members(listener: socket.socket, ranks: Sequence[int]) -> dict[int, socket.socket]:
-    """Accept the other members as member 0, and send a socket pair to every two of them."""
+    """On member 0: accept the other members, and send the two ends of a socket pair to every pair of them."""
     sockets: dict[int, socket.socket] = {}
     until = time.monotonic() + _JOIN_TIMEOUT_S
     while len(sockets) < len(ranks) - 1:
@@ -187,7 +192,7 @@ def _join_leader(index: int, ranks: Sequence[int], secret: str) -> dict[int, soc
     leader.connect(f"\0aliquot-{secret}")
     leader.sendall(struct.pack("i", index))
     sockets = {0: leader}
-    # The pairs arrive in the order in which member 0 creates them: for this member, by the number of the peer.
+    # The sockets arrive in the order in which member 0 creates the pairs: for this member, in the order of the peers.
     for peer in range(1, len(ranks)):
         if peer != index:
             _, descriptors, _, _ = socket.recv_fds(leader, 1, 1)

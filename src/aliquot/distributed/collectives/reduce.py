@@ -1,7 +1,7 @@
-"""Sums over the ranks of a host and over hosts, in a fixed order.
+"""Sum gradients over the ranks of a host and over hosts, in a fixed order.
 
-Ranks are summed in fp32, block by block so that operands stay in the cache. The reduce-scatter of gloo is an
-all-reduce, with twice the traffic, so the sum over hosts is a reduce-scatter of its own.
+The sum over the ranks of a host is in fp32, block by block, so that operands stay in the CPU cache. The sum over hosts
+is a reduce-scatter implemented here: gloo implements reduce-scatter as an all-reduce, which sends twice the bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from aliquot.distributed.collectives.wire import Tally, Wire
 
-_PIECE_BYTES = 16 << 20  # of a sum, in one message between hosts
+_PIECE_BYTES = 16 << 20  # the largest message between hosts
 _BLOCK = 1 << 16  # elements: 256 KiB of fp32
 
 
 def add_sum(out: Tensor, sources: Sequence[Tensor], first: bool) -> None:
-    """Add the sum of `sources`, in their order, to `out`; replace `out` if `first`. All flat; `out` is fp32 or fp64."""
+    """Add the sum of `sources`, in their order, to `out`; if `first`, store the sum in `out` instead.
+
+    All tensors are flat; `out` is fp32 or fp64.
+    """
     scratch = out.new_empty(min(_BLOCK, out.numel()))
     for start in range(0, out.numel(), _BLOCK):
         stop = min(start + _BLOCK, out.numel())
@@ -30,7 +33,7 @@ def add_sum(out: Tensor, sources: Sequence[Tensor], first: bool) -> None:
         total = target if first else scratch[: stop - start]
         pieces = [source[start:stop] for source in sources]
         if len(pieces) > 1 and pieces[0].dtype == out.dtype:
-            torch.add(pieces[0], pieces[1], out=total)  # in another dtype, add would round the sum to that dtype
+            torch.add(pieces[0], pieces[1], out=total)  # for another dtype, add would round to that dtype
             rest = pieces[2:]
         else:
             total.copy_(pieces[0])
@@ -42,10 +45,10 @@ def add_sum(out: Tensor, sources: Sequence[Tensor], first: bool) -> None:
 
 
 class RoundingNoise:
-    """Noise for stochastic rounding, by the index of an element in its weight.
+    """Random bits for stochastic rounding to bf16, looked up by the index of an element in its weight.
 
-    The noise does not depend on the rank or the buffer that sums an element. Every host draws its own noise: equal
-    roundings would add up in the sum over hosts.
+    The noise does not depend on the rank or the buffer that sums an element. Every host draws different noise, because
+    equal rounding errors would add up in the sum over hosts.
     """
 
     def __init__(self, step: int, micro_batch: int, host: int) -> None:
@@ -55,14 +58,14 @@ class RoundingNoise:
         self._values = draw.repeat(2)
 
     def at(self, index: int, count: int) -> Tensor:
-        """Return the noise of `count` elements from `index` on, at most a block. int32 [count]."""
+        """Return the noise of elements `index` to `index + count` as int32 [count]; `count` is at most `_BLOCK`."""
         return self._values[index % _BLOCK :][:count]
 
     def for_rows(self, rows: Tensor, width: int) -> Tensor:
-        """Return the noise of embedding rows. int32 [rows, width].
+        """Return the noise of whole embedding rows as int32 [rows, width].
 
-        It differs from that of `at` for the same elements: for a tied embedding the gradients of the head and of the
-        embedding are added one after the other, and equal noise would make both round in the same direction.
+        For the same elements, this noise differs from the noise of `at`. A tied embedding adds the gradients of the
+        output head and of the embedding one after the other; equal noise would round both in the same direction.
         """
         return self._values[((rows * width)[:, None] + torch.arange(width) + _BLOCK // 2) % _BLOCK]
 
@@ -70,11 +73,12 @@ class RoundingNoise:
 def add_sum_rounded(
     out: Tensor, sources: Sequence[Tensor], first: bool, noise: RoundingNoise | None, index: int = 0
 ) -> None:
-    """Sum like `add_sum` in fp32, and round once to `out`, bf16, whose first element is element `index` of its weight.
+    """Sum in fp32 like `add_sum`, and round the result once to bf16 `out`.
 
-    Adding to an earlier sum rounds that sum again. `noise` rounds up with a probability that follows from the distance,
-    so that small contributions to a large sum are not lost. The first sum is rounded to nearest, ties to even: sums of
-    a few bf16 numbers often are ties, and rounding them away from zero would enlarge all of them.
+    The first element of `out` is element `index` of its weight. Adding to an earlier sum rounds that sum again. `noise`
+    makes this rounding stochastic, so that small contributions to a large sum are not lost. The first sum is rounded to
+    nearest, ties to even, because sums of a few bf16 numbers often are ties, and rounding all ties away from zero would
+    enlarge all of these sums.
     """
     scratch = torch.empty(2, min(_BLOCK, out.numel()))
     for start in range(0, out.numel(), _BLOCK):
@@ -93,7 +97,7 @@ def add_sum_rounded(
 def add_rows_rounded(
     out: Tensor, rows: Tensor, values: Tensor, first: bool, noise: RoundingNoise | None, first_row: int
 ) -> None:
-    """Add `values`, fp32 [rows, width], to distinct `rows` of `out`, rounded as by `add_sum_rounded`.
+    """Add `values`, fp32 [rows, width], to distinct `rows` of `out`, and round as `add_sum_rounded` does.
 
     Row 0 of `out` is row `first_row` of the weight.
     """
@@ -109,29 +113,30 @@ def add_rows_rounded(
 
 
 def _round(values: Tensor, noise: Tensor) -> None:
-    """Round fp32 in place to a bf16 value: add noise below the last remaining bit, then clear the lower bits."""
+    """Round fp32 values in place to bf16 values: add noise to the lower 16 bits, then clear these bits."""
     values.view(torch.int32).add_(noise).bitwise_and_(-0x10000)
 
 
 class HostSums(Protocol):
-    """Flat sums for every host, which hosts exchange in pieces."""
+    """The sums that this rank has computed for every host, as flat pieces that the hosts exchange."""
 
     sent_dtype: torch.dtype
 
     def pieces(self, host: int, most_bytes: int) -> list[int]:
-        """Return the number of elements of every piece for `host`, equal on all hosts."""
+        """Return the number of elements of every piece for `host`; all hosts cut the same pieces."""
         ...
 
     def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
         """Yield the pieces for `host` in `sent_dtype`.
 
-        With `changes`, the caller changes a piece before it takes the next one, and pieces may be more precise.
+        With `changes`, the caller changes a piece in place before it takes the next piece. The pieces may then have a
+        more precise dtype than `sent_dtype`.
         """
         ...
 
 
 class TensorSums:
-    """Sums in memory: flat tensors by host."""
+    """Sums for every host that are in memory as flat tensors."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
         self._tensors = tensors
@@ -149,12 +154,12 @@ class TensorSums:
 def reduce_scatter(wire: Wire, sums: HostSums, ahead: int) -> None:
     """Replace the sums for this host by the sums over all hosts, added in the order of the hosts.
 
-    While one piece is summed, `ahead` pieces per host are under way. Raises SelfTestError if values arrive changed.
+    While one piece is summed, `ahead` pieces per host are in transit. Raises SelfTestError if values arrive corrupted.
     """
     sent, received = ({host: Tally() for host in wire.peer_hosts} for _ in range(2))
     local = sums.visit(wire.host, _PIECE_BYTES, changes=True)
     expected = deque(sums.pieces(wire.host, _PIECE_BYTES))
-    # The number of pieces may differ between hosts: a sender cuts them as the receiver does.
+    # The number of pieces differs between receiving hosts: a sender cuts pieces in the same way as their receiver.
     outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in wire.peer_hosts}
     arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
     sending: deque[list[Future[None]]] = deque()
@@ -179,7 +184,7 @@ def reduce_scatter(wire: Wire, sums: HostSums, ahead: int) -> None:
         _add_arrivals(wire, next(local), arrivals, received)
     for transfers in sending:
         wire.wait_all(transfers)
-    for _ in local:  # no piece is left; this lets `visit` store the last changed piece
+    for _ in local:  # yields nothing more, but lets `visit` store the last changed piece
         pass
     wire.compare(sent, received)
 
@@ -194,9 +199,9 @@ def _add_arrivals(
 
 
 def add_hosts(local: Tensor, local_host: int, received: dict[int, Tensor]) -> None:
-    """Replace `local`, the values of `local_host`, by the sum over all hosts in their order.
+    """Replace `local`, the values of `local_host`, by the sum over all hosts, added in the order of the hosts.
 
-    Received values may be bf16. If `local` is bf16, too, the sum is rounded once.
+    Received values may be bf16. If `local` is bf16 as well, the sum is in fp32 and is rounded once.
     """
     if local.dtype == torch.bfloat16:
         total = local.float()

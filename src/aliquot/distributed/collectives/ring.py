@@ -1,7 +1,8 @@
 """Ring buffers in shared memory, through which the ranks of a host sum their gradients.
 
-Every rank has a ring of the same size and stages the same pieces in the same order. The ranks read a piece when all of
-them have published it, and reuse its space when all have read it. So ranks may be apart by as much as the ring holds.
+Every rank has a ring buffer of the same size and stages the same pieces in the same order. The ranks read a piece once
+all ranks have published the piece, and reuse its space once all ranks have read it. A rank can therefore be ahead of
+the others by as many pieces as its ring buffer holds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.peers import Peers
 
 PUBLISHED, READ = 1, 2  # kinds of tokens
-# A socket buffers some 250 tokens before a send blocks, and two ranks whose sends block each other would never wake.
+# Limit of pieces that a rank stages before all ranks have read the oldest. A socket buffers about 250 tokens before a
+# send blocks, and two ranks whose sends block each other would deadlock.
 _MOST_AHEAD = 64
 _POLL_S = 1e-4
 
@@ -33,23 +35,23 @@ class Piece:
 
 
 class Ring:
-    """The rings of all ranks of a host; pieces are read in order, once every rank has published them."""
+    """The ring buffers of all ranks of a host, in which a rank stages, publishes and reads pieces in order."""
 
     def __init__(self, peers: Peers, size_bytes: int) -> None:
-        """Create the rings, which must hold the largest piece. Collective over `peers`."""
+        """Create the ring buffers, each of which must hold the largest piece. Collective over `peers`."""
         self._peers = peers
         self.size_bytes = align(size_bytes)
         self._memories = peers.share(self.size_bytes)
         self._staged = peers.sent[PUBLISHED]  # pieces staged so far, in this ring and in earlier rings of the group
         self._head = 0  # start of the next piece
-        self._unread: deque[tuple[Piece, Callable[[Piece], None]]] = deque()  # published by this rank
-        self._read: deque[Piece] = deque()  # read by this rank, perhaps not yet by all
-        self.reading_s = 0.0  # in readers, since the ring was created
-        # Called while this rank waits for peers, because a peer may wait, through another host, for work of this rank.
+        self._unread: deque[tuple[Piece, Callable[[Piece], None]]] = deque()  # published, not yet read by this rank
+        self._read: deque[Piece] = deque()  # read by this rank, perhaps not yet by all ranks
+        self.reading_s = 0.0  # seconds in reader callbacks since the ring was created
+        # Callback while this rank waits for peers: a peer may wait for another host that needs work of this rank.
         self.while_waiting: Callable[[], None] | None = None
 
     def stage(self, size_bytes: int) -> Piece:
-        """Reserve space for the next piece; read pieces of all ranks until there is space. Raises PeerLost."""
+        """Reserve space for the next piece; read published pieces until there is enough space. Raises PeerLost."""
         size_bytes = align(size_bytes)
         if size_bytes > self.size_bytes:
             raise ValueError(f"a piece of {size_bytes} bytes does not fit a ring of {self.size_bytes}")
@@ -61,21 +63,21 @@ class Ring:
         return Piece(self._staged, start, size_bytes)
 
     def view(self, piece: Piece, rank: int, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the elements that `rank` has staged, from element `start` of `dtype` on."""
+        """Return a view of the elements that `rank` has staged in `piece`, from element `start` on."""
         return self._memories[rank].tensor(piece.start + start * dtype.itemsize, shape, dtype)
 
     def local_view(self, piece: Piece, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return this rank's space, to be filled before the piece is published."""
+        """Return a view of this rank's space for `piece`, to be filled before `publish`."""
         return self.view(piece, self._peers.index, dtype, 0, shape)
 
     def publish(self, piece: Piece, reader: Callable[[Piece], None]) -> None:
-        """Publish a filled piece; `reader` is called once with it, when every rank has published it."""
+        """Publish a filled piece. `reader(piece)` is called once, after every rank has published the piece."""
         self._peers.send(PUBLISHED)
         self._unread.append((piece, reader))
         self.read_published()
 
     def read_published(self) -> None:
-        """Read the pieces that all ranks have published by now."""
+        """Read the pieces that all ranks have published so far; do not wait."""
         published = self._peers.received(PUBLISHED) if self._peers.size > 1 else self._staged
         while self._unread and self._unread[0][0].number <= published:
             self._read_oldest()
@@ -96,7 +98,7 @@ class Ring:
         self._peers.wait(kind, count)
 
     def _blocks(self, start: int, size_bytes: int) -> bool:
-        """Whether unread pieces overlap [start, start + size_bytes), or too many pieces are under way."""
+        """Whether unread pieces overlap [start, start + size_bytes), or too many pieces are unread."""
         unread = [*self._read, *(piece for piece, _ in self._unread)]
         return len(unread) >= _MOST_AHEAD or any(
             piece.start < start + size_bytes and start < piece.start + piece.size_bytes for piece in unread

@@ -1,7 +1,7 @@
-"""Memory that processes of one host share, and counters in it.
+"""Shared memory of the processes of one host, and progress counters in shared memory.
 
-The memory has no name, so the kernel frees it when the last process ends. The size of /dev/shm (64 MiB in a pod) does
-not limit a memfd, and the control group counts it like other memory.
+The memory is a memfd, which has no name, so the kernel frees the memory when the last process ends. The size of
+/dev/shm (64 MiB in a pod) does not limit a memfd. The control group counts a memfd like other memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from aliquot.distributed.collectives.peers import Peers
 
-POLL_S = 2e-4  # a rank sleeps between two looks at a counter, because the ranks that it waits for need the cores
-_MADV_REMOVE = 9  # from Linux; Python only has the name if its build had the header
+POLL_S = 2e-4  # a waiting rank sleeps between two reads of a counter, because other ranks need its core
+_MADV_REMOVE = 9  # the value on Linux; mmap.MADV_REMOVE exists only if Python was built with the right header
 
 
 class SharedMemory:
@@ -38,16 +38,16 @@ class SharedMemory:
         return cls(descriptor, size_bytes)
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a view of the memory, which lives as long as the view."""
+        """Return a tensor view of the memory; the memory lives at least as long as the view."""
         numel = torch.Size(shape).numel()
         if numel == 0:
             return torch.empty(shape, dtype=dtype)
-        # Every tensor comes from its own frombuffer: views of a common base would share a version counter, and autograd
-        # would take a write to one view for a write to all.
+        # Every tensor comes from a separate frombuffer call. Views of a common base would share a version counter, and
+        # autograd would take a write to one view for a write to all views.
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes).view(shape)
 
     def release_pages(self, offset_bytes: int, size_bytes: int) -> None:
-        """Return pages to the kernel in all processes that map them; they read as zeros afterwards.
+        """Return pages to the kernel, for all processes that map the pages; the pages read as zeros afterwards.
 
         Both arguments are multiples of the page size.
         """
@@ -59,27 +59,27 @@ class SharedMemory:
 
 
 class ProgressCounters:
-    """Counters with which the ranks of a host tell each other how far they are, without a lock: `count` of every rank.
+    """Lock-free counters by which the ranks of a host tell each other their progress; every rank has `count` counters.
 
-    All are 0 at first. Each counter has one writer, the rank that owns it, and only ever grows. A rank first writes
-    shared data (the weights of a layer), then publishes a count that says so; a rank that has seen the count may read
-    the data. The reverse direction works alike: a rank publishes that it has finished reading, and the owner of the
-    data may then replace it.
+    All counters start at 0 and only grow. Only the rank that owns a counter writes to it. A rank first writes shared
+    data (the weights of a layer), then publishes a count that announces the data. A rank that has seen the count may
+    read the data. The reverse direction works in the same way: a rank publishes that it has finished reading, and the
+    owner of the data may then overwrite the data.
 
     Why no reader sees the count before the data:
 
-    1. A counter is an aligned int64 in memory that all ranks map, which x86-64 and AArch64 load and store as a whole: a
-       reader sees an old count or the new one, never a mixture.
-    2. The writer makes two torch calls, one that stores the data and one that stores the count; the reader makes two
-       that load the count and then the data. No compiler looks across them, so their order is that of the program.
-    3. x86-64 keeps the order of a core's stores, and the order of its loads (TSO).
-    4. AArch64 keeps neither by itself. There CPython's global lock orders both: every torch call takes that lock when
-       it returns, and gives it away when the next call begins. Between the two calls lie hence two critical sections of
-       one mutex: the end of the first is a release, after which no access before it can move, and the beginning of the
-       second an acquire, before which no access after it can move.
+    1. A counter is an aligned int64 in memory that all ranks map. x86-64 and AArch64 load and store an aligned int64 as
+       a whole, so a reader sees the old count or the new count, never a mixture.
+    2. The writer makes two torch calls: the first stores the data, the second stores the count. The reader makes two
+       torch calls: the first loads the count, the second loads the data. No compiler reorders across torch calls.
+    3. x86-64 keeps the order of a core's stores, and the order of a core's loads (TSO).
+    4. AArch64 by itself keeps neither order, but CPython's global interpreter lock (GIL) does. A torch call acquires
+       the GIL when the call returns, and the next torch call releases the GIL when it begins. So two critical sections
+       of the GIL's mutex lie between the two torch calls. The end of the first section is a release: no earlier access
+       can move behind it. The beginning of the second section is an acquire: no later access can move before it.
 
-    Step 4 assumes an interpreter with a global lock. On an AArch64 build without one (free threading) `publish` and
-    `have_reached` would need fences of their own.
+    Step 4 assumes an interpreter with a GIL. On a free-threaded AArch64 build, `publish` and `have_reached` would need
+    explicit memory fences.
     """
 
     def __init__(self, peers: Peers, count: int = 1) -> None:
@@ -87,7 +87,7 @@ class ProgressCounters:
         self._local = self._of_ranks[peers.index]
 
     def publish(self, value: int, counter: int = 0) -> None:
-        """Set this rank's counter, after the data that the value speaks of."""
+        """Set this rank's counter to `value`. Call this after writing the data that `value` announces."""
         self._local[counter] = value
 
     def local(self, counter: int = 0) -> int:
@@ -101,7 +101,7 @@ class ProgressCounters:
     def wait(self, value: int, counter: int = 0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when every rank of the host has published at least `value`.
 
-        `meanwhile` is called between two looks, to do work for which another rank may be waiting, or to raise.
+        `meanwhile` is called between two polls. It may do work for which another rank waits, or raise an error.
         """
         while not self.have_reached(value, counter):
             meanwhile()

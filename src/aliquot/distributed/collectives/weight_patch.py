@@ -1,9 +1,10 @@
-"""Patches of bf16 weights: encode the changes of a step exactly, in few bytes, with a checksum per block.
+"""Patches of bf16 weights: encode the changes of an optimizer step losslessly, in few bytes, with checksums.
 
-Between two steps most weights keep their bits, and most of the others change by one unit in the last place. A changed
-block has a code of two bits per weight: the difference of the bit patterns is 0, 1, -1, or follows as one byte; a
-difference that does not fit a byte follows as two. An unchanged block is empty. If a patch would be longer than the
-weights of its block, the weights are sent instead.
+In one optimizer step most weights keep their bits, and most changed weights change by one unit in the last place. The
+patch of a changed block has a two-bit code per weight: the difference of the bit patterns is 0, 1, -1 or an escape. An
+escaped difference follows as one byte; a difference that does not fit one byte follows as a marker byte and two bytes.
+The patch of an unchanged block is empty. If a patch would be longer than the weights of its block, the message has the
+weights themselves. Every block has a checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _TABLE = np.dtype([("bytes", "<i4"), ("wide", "<i4"), ("checksum", "<u8")])
 # The code of a weight is its difference plus one (0, 1, 2), or 3 for any other difference.
 _ESCAPE, _WIDE = np.uint16(3), np.int8(-128)
 _UNCHANGED = np.uint8(0b01010101)  # four codes of difference 0
-# A word of codes c0 to c3 in 16 bits each, times this, has c0 | c1 << 2 | c2 << 4 | c3 << 6 as its seventh byte.
+# Factor that packs four codes into a byte: a uint64 of codes c0 to c3, 16 bits each, times _PACK has
+# c0 | c1 << 2 | c2 << 4 | c3 << 6 as its seventh byte.
 _PACK = np.uint64(1 << 48 | 1 << 34 | 1 << 20 | 1 << 6)
 _LANES = np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3  # the four codes in every byte
 
@@ -31,7 +33,7 @@ Places = npt.NDArray[np.intp]
 
 
 def max_patch_bytes(numel: int) -> int:
-    """Return the largest size of a message about `numel` weights."""
+    """Return the largest possible size of the message for `numel` weights."""
     return _TABLE.itemsize * -(-numel // PATCH_BLOCK) + 2 * numel
 
 
@@ -49,23 +51,24 @@ def check_weights(weights: Tensor, expected: Tensor, who: str) -> None:
 
 
 class WeightPatches:
-    """Encode and decode patches. One thread at a time may use an object, because of its scratch memory."""
+    """Encode and decode patches. An object is not thread-safe, because all calls share its scratch memory."""
 
     def __init__(self) -> None:
         self._shifted = np.empty(PATCH_BLOCK, np.uint16)
         self._codes = np.empty(PATCH_BLOCK, np.uint16)
-        # An array, because the minimum with a scalar takes five times as long.
+        # An array instead of a scalar, because numpy's minimum with a scalar takes five times as long.
         self._escape = np.full(PATCH_BLOCK, _ESCAPE)
         self._packed = np.empty(PATCH_BLOCK // 4, np.uint8)
         self._pairs = np.empty(PATCH_BLOCK // 4, np.uint8)
         self._marks = np.empty(PATCH_BLOCK // 4, np.bool_)
         self._decoded = np.empty(PATCH_BLOCK // 4, np.int64)
-        # By byte of four codes: their differences (int16) as one int64, and the positions of escapes (bool) as uint32.
+        # Lookup tables, indexed by a byte of four codes: the four differences (int16) as one int64, and whether each
+        # code is an escape (bool) as one uint32.
         self._differences = (_LANES - 1).astype(np.int16).view(np.int64).ravel()
         self._escaped = (_LANES == _ESCAPE).view(np.uint32).ravel()
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
-        """Write the patch from flat `old` to flat `new` into `out`, uint8 [max_patch_bytes]; return its bytes."""
+        """Write the message that turns flat `old` into `new` to `out`, uint8 [max_patch_bytes], and return its size."""
         before, values, buffer = _bits(old), _bits(new), out.numpy()
         table = buffer[: _TABLE.itemsize * len(_blocks(new))].view(_TABLE)
         fields, end = [], table.nbytes
@@ -83,7 +86,7 @@ class WeightPatches:
         return end
 
     def decode(self, message: Tensor, weights: Tensor, who: str) -> None:
-        """Apply a message to flat `weights`, which turns the old weights into the new ones.
+        """Turn the old flat `weights` into the new weights, in place, by applying a message of `encode`.
 
         Raises SelfTestError, whose text starts with `who`, if the message or the result is corrupted.
         """
@@ -125,12 +128,12 @@ class WeightPatches:
         return [packed, narrow.view(np.uint8), wide.view(np.uint8)], len(wide)
 
     def _apply(self, body: Bytes, wide: int, weights: Bits) -> bool:
-        """Apply the patch of one block. Return False if it is not a patch for this number of weights."""
+        """Apply the patch of one block. Return False if `body` is not a valid patch for this number of weights."""
         words = -(-len(weights) // 4)
         packed, narrow = body[:words], body[words : len(body) - 2 * wide].view(np.int8)
         if len(body) < words + 2 * wide:
             return False
-        differences = self._differences.take(packed, out=self._decoded[:words], mode="clip")  # unbuffered
+        differences = self._differences.take(packed, out=self._decoded[:words], mode="clip")  # "raise" would buffer
         fours, lanes = self._escapes(packed)
         followed = narrow.astype(np.int16)
         is_wide = followed == _WIDE
@@ -144,15 +147,15 @@ class WeightPatches:
         return True
 
     def _escapes(self, packed: Bytes) -> tuple[Places | slice, Places]:
-        """Return the bytes of four codes that have an escape (all bytes, if most do), and the escapes within them.
+        """Return the indices of bytes with an escape, and the indices of escapes among the codes of those bytes.
 
-        The search has two steps, because numpy branches per element if fewer than one in ten match, and processors
-        cannot predict these branches.
+        If most bytes contain an escape, the first result is a slice of all bytes. The search has two steps, because
+        numpy branches per element if fewer than one element in ten matches, and CPUs cannot predict these branches.
         """
         pairs, marks = self._pairs[: len(packed)], self._marks[: len(packed)]
         np.right_shift(packed, np.uint8(1), out=pairs)
         np.bitwise_and(pairs, packed, out=pairs)
-        np.bitwise_and(pairs, _UNCHANGED, out=pairs)  # a set bit: both bits of that code are set
+        np.bitwise_and(pairs, _UNCHANGED, out=pairs)  # a bit stays set if both bits of its code are set
         np.not_equal(pairs, 0, out=marks)
         most = 2 * np.count_nonzero(marks) > len(marks)
         fours = slice(None) if most else np.flatnonzero(marks)

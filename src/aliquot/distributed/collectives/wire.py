@@ -1,7 +1,8 @@
 """Transfers between hosts: local rank l of a host exchanges messages with local rank l of every other host.
 
 Two ranks use several connections in turn, because a cloud's network gives one connection only a part of a host's
-bandwidth. Messages have checksums of their own, because that of TCP lets one corrupted message of 65,536 pass.
+bandwidth. The ranks compare 64-bit checksums of messages, because TCP's 16-bit checksum misses one corrupted
+message in 65,536.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.peers import PeerLost
 
 _MASK = (1 << 64) - 1
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that every bit of a message still counts after later messages
-_CONNECTIONS = 4  # between two hosts, at least
-_PROBE_S = 2.0  # of waiting, before this rank probes whether the other hosts are alive
-_MAX_PROBE_S = 8.0  # between two probes of a long wait
-_PROBES = 10  # within _PROBE_S after a failure, because not all connections end at the same moment
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying the checksum of earlier messages loses no bit
+_CONNECTIONS = 4  # smallest number of connections between two hosts
+_PROBE_S = 2.0  # time that this rank waits before it probes whether the other hosts are alive
+_MAX_PROBE_S = 8.0  # longest time between two probes
+_PROBES = 10  # probes within _PROBE_S after a failure, because not all connections end at the same moment
 _TIMEOUT = timedelta(hours=24)  # the watchdog, or the end of the peer, ends a wait earlier
 
 
 class BufferPool:
-    """Buffers of one dtype for messages; at most `limit_bytes` of free buffers are kept."""
+    """A pool of message buffers of one dtype, which keeps at most `limit_bytes` of free buffers."""
 
     def __init__(self, dtype: torch.dtype, limit_bytes: int) -> None:
         self._dtype = dtype
         self._limit_bytes = limit_bytes
-        self._free: dict[int, list[Tensor]] = {}  # by elements
+        self._free: dict[int, list[Tensor]] = {}  # by number of elements
         self._free_bytes = 0
 
     def take(self, numel: int) -> Tensor:
@@ -53,13 +54,13 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer to the pool once its transfer is over."""
+        """Return a buffer to the pool after the buffer's transfer is complete."""
         if self._free_bytes + buffer.nbytes <= self._limit_bytes:
             self._free.setdefault(buffer.numel(), []).append(buffer)
             self._free_bytes += buffer.nbytes
 
     def _drop(self, size_bytes: int) -> None:
-        """Free up to `size_bytes` of other sizes, so that a new buffer replaces them."""
+        """Free about `size_bytes` of pooled buffers, to make room for a new buffer of another size."""
         while size_bytes > 0 and self._free_bytes:
             dropped = next(buffers for buffers in self._free.values() if buffers).pop()
             self._free_bytes -= dropped.nbytes
@@ -67,7 +68,10 @@ class BufferPool:
 
 
 def checksum(values: npt.NDArray[Any]) -> int:
-    """Return the sum of a contiguous array's bytes as 64-bit integers; a shorter rest counts as one integer."""
+    """Return the sum, modulo 2^64, of a contiguous array's bytes as 64-bit integers.
+
+    If the size is no multiple of 8 bytes, the last bytes count as one integer.
+    """
     data = values.view(np.uint8)
     words = len(data) // 8 * 8
     total = int(np.add.reduce(data[:words].view(np.uint64)))
@@ -76,7 +80,7 @@ def checksum(values: npt.NDArray[Any]) -> int:
 
 
 class Tally:
-    """One checksum of many messages in their order."""
+    """A running checksum of a sequence of messages, which depends on their order."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -91,12 +95,12 @@ class Tally:
 
 
 def corruption_error(values: str) -> SelfTestError:
-    """Return the error for `values` ("gradients of rank 3") that arrived changed."""
+    """Return the error for `values` ("gradients of rank 3") that arrived corrupted."""
     return SelfTestError(f"{values} are not those that were sent: broken network, memory or torch?")
 
 
 class Transfers:
-    """Futures of transfers, completed in order by a thread, because gloo only offers a blocking wait."""
+    """Futures of transfers. A thread completes the futures in order, because gloo only offers a blocking wait."""
 
     def __init__(self, name: str) -> None:
         self._pending: SimpleQueue[tuple[dist.Work, Future[None], Exception] | None] = SimpleQueue()
@@ -120,7 +124,7 @@ class Transfers:
             work, future, lost = transfer
             try:
                 work.wait()
-            except Exception as error:  # raised where somebody waits for the transfer
+            except Exception as error:  # raised in the thread that waits for the future
                 lost.__cause__ = error
                 future.set_exception(lost)
             else:
@@ -132,18 +136,23 @@ class Wire:
     """Connections of this rank to its counterparts on other hosts."""
 
     def __init__(self, ranks: Sequence[int], host: int, ranks_per_host: int) -> None:
-        """Connect to the counterparts, by host in `ranks`; `host` is this rank's own. Collective over `ranks`."""
+        """Connect to the counterparts. Collective over `ranks`.
+
+        Args:
+            ranks: the global rank of the counterpart on every host, including this rank.
+            host: the index of this rank's host.
+        """
         self.host = host
         self.peer_hosts = [peer for peer in range(len(ranks)) if peer != host]
         self.sent_bytes = 0
-        self.waited_s = 0.0  # for other hosts, while there was no other work
+        self.waited_s = 0.0  # seconds of waiting for other hosts without other work
         self._ranks = ranks
         self._groups = [
             dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
             for _ in range(-(-_CONNECTIONS // ranks_per_host))
         ]
-        # gloo does not interrupt a wait for the rest of a message whose sender has ended, but it fails a new send. So a
-        # rank that waits long sends probes, which nobody receives, on a separate connection.
+        # If a host ends in the middle of a message, gloo keeps waiting for the rest of the message, but a new send to
+        # that host fails. So a rank that waits long sends probes on a separate connection; no rank receives the probes.
         self._probe_group = dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
         self._probes: list[dist.Work] = []
         self._probed_at = 0.0
@@ -152,7 +161,7 @@ class Wire:
         self._sending, self._receiving = Transfers("aliquot-sends"), Transfers("aliquot-receives")
 
     def send(self, tensor: Tensor, host: int) -> Future[None]:
-        """Send `tensor`, which must not change until the future is done. Both may raise PeerLost."""
+        """Send `tensor`, which must not change until the future is done. The call and the future may raise PeerLost."""
         self.sent_bytes += tensor.nbytes
         with self._reaching(host) as lost:
             work = dist.isend(_bytes(tensor), self._ranks[host], group=self._next(self._sent, host))
@@ -175,12 +184,12 @@ class Wire:
         self.waited_s += time.monotonic() - start
 
     def probe(self, idle_since: float) -> None:
-        """Raise PeerLost if another host has ended. Call this repeatedly in a wait; short waits send nothing.
+        """Raise PeerLost if another host has ended. Call this repeatedly during a wait; short waits send nothing.
 
-        `idle_since` is when the last message came or went, of time.monotonic().
+        `idle_since` is the time, by time.monotonic(), since which this rank has sent and received no message.
         """
         now = time.monotonic()
-        # The interval doubles during one wait, because gloo keeps a kilobyte for every probe.
+        # The interval between probes doubles during one wait, because gloo keeps a kilobyte for every probe.
         interval = min(max(_PROBE_S, self._probed_at - idle_since), _MAX_PROBE_S)
         if now >= max(idle_since, self._probed_at) + interval:
             self._probed_at = now
@@ -205,7 +214,7 @@ class Wire:
                 self._probes.append(work)
 
     def compare(self, sent: Mapping[int, Tally], received: Mapping[int, Tally]) -> None:
-        """Raise SelfTestError unless the gradients from every host are those that it has sent. Collective."""
+        """Raise SelfTestError unless the received gradients have the checksums of the senders. Collective."""
         buffers = {host: torch.empty(1, dtype=torch.int64) for host in self.peer_hosts}
         arriving = {host: self.receive(buffer, host) for host, buffer in buffers.items()}
         leaving = [self.send(sent[host].value(), host) for host in self.peer_hosts]
@@ -226,7 +235,10 @@ class Wire:
 
     @contextmanager
     def _reaching(self, host: int) -> Iterator[PeerLost]:
-        """Yield the error for a lost counterpart on `host`, and raise it if gloo, which knows only addresses, fails."""
+        """Yield the PeerLost error for the counterpart on `host`, and raise this error if gloo fails in the block.
+
+        The error names the rank, because gloo's own error has only an address.
+        """
         lost = PeerLost(
             f"rank {self._ranks[host]} has ended on another host, rank {self._ranks[self.host]} waits for it in vain"
         )
@@ -236,7 +248,10 @@ class Wire:
             raise lost from error
 
     def _next(self, messages: Counter[int], host: int) -> dist.ProcessGroup:
-        """Return the connection of the next message: both ends count, so message n uses the same connection on both."""
+        """Return the connection for the next message to or from `host`.
+
+        Both ends count their messages, so they use the same connection for message n.
+        """
         messages[host] += 1
         group: dist.ProcessGroup = self._groups[messages[host] % len(self._groups)]
         return group
