@@ -1,8 +1,10 @@
-"""Save checkpoints while training continues: a thread writes the parts during the next forward and backward passes.
+"""Save checkpoints while training continues: threads write them during the next forward and backward passes.
 
-A save ends one or two steps after its last write:
+Ranks learn the progress of all ranks once per step, by `poll`. In parentheses, the phases that run in threads:
 
 start -> (every rank writes) -> poll: all ranks have written, gather checksums -> (rank 0 publishes) -> poll: published
+
+A save therefore ends one or two steps after its last write.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from aliquot.tensor_io.transfer import Progress
 
 
 class Saver(PhasedWork):
-    """Saves one checkpoint at a time. At the start of a save `make_copier` makes the copier into host memory."""
+    """Saves one checkpoint at a time.
+
+    `make_copier` is called at the start of each save and returns the object that copies values into host memory.
+    """
 
     def __init__(
         self,
@@ -45,17 +50,17 @@ class Saver(PhasedWork):
         self._make_copier = make_copier
         self._written_bytes = 0
         self._step = 0
-        self.best: int | None = None  # the best step at the beginning of the newest save
-        # Seconds that this rank worked on the newest save, whose end is noticed only at the next poll.
-        self.worked_s = 0.0
-        self._stall_s = 0.0
+        self.best: int | None = None  # the step that evaluated best when the newest save began
+        self.worked_s = 0.0  # seconds that this rank's threads have worked on the newest save
+        self._stall_s = 0.0  # seconds that training waited for the newest save
         self._draft: Draft | None = None
-        self._live: LiveParts | None = None  # None: all parts are written, rank 0 publishes
+        self._live: LiveParts | None = None  # None: all parts are written, and rank 0 publishes the checkpoint
 
     def start(self, step: int, state: Mapping[str, Any], best: int | None = None) -> None:
-        """Begin to save; without `checkpoint.async` also wait for the end. Collective. Raises UserError as `poll` does.
+        """Begin to save a checkpoint; if `checkpoint.async` is false, wait until it is saved. Collective.
 
-        Retention keeps the checkpoint of step `best`, which may be `step` itself, in addition to the newest ones.
+        Besides the newest checkpoints, retention keeps the checkpoint of step `best`, which may be `step` itself.
+        Raises UserError as `poll` does.
         """
         self.finish()
         self._step, self.best = step, best
@@ -64,7 +69,7 @@ class Saver(PhasedWork):
         try:
             run_on_rank_0(self._ranks, self._events.check_directory)
             self._draft = Draft.begin(self._root, step, self._spec, state, self._ranks)
-            run_on_rank_0(self._ranks, self._events.check_directory)  # it may have been replaced just now
+            run_on_rank_0(self._ranks, self._events.check_directory)  # another run may have just replaced the directory
         except UserError as error:
             self._fail(error)
             return
@@ -80,11 +85,11 @@ class Saver(PhasedWork):
 
     @property
     def current_step(self) -> int | None:
-        """The step of the save that is in progress; None if no save is."""
+        """Return the step of the save in progress; None if no save is in progress."""
         return self._step if self._task is not None else None
 
     def before_update(self) -> None:
-        """Return when the optimizer may change the weights and moments."""
+        """Wait until the save in progress no longer reads live weights and moments, so that the optimizer may run."""
         if (live := self._live) is not None:
             self._wait(live.release)
 
@@ -103,7 +108,7 @@ class Saver(PhasedWork):
         self.worked_s += task.seconds
         if self._live is None:
             self._draft = self._task = None
-            # The wall clock would count an evaluation between the end of the save and this poll.
+            # Time since the start would include an evaluation between the end of the save and this poll.
             self._events.on_saved(self._step, max(self.worked_s, self._stall_s), self._stall_s)
             return
         self._live = None
@@ -129,7 +134,8 @@ class Saver(PhasedWork):
         if self._draft is not None and self._ranks.rank == 0:
             self._draft.abandon()
         self._draft = self._live = self._task = None
-        run_on_rank_0(self._ranks, self._events.check_directory)  # in a directory that was removed every write fails
+        # If the run directory was removed or replaced, report that instead of the failed write.
+        run_on_rank_0(self._ranks, self._events.check_directory)
         if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             raise error
         self._events.on_failed(self._step)

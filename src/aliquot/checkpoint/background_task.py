@@ -1,4 +1,4 @@
-"""Run a save or an upload in threads: all ranks learn its outcome at the next step, or wait for it together."""
+"""Run a save or an upload in threads. All ranks learn the outcome at the next step, or wait for the end together."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True)
 class SaveEvents:
-    """The run's callbacks of saves and uploads; each rank calls them."""
+    """Callbacks through which saves and uploads report to the run; every rank calls them."""
 
-    warn: Callable[[str], None]  # a save or an upload failed and `checkpoint.on_error` is warn
+    warn: Callable[[str], None]  # called if a save or an upload failed and `checkpoint.on_error` is warn
     inform: Callable[[str], None] = _ignore
-    on_saved: Callable[[int, float, float], None] = _ignore  # step, seconds of the save, seconds training stood still
-    on_failed: Callable[[int], None] = _ignore  # the step of a save that `warn` reports
+    # Called after a save, with the step, the seconds of the save, and the seconds that training waited for the save.
+    on_saved: Callable[[int, float, float], None] = _ignore
+    on_failed: Callable[[int], None] = _ignore  # called with the step of a failed save, before `warn`
     heartbeat: Callable[[], None] = _ignore
-    # Rank 0 calls it before a checkpoint is begun and before it is published, and for the cause of a failed one. It
-    # raises UserError if the run directory no longer belongs to this run.
+    # Raises UserError if the run directory no longer belongs to this run. Rank 0 calls `check_directory` before it
+    # begins or publishes a checkpoint, and after a failure, to find the cause.
     check_directory: Callable[[], None] = _ignore
-    protected_steps: Callable[[], Collection[int]] = tuple  # checkpoints that retention must not remove yet
+    protected_steps: Callable[[], Collection[int]] = tuple  # steps of checkpoints that retention must not remove yet
 
 
 class BackgroundTask:
-    """Work in a thread: whether it has ended, its result and its error."""
+    """Run `work` in a thread, and hold the result or the error of the work."""
 
     def __init__(self, name: str, work: Callable[[], Any], on_error: Callable[[], None] = _ignore) -> None:
         self.result: Any = None
@@ -54,7 +55,7 @@ class BackgroundTask:
         start = time.perf_counter()
         try:
             self.result = work()
-        # Every exception must reach the training thread, because only that thread can inform the other ranks.
+        # Hand every exception to the training thread, because only the training thread can inform the other ranks.
         except Exception as error:
             self._error = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             self._error_id = error.id if isinstance(error, UserError) else StorageError.id
@@ -67,16 +68,16 @@ class BackgroundTask:
         return {"done": not self._thread.is_alive(), "error": self._error, "kind": self._error_id}
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the work has ended; return whether it has."""
+        """Wait until the work has ended, or for `timeout_s`; return whether the work has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 
 class PhasedWork(ABC):
-    """Work of all ranks in phases, of which each begins after all ranks have ended the one before.
+    """Background work of all ranks in phases: a phase begins when all ranks have ended the phase before.
 
-    Threads do the work. Only the training thread runs collectives, at moments that all ranks share: in each step every
-    rank gathers a small `report`, and `poll` acts on the reports of all ranks.
+    Each rank runs a phase in a thread. Only the training thread runs collectives, at the same points on all ranks: in
+    each step the ranks gather their reports, and `poll` then acts on the reports of all ranks.
     """
 
     def __init__(self, ranks: RankGroup, settings: CheckpointSection, events: SaveEvents) -> None:
@@ -98,13 +99,14 @@ class PhasedWork(ABC):
         """Count the bytes that this rank has written or sent."""
 
     def report(self) -> TaskReport | None:
-        """Return the progress of this rank, which `poll` takes from all ranks; None if no work is in progress."""
+        """Return the state of this rank's work, to be gathered for `poll`; None if no work is in progress."""
         return self._task.report() if self._task is not None else None
 
     def poll(self, reports: Sequence[TaskReport | None]) -> None:
-        """Begin the next phase if all ranks are ready. Collective, with the reports of all ranks from one moment.
+        """Begin the next phase if all ranks have ended the current phase. Collective.
 
-        Raises the same UserError on every rank if a rank failed and `checkpoint.on_error` is stop.
+        `reports` are the results of `report` on all ranks, gathered in the same step. Raises the same UserError on
+        every rank if a rank failed and `checkpoint.on_error` is stop.
         """
         states = [report for report in reports if report is not None]
         if self._task is None or not states:
@@ -121,12 +123,12 @@ class PhasedWork(ABC):
             self.poll(self._ranks.gather(self.report()))
 
     def _wait(self, wait: Callable[[float], bool]) -> None:
-        """Wait until `wait`, which blocks for at most the given seconds, returns True on every rank. Collective.
+        """Call `wait`, which blocks for at most the given seconds, until it returns True on every rank. Collective.
 
-        A slow disk is not a hang: every rank calls the heartbeat as long as any rank writes, or the kernel of any node
-        has fewer bytes left to write back.
+        So that the watchdog does not take a slow disk for a hang, every rank calls the heartbeat while there is
+        progress: while any rank writes, or while the page cache of any node has fewer and fewer bytes to write back.
         """
-        previous: list[tuple[int, int]] = []  # of each rank: bytes written, lowest count of bytes to write back
+        previous: list[tuple[int, int]] = []  # by rank: bytes written, lowest number of bytes to write back
         while True:
             is_done = wait(_PROGRESS_INTERVAL_S)
             answers = self._ranks.gather([is_done, self._done_bytes(), unwritten_bytes()])
@@ -143,7 +145,7 @@ class PhasedWork(ABC):
 def _first_failure(reports: Sequence[TaskReport]) -> UserError | None:
     """Return the error of the first rank that failed, the same on every rank; None if no rank failed.
 
-    An error that is no StorageError ends the run whatever `checkpoint.on_error` is.
+    An error other than StorageError ends the run, even if `checkpoint.on_error` is warn.
     """
     fatal = {kind.id: kind for kind in (CutOffError, RunDirectoryError)}
     for rank, report in enumerate(reports):

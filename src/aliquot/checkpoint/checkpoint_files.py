@@ -1,7 +1,8 @@
-"""The tensors of a checkpoint and their storage: fp32, or frugal moments as bf16 or as int8 codes with scales.
+"""The tensors of a checkpoint and their format in files: fp32, or moments as bf16 or as int8 codes with scales.
 
-Files do not depend on the world size, because blocks that share a scale divide the rows of a tensor. Engines read and
-write fp32 whatever they hold. Decoded values encode to the same codes, so a save and a restore lose nothing.
+The files do not depend on the world size: a block of elements that share a scale never crosses a row, and each rank has
+whole rows. Engines pass moments to and from this module as fp32. Encoding decoded values again gives the same codes, so
+saving and restoring lose nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore, SelectedParts, ViewableStore
 from aliquot.tensor_io.transfer import Maps
 
-SCALES = ".scales"  # suffix of the tensor of scales
+SCALES = ".scales"  # suffix of the name of a tensor of scales
 _CODES: dict[Kind, torch.dtype] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 _CHUNK_NUMEL = 1 << 20  # elements that are encoded at a time
 
@@ -32,23 +33,23 @@ _CHUNK_NUMEL = 1 << 20  # elements that are encoded at a time
 class CheckpointSpec:
     """The contents of a checkpoint, the same on every rank."""
 
-    tensors: Sequence[tuple[str, Shape]]  # weights, of the whole model in its order or of an adapter
-    config_files: Mapping[str, bytes] = field(default_factory=dict)  # of rank 0, by plain file name
+    tensors: Sequence[tuple[str, Shape]]  # all weights of the model in the model's order, or those of the adapter
+    config_files: Mapping[str, bytes] = field(default_factory=dict)  # by file name; rank 0 writes its own
     moment_format: States = "fp32"
     trained: Collection[str] | None = None  # names of the weights with moments; None: all
 
     def tensors_of(self, kind: Kind) -> Sequence[tuple[str, Shape]]:
-        """Return the tensors with parts of `kind`."""
+        """Return the tensors of one kind: all weights, or the moments of the trained weights under their names."""
         if kind == "weight" or self.trained is None:
             return self.tensors
         return [(name, shape) for name, shape in self.tensors if name in self.trained]
 
     def layout(self, kind: Kind, stem: str, max_file_bytes: int) -> FilesLayout:
-        """Lay out the files of one kind of part."""
+        """Lay out the files for weights, first moments or second moments."""
         entries: list[LayoutEntry] = []
         for name, shape in self.tensors_of(kind):
             row_numel = math.prod(shape[1:])
-            # Engines hold the moments of vectors and of empty tensors as fp32, too.
+            # The moments of vectors and of empty tensors are fp32 in any format, as in the engines.
             if kind == "weight" or self.moment_format == "fp32" or row_numel == 1 or 0 in shape:
                 entries.append(LayoutEntry(name, shape, torch.float32))
             elif self.moment_format == "bf16":
@@ -61,7 +62,10 @@ class CheckpointSpec:
 
 
 def values_of(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors without scales; codes become fp32 values. Raises UserError for scales that fit no codes."""
+    """Return the stored tensors as their decoded values: without tensors of scales, and with fp32 in place of codes.
+
+    Raises UserError for scales that do not fit their codes.
+    """
     values = {}
     for name, entry in entries.items():
         scales = entries.get(name + SCALES)
@@ -74,7 +78,7 @@ def values_of(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _scale_block(codes: TensorEntry, scales: TensorEntry) -> int:
-    """Return the number of elements that share a scale."""
+    """Return the number of elements that share a scale. Raises UserError for scales that do not fit `codes`."""
     row_numel = math.prod(codes.shape[1:])
     block = codes.numel // max(1, scales.numel)
     is_whole = block > 0 and block * scales.numel == codes.numel and row_numel % block == 0
@@ -84,13 +88,14 @@ def _scale_block(codes: TensorEntry, scales: TensorEntry) -> int:
 
 
 class StoredParts:
-    """The parts of `store` as the files of `maps` hold them: codes and scales in place of fp32 moments.
+    """Present the parts of `store` in the format of the files in `maps`: moments as codes and scales instead of fp32.
 
-    Read them in the order of the files, codes before their scales; write them in the opposite order.
+    Read the codes of a part before the scales, because reading codes computes the scales. Write the scales before the
+    codes, because writing codes decodes them with the scales.
     """
 
     def __init__(self, store: PartSource, maps: Maps) -> None:
-        """Raises UserError for a store with parts that begin or end within a block."""
+        """Match parts and files. Raises UserError if a part of the store begins or ends inside a block of a scale."""
         self._store = store
         self._parts: list[Part] = []
         self._codes: dict[Part, _CodedPart] = {}
@@ -129,13 +134,13 @@ class StoredParts:
             cast(PartStore, self._store).write(part, start, values)
 
     def scales_and_values(self) -> tuple[PartStore, PartStore]:
-        """Return a store of the scales alone, and one of all other parts."""
+        """Return two stores: one with the scales only, and one with all other parts."""
         scales = {part.name for part in self._scales}
         return SelectedParts(self, scales), SelectedParts(self, {part.name for part in self._parts} - scales)
 
 
 class _CodedPart:
-    """A part that is stored as codes, with one scale for each block of `block_numel` elements."""
+    """A part whose files hold int8 codes, with one scale for each block of `block_numel` elements."""
 
     def __init__(self, store: PartSource, part: Part, block_numel: int) -> None:
         if part.start % block_numel or part.stop % block_numel:
@@ -148,7 +153,7 @@ class _CodedPart:
         self._squared = part.kind == "exp_avg_sq"
         self.first = part.start // block_numel
         self.scales = torch.empty(part.numel // block_numel)
-        self._pending = torch.empty(0)  # encoded, but not read yet
+        self._pending = torch.empty(0)  # codes that are encoded, but not read yet
 
     def read(self, start: int, out: Tensor) -> None:
         while out.numel():

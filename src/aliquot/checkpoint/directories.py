@@ -1,6 +1,6 @@
-"""The checkpoint directories of a run, `step-00000100` and so on: their names, and which of them are complete.
+"""The checkpoint directories of a run, such as `step-00000100`: their names, and how to find complete ones.
 
-The newest complete directory is the latest checkpoint; no pointer file names it.
+The latest checkpoint is the newest complete directory; there is no file that names the latest checkpoint.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def directory_of(root: Path, step: int) -> Path:
 
 
 def step_of(directory: Path) -> int:
-    """Parse the step from the name of a checkpoint."""
+    """Parse the step from the directory name of a checkpoint."""
     return int(directory.name.removeprefix("step-"))
 
 
 def is_name(name: str) -> bool:
-    """Return whether `name` is the name of a checkpoint."""
+    """Return whether `name` is a directory name of a checkpoint."""
     return NAME.fullmatch(name) is not None
 
 
 def directories(root: Path) -> list[Path]:
-    """List the checkpoints under `root`, complete or not, oldest first. Raises OSError."""
+    """List the checkpoints under `root`, including incomplete ones, oldest first. Raises OSError."""
     if not root.is_dir():
         return []
     return sorted((path for path in root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
@@ -47,7 +47,10 @@ def complete_directories(root: Path) -> list[Path]:
 
 
 def newest(root: Path, below: int | None = None) -> Path | None:
-    """Find the newest complete checkpoint under `root`, of a step less than `below`; warn of damaged newer ones."""
+    """Find the newest complete checkpoint under `root`; warn of newer checkpoints that are damaged.
+
+    With `below`, only checkpoints of earlier steps than `below` count.
+    """
     for directory in reversed(directories(root)):
         if below is not None and step_of(directory) >= below:
             continue

@@ -1,4 +1,7 @@
-"""Save weights and moments while training continues: read them live until the next update, from copies after it."""
+"""Read weights and moments for a checkpoint while training continues.
+
+Until the next optimizer step, the live values are read. Before that step, unread values are copied.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from aliquot.machine.allocator import release_free_memory
 from aliquot.tensor_io.parts import Part, PartSource
 from aliquot.tensor_io.range_io import mapped_tensor
 
-_MAPPED_NUMEL = 1 << 16  # smaller copies fit between other blocks of the heap
+_MAPPED_NUMEL = 1 << 16  # smaller copies are allocated on the heap, larger ones by mmap
 
 
 class CpuCopier:
-    """Copies values at the time of its creation into host memory, from an engine on the CPU. Any thread may use it."""
+    """Copies weights and moments of an engine on the CPU into host memory. Any thread may use a copier."""
 
     def copies(self) -> AbstractContextManager[object]:
-        """Return a context in which every copy into host memory is complete when the copying call returns."""
+        """Return a context in which a call that copies into host memory returns only after the copy is complete."""
         return nullcontext()
 
     def buffer(self, numel: int) -> Tensor:
@@ -31,10 +34,11 @@ class CpuCopier:
 
 
 class GpuCopier(CpuCopier):
-    """Copies in a separate CUDA stream, which waits for the kernels that were launched before the copier was made.
+    """Copies weights and moments from a GPU into host memory, in a separate CUDA stream.
 
-    The copying thread then waits for its own copies alone. In the stream of the kernels it would wait for later kernels
-    too, and these for the copies.
+    The stream waits for all kernels that were launched before the copier was created, so that it copies the values of
+    that moment. The copying thread waits only for its copies. In the stream of the training kernels, copies and later
+    kernels would wait for each other.
     """
 
     def __init__(self) -> None:
@@ -44,7 +48,7 @@ class GpuCopier(CpuCopier):
         self._stream.wait_event(launched)
 
     def copies(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)  # also selects its device in a thread that has selected none
+        return torch.cuda.stream(self._stream)  # also selects the GPU of the stream, in a thread that has selected none
 
     def buffer(self, numel: int) -> Tensor:
         return torch.empty(numel, pin_memory=True)
@@ -56,17 +60,18 @@ def copier_for(device: str) -> type[CpuCopier]:
 
 
 class LiveParts:
-    """A part source for a thread that writes a checkpoint while training continues.
+    """A source of parts for the thread that writes a checkpoint while training continues.
 
-    Weights and moments change only in an update. The training thread calls `release` before it; `release` returns when
-    the live values are no longer needed. It copies unread parts within `buffer_bytes` and waits for the others.
+    Weights and moments change only when the optimizer updates them. Before the update, the training thread calls
+    `release`, which copies unread parts into at most `buffer_bytes` of memory. `release` then waits until the writing
+    thread has read all parts that were not copied.
     """
 
     def __init__(self, store: PartSource, buffer_bytes: int, copier: CpuCopier) -> None:
         self._store = store
         self._copier = copier
         self._free_bytes = buffer_bytes
-        self._parts = sorted(store.parts(), key=lambda part: STEMS[part.kind])  # in the order of the writes: by file
+        self._parts = sorted(store.parts(), key=lambda part: STEMS[part.kind])  # in the order of writing: by file name
         self._unread = set(self._parts)
         self._copies: dict[Part, Tensor] = {}
         self._live_reads = 0  # reads of live values that are in progress
@@ -95,12 +100,12 @@ class LiveParts:
             self._changed.notify_all()
 
     def release(self, timeout_s: float | None = None) -> bool:
-        """Return True when the live values may change, or False if they may not after `timeout_s`."""
+        """Wait until the live values may change; return False if they still may not after `timeout_s`."""
         with self._changed:
-            # The writes go through the parts in order. The last parts are copied, so that the wait is short.
+            # The writing thread reads the parts in order. Copying the last unread parts makes the wait shortest.
             unread = [part for part in self._parts if part in self._unread]
             if unread and not self._copies:
-                release_free_memory()  # freed activations make room for the copies
+                release_free_memory()  # return the memory of freed activations to the system, for the copies
             for part in reversed(unread):
                 if 4 * part.numel <= self._free_bytes and part not in self._copies:
                     self._free_bytes -= 4 * part.numel
@@ -112,7 +117,7 @@ class LiveParts:
             )
 
     def stop(self) -> None:
-        """End all reads: the writing thread fails at its next piece."""
+        """Abandon the checkpoint: the writing thread gets an error at its next read."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -1,11 +1,12 @@
-"""`checkpoint.mirror`: copy the checkpoints of a run to a store while training continues, and fetch them to resume.
+"""`checkpoint.mirror`: upload the checkpoints of a run to a store while training continues, and fetch them to resume.
 
-An upload goes through phases, as of PhasedWork:
+An upload consists of phases (see PhasedWork), of which those in parentheses run in threads:
 
 start -> (rank 0 prepares) -> poll: share the upload tokens -> (all ranks send) -> poll: gather the receipts
 -> (rank 0 publishes) -> poll
 
-A checkpoint that is saved during an upload waits. Of several waiting checkpoints only the newest and the best remain.
+A checkpoint that is saved during an upload waits for the end of the upload. Of several waiting checkpoints only the
+newest and the best are uploaded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Uploader(PhasedWork):
-    """Uploads one checkpoint at a time to the store at `url`; None: uploads nothing."""
+    """Uploads one checkpoint at a time to the store at `url`; without a URL, uploads nothing."""
 
     def __init__(
         self, url: str | None, root: Path, ranks: RankGroup, settings: CheckpointSection, events: SaveEvents
@@ -39,22 +40,26 @@ class Uploader(PhasedWork):
         self._root = root
         self._step: int | None = None
         self._best: int | None = None
-        self._waiting: list[int] = []
-        self._just_saved: set[int] = set()  # steps of which the store may have an older copy
+        self._waiting: list[int] = []  # steps of checkpoints to upload next
+        self._just_saved: set[int] = set()  # steps whose checkpoints replace an older copy in the store
         self._upload: Upload | None = None
-        self._after_phase: Callable[[Any], bool] = lambda _: False  # takes the phase's result; False: the last phase
+        # Called with the result of the current phase; returns whether it has begun another phase.
+        self._after_phase: Callable[[Any], bool] = lambda _: False
         self._started_at = 0.0
 
     @property
     def protected_steps(self) -> list[int]:
-        """The steps of checkpoints that are uploaded now or wait for it: retention must not remove them."""
+        """Return the steps of checkpoints that are being uploaded or wait for it; retention must not remove them."""
         return [*([] if self._step is None else [self._step]), *self._waiting]
 
     def start(self, step: int, best: int | None = None, just_saved: bool = False) -> None:
-        """Upload the complete checkpoint of `step`. Every rank calls it. Retention keeps step `best` in any case.
+        """Begin to upload the complete checkpoint of `step`, or queue it. Every rank must call `start`.
 
-        If the checkpoint was `just_saved`, it replaces a copy in the store, even one with the same manifest. The run
-        skipped that copy when it began, perhaps because it is damaged; a run repeats its steps bit for bit.
+        Args:
+            best: the step that evaluated best; retention never removes its checkpoint.
+            just_saved: whether this run has just saved the checkpoint. The upload then replaces a copy in the store,
+                even a copy with the same manifest: the run skipped that copy when it resumed, perhaps because the copy
+                is damaged. Manifests are equal because a run repeats its steps bit for bit.
         """
         if self._url is None:
             return
@@ -113,22 +118,23 @@ class Uploader(PhasedWork):
         return self._upload.sent_bytes if self._upload is not None else 0
 
     def _end(self) -> None:
-        """Apply the retention that the upload held back, and begin the next upload."""
+        """Apply retention, which had to keep the uploaded checkpoint, and begin the next upload."""
         self._task = self._upload = self._step = None
         if self._ranks.rank == 0:
             try:
                 if (last := newest(self._root)) is not None:
                     retain(self._root, last, Retention(self._settings.keep, self._best, self.protected_steps))
-            except OSError as error:  # the next upload tidies again
+            except OSError as error:  # the end of the next upload tries again
                 _log.warning("leftovers of earlier saves could not be removed: %s", error)
         if self._waiting:
             self.start(self._waiting.pop(0), self._best)
 
     def _fail(self, error: UserError) -> None:
-        """Raise or warn. The partial copy has no manifest, and the next upload removes it."""
+        """Raise or warn. The partial copy in the store has no manifest, and the next upload removes it."""
         if self._upload is not None:
             self._upload.stop()
-        run_on_rank_0(self._ranks, self._events.check_directory)  # in a directory that was removed every read fails
+        # If the run directory was removed or replaced, report that instead of the failed upload.
+        run_on_rank_0(self._ranks, self._events.check_directory)
         message = f"checkpoint.mirror: step {self._step} could not be copied, the checkpoint here is good: {error}"
         if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             self._waiting = []  # a run that ends begins no further upload
@@ -141,7 +147,9 @@ class Uploader(PhasedWork):
 def fetch_newer(
     settings: CheckpointSection, mirror: str | None, root: Path, ranks: RankGroup, warn: Callable[[str], None]
 ) -> None:
-    """Fetch the newest checkpoint to `root` if the mirror or a URL in `checkpoint.resume` has a newer one. Collective.
+    """Fetch a checkpoint to `root` if the mirror has a newer one than `root`. Collective.
+
+    If neither `root` nor the mirror has a checkpoint, fetch the one at the URL in `checkpoint.resume`, if it is a URL.
 
     Raises UserError if the mirror holds checkpoints that `resume: never` would mix with new ones, if the mirror cannot
     be reached and `root` holds no checkpoint, or if all checkpoints of the mirror and the URL are damaged.
@@ -192,11 +200,13 @@ def fetch_newer(
 def fetch_replacement(
     settings: CheckpointSection, mirror: str | None, damaged: Path, ranks: RankGroup, warn: Callable[[str], None]
 ) -> Path | None:
-    """Replace the checkpoint `damaged` by the mirror's copy, or else fetch the next older copy that is newer than the
-    undamaged local ones. Collective.
+    """Fetch a replacement for the local checkpoint `damaged` from the mirror. Collective.
 
-    Returns the fetched checkpoint; None if the mirror has no undamaged one. Raises UserError if the mirror does not
-    answer and `checkpoint.on_error` is stop.
+    The replacement is the mirror's newest undamaged checkpoint of the same step or an earlier one. It must be newer
+    than the complete local checkpoints before `damaged`.
+
+    Returns the fetched checkpoint; None if the mirror has no replacement. Raises UserError if the mirror cannot be
+    reached and `checkpoint.on_error` is stop.
     """
     if mirror is None:
         return None
@@ -226,7 +236,7 @@ def fetch_replacement(
 
 
 def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[[str], None]) -> bool:
-    """Fetch the best checkpoint, which is missing locally; return whether the mirror had it. Collective."""
+    """Fetch the checkpoint that evaluated best, which is missing locally; return whether it was fetched. Collective."""
     if mirror is None:
         return False
     try:

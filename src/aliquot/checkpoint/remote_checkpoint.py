@@ -1,7 +1,8 @@
-"""A checkpoint in a store: list, upload and download it; each rank transfers its own share of the bytes.
+"""List, upload and download checkpoints in a store; each rank transfers its share of the bytes.
 
-step-00000100/ holds the same files as the local directory. manifest.json is written last and removed first: a directory
-without it is no checkpoint. Ranks transfer ranges of files, which end at boundaries of checksum blocks.
+A checkpoint in the store, such as step-00000100/, has the same files as the local directory. manifest.json is written
+last and removed first, so that a directory without manifest.json is incomplete. Ranks transfer ranges of files, which
+end at the boundaries of checksum blocks.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from aliquot.tensor_io.publish import (
 )
 
 T = TypeVar("T")
-Receipt = tuple[str, int, str]  # file name, number of the range, the store's receipt
-_THREADS = 2  # per rank; each holds a block, or a part of a multipart upload
+Receipt = tuple[str, int, str]  # file name, index of the range, receipt of the store
+_THREADS = 2  # per rank; each thread holds a block, or a part of a multipart upload, in memory
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes [start, stop) of a file, its range number `index`."""
+    """Bytes [start, stop) of a file, as the range with number `index`."""
 
     name: str
     index: int
@@ -48,13 +49,13 @@ class FileRange:
 
 
 def complete_steps(store: Store) -> list[str]:
-    """List the names of all complete checkpoints, oldest first."""
+    """List the names of all complete checkpoints in the store, oldest first."""
     folders = [name.removesuffix(f"/{MANIFEST}") for name in store.list() if name.endswith(f"/{MANIFEST}")]
     return sorted((name for name in folders if is_name(name)), key=lambda name: int(name.removeprefix("step-")))
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Split the URL of a checkpoint into its store and its name. Raises UserError for any other URL."""
+    """Split the URL of a checkpoint into the URL of the store and the name. Raises UserError for any other URL."""
     store, _, folder = url.rstrip("/").rpartition("/")
     if not is_name(folder):
         raise UsageError(f"{url} names no checkpoint: give one like s3://BUCKET/PREFIX/RUN/step-00000100")
@@ -73,9 +74,9 @@ class Upload:
         self.sent_bytes = 0
 
     def prepare(self, replace: bool = False) -> dict[str, str] | None:
-        """Remove what killed processes left, begin the upload of every file and return a token for each file.
+        """Remove the partial uploads of killed processes, begin all files, and return an upload token for each file.
 
-        Return None if the store has this checkpoint and it is not to be replaced.
+        Returns None, without any change, if the store has this checkpoint and `replace` is false.
         """
         store = self._store
         stored_bytes = store.list()
@@ -88,7 +89,7 @@ class Upload:
         return {name: store.begin(f"{self._folder}/{name}", record.bytes) for name, record in files.items()}
 
     def _is_in_store(self, stored_bytes: Mapping[str, int]) -> bool:
-        """Return whether the store has the same manifest and every file at its recorded size."""
+        """Return whether the store has the same manifest, and every file with the size that the manifest records."""
         manifest = (self._directory / MANIFEST).read_bytes()
         sizes = {name: record.bytes for name, record in read_manifest(self._directory).files.items()}
         sizes[MANIFEST] = len(manifest)
@@ -97,7 +98,7 @@ class Upload:
         return self._store.read(f"{self._folder}/{MANIFEST}", 0, len(manifest)) == manifest
 
     def send(self, tokens: Mapping[str, str]) -> list[Receipt]:
-        """Send this rank's ranges and return the receipts."""
+        """Send this rank's ranges of the files, and return the receipts of the store."""
         manifest = read_manifest(self._directory)
 
         def send_range(item: FileRange) -> Receipt:
@@ -147,7 +148,7 @@ class Upload:
 def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
     """Download checkpoint `folder` of the store at `url` to `root/folder`; every rank reads its share. Collective.
 
-    Raises on every rank: DamagedCheckpoint if the data are not those that were saved, StorageError.
+    Raises on every rank: DamagedCheckpoint if the data do not match the manifest, StorageError.
     """
     data = run_on_rank_0(ranks, lambda: _read_manifest(open_store(url), folder).decode()).encode()
     manifest = parse_manifest(data, f"{url}/{folder}/{MANIFEST}")
@@ -158,16 +159,16 @@ def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
         prepare=lambda partial: _create_files(manifest, partial, manifest.files),
         write=lambda partial: _fetch_share(open_store(url), manifest, manifest.files, (folder, partial), ranks),
         finish=lambda partial, _: write_file(partial / MANIFEST, data),
-        replace=True,  # an existing directory is damaged
+        replace=True,  # callers fetch only if the local directory is missing or damaged
     )
     return target
 
 
 @contextmanager
 def fetched_weights(url: str, output: Path, all_files: bool) -> Iterator[Path]:
-    """Download the checkpoint at `url` into a temporary directory next to `output`.
+    """Download the checkpoint at `url` into a temporary directory next to `output`, for the duration of the context.
 
-    Without `all_files` the files of the moments have their size, but no content.
+    Without `all_files` the files of the moments are not downloaded: they have the right size, but no content.
     """
     parent, folder = split_url(url)
     store = open_store(parent)
@@ -196,7 +197,7 @@ def _read_manifest(store: Store, folder: str) -> bytes:
 
 
 def _create_files(manifest: Manifest, directory: Path, names: Collection[str]) -> None:
-    """Create all files at their size; they are sparse until their content is written. Check the space for `names`."""
+    """Create all files of a checkpoint as sparse files of the right size, after checking the disk space for `names`."""
     check_space(directory, sum(manifest.files[name].bytes for name in names))
     for name, record in manifest.files.items():
         with writing(directory / name), (directory / name).open("xb") as file:
@@ -206,7 +207,7 @@ def _create_files(manifest: Manifest, directory: Path, names: Collection[str]) -
 def _fetch_share(
     store: Store, manifest: Manifest, names: Collection[str], route: tuple[str, Path], ranks: RankGroup
 ) -> None:
-    """Download this rank's share of the files `names`; the route leads from a folder of the store to a directory."""
+    """Download this rank's share of the files `names`; `route` is (folder in the store, local directory)."""
     folder, directory = route
 
     def fetch_block(item: FileRange) -> None:
@@ -221,7 +222,7 @@ def _fetch_share(
 
 
 def _split_files(manifest: Manifest, names: Iterable[str], range_bytes: Callable[[int], int]) -> list[FileRange]:
-    """Split files into ranges of `range_bytes(size of the file)`; an empty file has one range, too."""
+    """Split files into ranges of `range_bytes(size of the file)` bytes; an empty file has one empty range."""
     ranges = []
     for name in sorted(names):
         size_bytes = manifest.files[name].bytes
@@ -232,7 +233,7 @@ def _split_files(manifest: Manifest, names: Iterable[str], range_bytes: Callable
 
 
 def _transfer(work: Callable[[FileRange], T], ranges: Sequence[FileRange], ranks: RankGroup) -> list[T]:
-    """Run `work` for this rank's share of `ranges`, a few at once; after a failure no further range begins.
+    """Run `work` for this rank's share of `ranges` in a few threads; after a failure no further range begins.
 
     The ranges of a rank are adjacent, and all ranks get about the same number of bytes.
     """
@@ -252,7 +253,7 @@ def _transfer(work: Callable[[FileRange], T], ranges: Sequence[FileRange], ranks
 
 
 def _verified_block(data: bytes, manifest: Manifest, file_range: FileRange, start: int) -> bytes:
-    """Return `data`. Raises DamagedCheckpoint unless they are the block at byte `start` of the file."""
+    """Return `data`. Raises DamagedCheckpoint unless `data` match the checksum of the block at byte `start`."""
     crc32 = manifest.files[file_range.name].crc32
     is_damaged = start < file_range.stop and zlib.crc32(data) != crc32[start // BLOCK_BYTES]
     if is_damaged or len(data) > file_range.stop - start:
@@ -261,13 +262,13 @@ def _verified_block(data: bytes, manifest: Manifest, file_range: FileRange, star
 
 
 def _folder_of(name: str) -> str | None:
-    """Return the checkpoint to which a file belongs; None for files of somebody else."""
+    """Return the name of the checkpoint to which a file belongs; None for a file that is not part of a checkpoint."""
     folder, slash, _ = name.partition("/")
     return folder if slash and is_name(folder) else None
 
 
 def _remove(store: Store, names: Iterable[str]) -> None:
-    """Remove manifests first, in a request of their own, so that no partial checkpoint has a manifest."""
+    """Remove files; first the manifests, in a separate request, so that no partial checkpoint has a manifest."""
     all_names = list(names)
     manifests = [name for name in all_names if name.endswith(f"/{MANIFEST}")]
     store.remove(manifests)

@@ -1,7 +1,8 @@
-"""Restore a checkpoint at any world size: every rank reads only its own ranges.
+"""Restore a checkpoint at any world size: every rank reads only its shards.
 
-Each rank computes checksums of the bytes that it reads. Combined over all ranks they are the checksums of every block
-of every file, which must equal those of the manifest. The ranks together so read the checkpoint once and verify it.
+Each rank computes checksums of the bytes that it reads. The checksums of all ranks combine to the checksums of all
+blocks of all files, which must equal the checksums in the manifest. The ranks thus verify a checkpoint while they read
+it, and together read each byte once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from aliquot.tensor_io.transfer import fill
 
 _log = logging.getLogger(__name__)
 
-# Errors of a node that cannot reach the files: they say nothing about the checkpoint.
+# Errors of a node that cannot reach the files. They do not mean that the checkpoint is damaged.
 _UNREACHABLE = {
     errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
     errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
@@ -46,11 +47,15 @@ def restore_newest(
     replace_damaged: Callable[[Path], Path | None] = lambda _: None,
     explain_mismatch: ExplainMismatch = lambda _: "",
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Restore the newest undamaged checkpoint under `root` and warn of each damaged newer one. Collective.
+    """Restore the newest undamaged checkpoint under `root`; warn of each newer checkpoint that is damaged. Collective.
+
+    Args:
+        replace_damaged: called with the directory of a damaged checkpoint. It puts a replacement under `root` and
+            returns the directory of the replacement, or None if there is none.
+        explain_mismatch: see `restore`.
 
     Returns the checkpoint's directory and state; None if `root` holds no checkpoint. Raises UserError if `root` holds
-    damaged checkpoints only, and as `restore` does. `replace_damaged` puts a replacement of a damaged checkpoint under
-    `root` and returns its directory, or None if it has no replacement.
+    only damaged checkpoints, and as `restore` does.
     """
     below: int | None = None
     replaced: set[Path] = set()
@@ -74,13 +79,15 @@ def restore(
     ranks: RankGroup,
     explain_mismatch: ExplainMismatch = lambda _: "",
 ) -> dict[str, Any]:
-    """Fill all parts of `store` from a checkpoint and return the state that was saved with it. Collective.
+    """Load weights and moments of a checkpoint into `store`, and return the state saved with them. Collective.
 
-    `explain_mismatch` names changed settings if the tensors of the checkpoint differ from those of `spec`.
+    `explain_mismatch` is called if the tensors of the checkpoint differ from the tensors of `spec`. It gets the saved
+    state and returns the changed settings that explain the difference, for the error.
 
     Raises on every rank:
-        DamagedCheckpoint: the files are not those that were saved. The parts then hold nothing of use.
-        UserError: the tensors of the checkpoint are not those of `spec`, or a rank sees another checkpoint than rank 0.
+        DamagedCheckpoint: the files do not match the manifest. The values in `store` are then undefined.
+        UserError: the tensors of the checkpoint differ from the tensors of `spec`, or a rank sees a different
+            checkpoint than rank 0.
     """
 
     def read() -> list[Piece]:
@@ -105,7 +112,7 @@ def restore(
 
 
 def _verify_descriptions(directory: Path) -> str:
-    """Verify all headers and small files; return the digest of the manifest."""
+    """Verify the headers of all weight files, and all small files; return the digest of the manifest."""
     with _as_damage():
         manifest = read_manifest(directory)
         manifest.record(STATE)
@@ -118,8 +125,10 @@ def _digest(directory: Path) -> str:
 
 
 def _check_visible(directory: Path, digest: str) -> None:
-    """Raise UserError unless this node sees the checkpoint of rank 0, which is complete there. A difference is no
-    damage."""
+    """Raise UserError unless this node sees the same checkpoint as rank 0, where it is complete.
+
+    A difference means that the nodes do not share the directory, not that the checkpoint is damaged.
+    """
     try:
         read_manifest(directory)
         if _digest(directory) == digest:
@@ -135,7 +144,7 @@ def _check_visible(directory: Path, digest: str) -> None:
 
 
 def _verified_state(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
-    """Check the bytes that the ranks have read; return the state, which is verified before."""
+    """Compare the checksums of all ranks with the manifest; return the state, which was verified earlier."""
     with _as_damage():
         manifest = read_manifest(directory)
         header_bytes = {
@@ -151,7 +160,7 @@ def _byte_maps(directory: Path) -> dict[Kind, ByteMap]:
 
 @contextlib.contextmanager
 def _mismatch_explained(directory: Path, explain_mismatch: ExplainMismatch) -> Iterator[None]:
-    """Name the changed settings, because a person has written settings and no tensors."""
+    """Add changed settings to errors about tensors, because users know their settings, but not the tensors."""
     try:
         yield
     except WeightsFileError as error:
@@ -164,7 +173,7 @@ def _mismatch_explained(directory: Path, explain_mismatch: ExplainMismatch) -> I
 
 @contextlib.contextmanager
 def _as_damage() -> Iterator[None]:
-    """Turn errors of files into DamagedCheckpoint, except errors of a node that cannot reach them."""
+    """Turn errors of reading files into DamagedCheckpoint; raise ResumeError if the node cannot reach the files."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -177,16 +186,16 @@ def _as_damage() -> Iterator[None]:
 
 
 def _errno(error: BaseException | None) -> int | None:
-    """Return the number of the operating system's error that caused `error`."""
+    """Return the errno of the operating system error that caused `error`, or None."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return None if error is None else error.errno
 
 
 def _newest_on_rank_0(root: Path, below: int | None, ranks: RankGroup) -> Path | None:
-    """Find the newest complete checkpoint that rank 0 sees.
+    """Find the newest complete checkpoint that rank 0 sees, of a step less than `below`. Collective.
 
-    Raises UserError if `root` holds checkpoints, but none is complete, or if another node sees a newer one.
+    Raises UserError if `root` holds checkpoints, but none is complete, or if another node sees a newer checkpoint.
     """
 
     def find() -> str | None:

@@ -1,4 +1,4 @@
-"""Resume a run: the meaning of `checkpoint.resume`, and the settings that must not change between save and resume."""
+"""Resume a run: choose the checkpoint by `checkpoint.resume`, and refuse changes of settings that must not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from aliquot.stores.store import is_url
 from aliquot.tensor_io.parts import PartStore
 
 _MAX_SHOWN = 3
-_TENSOR_KEYS = {"data": ("tokenizer", "tokenizer_vocab_size"), "train": ("freeze",)}  # of other sections: all keys
+# The settings that determine the tensors, in sections where not all settings do.
+_TENSOR_KEYS = {"data": ("tokenizer", "tokenizer_vocab_size"), "train": ("freeze",)}
 _NOT_SET = object()
 
 
@@ -34,12 +35,16 @@ def resume(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Restore the checkpoint that `settings.resume` (auto, never, a path or a URL) selects. Collective.
 
-    With a path, the run under `root` begins from that checkpoint. Once it has checkpoints of its own it resumes from
-    those, so that a restarted job makes progress. mirror.py has fetched the checkpoint of a URL to `root`.
+    If `settings.resume` is a path, the run begins from the checkpoint at that path. Once `root` has checkpoints of the
+    run, the run resumes from the newest of them, so that a restarted job makes progress.
+
+    Args:
+        root: the directory of the run's checkpoints. For a URL, mirror.py has already fetched the checkpoint there.
+        config: the run's configuration as JSON, to explain tensors that differ from the checkpoint.
+        replace_damaged: see `restore_newest`.
 
     Returns the checkpoint's directory and state; None if the run starts from scratch. Raises UserError if the path is
-    no checkpoint, or is older than the run's own checkpoints, and as `restore` does. `config`, the run's configuration
-    as JSON, explains tensors that differ. `replace_damaged` is as of `restore_newest`.
+    no checkpoint, if it is a checkpoint of this run that is not the newest, and as `restore` does.
     """
     if settings.resume == "never":
         return None
@@ -54,15 +59,17 @@ def resume(
             raise DamagedCheckpoint(f"{error}; {remedy}") from None
     restored = restore_newest(root, store, spec, ranks, replace_damaged, explain_mismatch)
     if restored is not None:
-        # A run that was killed while it removed its last old checkpoint may be complete, and will save no more.
+        # Apply retention now: a run that was killed while removing old checkpoints may be complete and save no more.
         best = EvaluationHistory.from_state(restored[1]).best_step if settings.best else None
         run_on_rank_0(ranks, lambda: tidy(root, restored[0], Retention(settings.keep, best)))
     return restored
 
 
 def is_from_another_run(settings: CheckpointSection, mirror: str | None, root: Path, directory: Path) -> bool:
-    """Return whether the restored checkpoint `directory` is of another run: a path, or fetched from a URL outside the
-    `mirror` of this run."""
+    """Return whether the restored checkpoint `directory` is from a different run.
+
+    It is if it lies outside `root`, or if it was fetched from a URL outside the `mirror` of this run.
+    """
     if directory.resolve().parent != root.resolve():
         return True
     if not is_url(settings.resume):
@@ -72,7 +79,10 @@ def is_from_another_run(settings: CheckpointSection, mirror: str | None, root: P
 
 
 def _has_begun(directory: Path, root: Path) -> bool:
-    """Return whether the run under `root` that starts from `directory` has checkpoints of its own."""
+    """Return whether a run that began from checkpoint `directory` already has its own checkpoints under `root`.
+
+    Raises ResumeError if `directory` is no checkpoint, or is under `root`, but not the newest there.
+    """
     if not (directory / STATE).is_file():
         raise ResumeError(
             "checkpoint.resume: no checkpoint here; give a directory like checkpoints/step-00000100", directory
@@ -88,9 +98,10 @@ def _has_begun(directory: Path, root: Path) -> bool:
 
 
 def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], directory: Path) -> None:
-    """Raise UserError that names each changed determinant.
+    """Raise UserError, naming each change, if settings have changed that a resumed run must not change.
 
-    Determinants are the settings that data order depends on; of an adapter also its scaling and its base model.
+    `determinants` are the settings that the order of the data depends on. With an adapter they include its scaling and
+    the fingerprint of its base model.
     """
     saved = state["determinants"]
     changed = [key for key, value in determinants.items() if saved.get(key) != value]
@@ -98,17 +109,19 @@ def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], 
         return
     changes = "; ".join(f"{key} was {saved.get(key)!r} and is {determinants[key]!r}" for key in changed)
     remedy = "start anew under another run.name"
-    if not any(key.startswith(("adapter", "model")) for key in changed):  # otherwise these weights do not suit the run
+    if not any(key.startswith(("adapter", "model")) for key in changed):  # otherwise the run cannot use these weights
         remedy += f" with {'adapter' if state['config'].get('adapter') else 'model'}.path set to this directory"
     raise ResumeError(f"cannot continue on the same data: {changes}. Set it back, or {remedy}", directory)
 
 
 def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: Path) -> str | None:
-    """Compare the model's configuration with the one saved, because the same weights compute differently under another.
+    """Compare the model's configuration with the saved one, because a change would alter the results of the weights.
 
-    Both are as of models/model_config.py. Raises UserError that names each changed key. If the version of transformers
-    differs too, return a warning instead, because versions may read the same file differently. Return None if nothing
-    differs, or for older checkpoints, which do not hold the configuration.
+    `model` and the saved configuration are results of `computation_settings` in models/model_config.py.
+
+    Raises UserError, naming each change. If the version of transformers has changed, too, a warning is returned
+    instead, because versions may read the same config.json differently. Returns None if nothing has changed, and for
+    old checkpoints without a saved configuration.
     """
     saved = state.get("model")
     if saved is None:
@@ -135,7 +148,7 @@ def changed_settings(state: Mapping[str, Any], config: Mapping[str, Any]) -> lis
 
 
 def _changed_tensor_settings(config: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Describe changes of the settings that determine the tensors and which of them are trained; empty if none."""
+    """Describe changes of the settings that determine the tensors and the trained tensors; empty without changes."""
 
     def tensor_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         chosen = {section: config.get(section) or {} for section in ("model", "data", "train", "adapter")}

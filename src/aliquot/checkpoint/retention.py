@@ -1,7 +1,7 @@
-"""Which checkpoints of a run stay: the newest ones, and the best one by the history of evaluations.
+"""Retention: remove old checkpoints of a run, except the newest ones and the one that evaluated best.
 
-With `checkpoint.best` the link `best` leads people to the best checkpoint. A run reads the best step from the state of
-the newest checkpoint instead.
+With `checkpoint.best` the symbolic link `best` points to the best checkpoint, for users. A run itself reads the best
+step from the state of the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class EvaluationHistory:
-    """Part of the state in every checkpoint, so that a resumed run knows it. Losses are evaluation losses."""
+    """The best evaluation of a run so far. Every checkpoint stores the history in its state, for resumed runs."""
 
     best_step: int | None = None  # None: no evaluation yet
-    best_loss: float = math.inf
-    without_improvement: int = 0  # the newest evaluations in a row
-    last_step: int | None = None
-    # The previous best step and loss. They are not in the state: the checkpoint of the state's best step always exists.
+    best_loss: float = math.inf  # evaluation loss after `best_step`
+    without_improvement: int = 0  # number of evaluations in a row, up to the newest, without improvement
+    last_step: int | None = None  # step of the newest evaluation
+    # The best step and loss before `best_step`, in case the save of `best_step` fails. A state does not store them: if
+    # the state is saved, the checkpoint of its best step is saved, too.
     previous_best: tuple[int | None, float] = field(default=(None, math.inf), compare=False)
 
     def after(self, step: int, loss: float, threshold: float) -> Self:
         """Return the history including the evaluation after `step`.
 
-        A loss counts as improvement if it is lower than the best by more than `threshold`. The best evaluation is the
-        lowest by any margin, as in transformers.
+        For early stopping, a loss is an improvement if it is lower than the best loss by more than `threshold`. The
+        best evaluation is the one with the lowest loss by any margin. Both are as in transformers.
         """
         improved = self.best_step is None or loss < self.best_loss - threshold
         old_best = (self.best_step, self.best_loss)
@@ -43,18 +44,18 @@ class EvaluationHistory:
         return type(self)(*best, 0 if improved else self.without_improvement + 1, step, previous)
 
     def without_checkpoint(self, step: int) -> Self:
-        """Return the history after the save of `step` failed: the previous best replaces a best step without one."""
+        """Return the history after the save of `step` has failed: if `step` was the best, the previous best is."""
         if step != self.best_step:
             return self
         best_step, best_loss = self.previous_best
         return replace(self, best_step=best_step, best_loss=best_loss, previous_best=(None, math.inf))
 
     def retained_step(self, settings: CheckpointSection) -> int | None:
-        """Return the step whose checkpoint `checkpoint.best` exempts from retention."""
+        """Return the step whose checkpoint retention must keep because of `checkpoint.best`, or None."""
         return self.best_step if settings.best else None
 
     def exhausts(self, patience: int | None) -> bool:
-        """Return whether train.early_stopping_patience evaluations in a row brought no improvement."""
+        """Return whether the last `patience` evaluations brought no improvement (train.early_stopping_patience)."""
         return patience is not None and self.without_improvement >= patience
 
     def summary(self) -> str:
@@ -76,7 +77,7 @@ class EvaluationHistory:
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints that stay: the `keep` newest complete ones, that of step `best`, and those of protected steps."""
+    """The checkpoints to keep: the `keep` newest complete ones, and those of step `best` and of protected steps."""
 
     keep: int
     best: int | None = None
@@ -84,7 +85,7 @@ class Retention:
 
 
 def retain(root: Path, current: Path, retention: Retention) -> None:
-    """Remove older checkpoints than `retention` names. `current`, just published or restored, stays in any case."""
+    """Remove the older checkpoints that `retention` does not keep, except `current`, just published or restored."""
     complete, keep = complete_directories(root), retention.keep
     protected = {retention.best, *retention.protected_steps}
     for directory in directories(root):
@@ -94,8 +95,9 @@ def retain(root: Path, current: Path, retention: Retention) -> None:
 
 
 def name_best(root: Path, best: int | None) -> None:
-    """Point the link `best` to the checkpoint of that step, or remove it for None. Not all file systems have links:
-    errors are ignored.
+    """Point the link `best` to the checkpoint of step `best`, or remove the link if `best` is None.
+
+    Errors are ignored, because some file systems have no links.
     """
     link, new_link = root / BEST, root / f".{BEST}"
     with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Save a checkpoint: rank 0 lays the files out, every rank writes its own ranges, and one rename publishes them.
+"""Save a checkpoint: rank 0 creates the files, every rank writes its shards, and one rename publishes the directory.
 
 step-00000100/
-  model*.safetensors        fp32 master weights: with the spec's `config_files` a Hugging Face directory
-  exp_avg*.safetensors      first moments, fp32, bf16 or int8 codes: checkpoint_files.py
+  model*.safetensors        fp32 master weights; with config.json and the tokenizer, a Hugging Face model directory
+  exp_avg*.safetensors      first moments: fp32, bf16 or int8 codes (see checkpoint_files.py)
   exp_avg_sq*.safetensors   second moments
   state.json                progress of the run
   manifest.json             size and block checksums of all other files, written last
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class Draft:
-    """A checkpoint while it is written, in a temporary directory next to its final name."""
+    """A checkpoint that is being written, in a temporary directory next to its final path."""
 
     def __init__(self, root: Path, step: int, spec: CheckpointSpec, state: Mapping[str, Any]) -> None:
         self.target = directory_of(root, step)
@@ -54,10 +54,10 @@ class Draft:
 
     @classmethod
     def begin(cls, root: Path, step: int, spec: CheckpointSpec, state: Mapping[str, Any], ranks: RankGroup) -> Draft:
-        """Let rank 0 make the directory `root/step-<step>` and lay the files out. Collective.
+        """Let rank 0 create the temporary directory of `root/step-<step>`, with all files at their sizes. Collective.
 
-        The checkpoint will replace an earlier one of the same step. `state` is any JSON object; that of rank 0 is
-        written. Raises the same UserError on every rank.
+        `publish` will replace an existing checkpoint of the same step. `state` is any JSON object; rank 0 writes its
+        own. Raises the same UserError on every rank.
         """
         draft = cls(root, step, spec, state)
         run_on_rank_0(ranks, lambda: clean_leftovers(root, NAME))
@@ -65,26 +65,27 @@ class Draft:
         return draft
 
     def write(self, store: PartSource, watch: Watch | None = None) -> list[Piece]:
-        """Write and fsync the parts of this rank; return their checksums, which `publish` needs. Raises UserError."""
+        """Write and fsync the shards of this rank; return their checksums for `publish`. Raises UserError."""
         checksums = BlockChecksums()
         entries = {kind: layout.byte_map(self.partial).entries for kind, layout in self._layouts.items()}
         drain(StoredParts(store, entries), entries, checksums, watch)
         return checksums.pieces()
 
     def publish(self, written: Sequence[Sequence[Piece]], retention: Retention) -> None:
-        """Write the manifest, rename the directory, then remove old checkpoints. On rank 0, after all ranks wrote.
+        """Write the manifest, rename the directory, then remove old checkpoints. Call on rank 0, after all ranks wrote.
 
-        Raises OSError if the checkpoint could not be published; an earlier checkpoint of the step is then unchanged.
+        `written` are the checksums of all ranks. Raises OSError if the checkpoint could not be published; an existing
+        checkpoint of the same step is then unchanged.
         """
         write_file(self.partial / MANIFEST, self._manifest(written))
         commit(self.partial, self.target, replace=True)
         try:
             tidy(self._root, self.target, retention)
-        except OSError as error:  # the checkpoint is saved all the same, and the next save tidies again
+        except OSError as error:  # the checkpoint is saved; the next save tries to remove the leftovers again
             _log.warning("leftovers of earlier saves could not be removed: %s", error)
 
     def abandon(self) -> None:
-        """Remove the temporary directory. On rank 0, after the last write of any rank."""
+        """Remove the temporary directory. Call on rank 0, after the last write of any rank."""
         remove_directory(self.partial)
 
     def _prepare(self, partial: Path) -> None:
