@@ -1,4 +1,4 @@
-"""Show a run to a person: a live view on a terminal, plain lines elsewhere, on rank 0 only."""
+"""Show the progress of a run on the console of rank 0: a live view on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _LABEL = len("GPU memory") + 2  # width of the first column and its separator
 
 
 class Display:
-    """Writes to the console. Call `finish` before other code writes to it, because the live view hides the cursor.
+    """Writes to the console. Other code may write to the console only after `finish`, which ends the live view.
 
-    Kind auto is live on a terminal and plain elsewhere; quiet shows warnings only. Only rank 0 is `enabled`.
+    Kind auto is live on a terminal and otherwise plain; quiet shows warnings only. Only rank 0 is `enabled`.
     """
 
     def __init__(
@@ -71,16 +71,21 @@ class Display:
             self._console.print(renderable)
 
     def warning(self, text: str) -> None:
-        # On the terminal of a live view the line goes through the view's console, because it would tear the view.
+        # If a live view uses the terminal, print through the console of the view. Other output would break the view.
         where = self._console if self._live is not None and self._errors.is_terminal else self._errors
         where.print(f"warning: {printable(text)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def start_training(self, limit_bytes: int | None, gpu_bytes: int | None = None) -> None:
-        """Set the memory limits of a rank: of host memory, if known, and of its GPU."""
+        """Set the memory limits of a rank to show: of host memory, if known, and of the GPU."""
         self._view.limit_bytes, self._view.gpu_bytes = limit_bytes, gpu_bytes
 
     def tick(self, done: int, total: int, eta_s: float | None, saving: int | None, slow: Sequence[int]) -> None:
-        """Show the end of a step, the step whose checkpoint is being saved, and the ranks that delay the others."""
+        """Update the live view at the end of a step.
+
+        Args:
+            saving: step whose checkpoint is being saved.
+            slow: ranks for which other ranks wait.
+        """
         if self._is_live:
             self._view.saving, self._view.slow = saving, slow
             self._bar("training", done, total, eta_s)
@@ -93,7 +98,7 @@ class Display:
             self.line(f"checkpoint: {text}")
 
     def step(self, metrics: Mapping[str, Any], total_steps: int) -> None:
-        """Show a logged step: those of the `metrics` in metrics.jsonl that exist."""
+        """Show the known values among the `metrics` of a logged step."""
         if not self._is_live:
             self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics)]))
             return
@@ -101,7 +106,7 @@ class Display:
         self._bar("training", metrics["step"], total_steps, metrics.get("eta_s"))
 
     def progress(self, description: str, done: int, total: int) -> None:
-        """Show the progress and rate of work in bytes; plain output prints a line at each quarter."""
+        """Show the progress and rate of work that is measured in bytes. Plain output prints a line at each quarter."""
         start_s = self._start_s.setdefault(description, time.perf_counter())
         seconds = time.perf_counter() - start_s
         pace = f", {rate(done / seconds, 'B/s')}" if seconds > _MIN_RATE_S else ""
@@ -115,11 +120,11 @@ class Display:
             self.line(f"{description}: {25 * quarter} %{pace}")
 
     def evaluating(self, done: int, total: int, seconds: float) -> None:
-        """Show the progress of an evaluation; plain output prints a line at intervals of a long evaluation."""
+        """Show the progress of an evaluation. Plain output prints a line every 20 seconds."""
         left_s = seconds / done * (total - done) if done else None
         if self._is_live:
             if "training" in self._tasks:
-                self._bars.update(self._tasks["training"], eta="")  # the ETA would stand still
+                self._bars.update(self._tasks["training"], eta="")  # an ETA that does not change
             self._bar("evaluating", done, total, left_s)
             return
         turn = int(seconds // _EVALUATING_INTERVAL_S)
@@ -170,7 +175,7 @@ def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
 
 
 class LiveView:
-    """Rows of the newest metrics; a row without a value is not shown."""
+    """The rows below the progress bars: newest metrics, memory, checkpoint. Rows without a value are not shown."""
 
     def __init__(self) -> None:
         self.metrics: Mapping[str, Any] = {}
@@ -182,7 +187,7 @@ class LiveView:
         self.slow: Sequence[int] = ()
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Set the metrics of a logged step."""
+        """Set the metrics to show to those of a logged step."""
         self.metrics = metrics
         if metrics.get("loss") is not None:
             self.losses.append(metrics["loss"])
@@ -227,7 +232,7 @@ class LiveView:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw one character for the mean of each of at most `width` equal stretches of `values`."""
+    """Draw `values` as at most `width` block characters; each shows the mean of an interval of `values`."""
     width = min(width, len(values))
     edges = [len(values) * i // width for i in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -237,7 +242,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: int) -> Text:
-    """Draw a bar per rank relative to its limit; lines break between ranks."""
+    """Draw a bar for the memory of each rank relative to the limit. Lines break between ranks."""
     pieces = []
     for rank, size in enumerate(sizes[:_SHOWN_RANKS]):
         piece = Text().append(f"{rank}: ", style="dim")

@@ -1,9 +1,9 @@
-"""W&B and MLflow: a process on the node of rank 0 follows the run directory, so that no server can delay a run.
+"""Send metrics to W&B or MLflow from a separate process on the node of rank 0, so that no server can delay a run.
 
-`python -m aliquot.observe.dashboards SERVICE RUN_DIR SIZE` is that process. Its standard input closes at the end of the
-run. Its standard output is shown to the person. <service>.json records the run of the service and the bytes sent, so
-that a resumed run continues that run. Server, project and keys come from the variables of each client (WANDB_PROJECT,
-...).
+The process `python -m aliquot.observe.dashboards SERVICE RUN_DIR SIZE` follows the files in the run directory. The run
+ends the process by closing its standard input, and shows its standard output as warnings. The file <service>.json
+records the id of the run at the service and the bytes sent, so that a resumed run continues there. Each client reads
+server, project and keys from its environment variables (WANDB_PROJECT, ...).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from aliquot.core.interpreter import python_command
 from aliquot.core.small_files import open_unlinked, publish_text
 from aliquot.observe.events import ENDS
 
-_LAST_WORDS_S = 20.0  # time to send the rest after the end of a run
+_LAST_WORDS_S = 20.0  # time to send the remaining metrics after the end of a run
 _INTERVAL_S = 1.0
 _RETRY_S = 10.0
-_MAX_LINES = 40  # per call
+_MAX_LINES = 40  # lines of metrics.jsonl per call of a client
 _MLFLOW_STATUS = {"end": "FINISHED", "failed": "FAILED"}
 _MAX_PARAMETERS, _MAX_METRICS, _MAX_VALUE = 100, 1000, 500  # per call of MLflow; characters of a value
 
 
 def check_installed(services: Sequence[str]) -> None:
-    """Raise UserError for a client that is not installed."""
+    """Raise UserError if the client package of a service is not installed."""
     for service in services:
         if service != "tensorboard" and importlib.util.find_spec(service) is None:
             raise MissingToolError(
@@ -47,10 +47,10 @@ def check_installed(services: Sequence[str]) -> None:
 
 
 class Dashboard:
-    """Starts the process that sends the metrics of the run directory to `service`, and those of earlier attempts.
+    """Starts the process that sends the metrics of the run directory, also of earlier attempts, to `service`.
 
     Args:
-        warn: receives the complaints of the process; other output of the process is in logs/<service>.txt.
+        warn: receives the errors that the process reports; logs/<service>.txt has its other output.
     """
 
     def __init__(self, service: str, metrics: Path, warn: Callable[[str], None]) -> None:
@@ -62,20 +62,20 @@ class Dashboard:
         follow = python_command("-m", __name__, service, str(directory), str(metrics.stat().st_size))
         pipe = subprocess.PIPE
         with open_unlinked(self._log, "ab") as log:
-            # In a new session Ctrl-C in the terminal stops only the run, and this process can send its last metrics.
+            # In a new session, Ctrl-C in the terminal stops only the run, and this process can send the last metrics.
             self._process = subprocess.Popen(follow, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True)
         assert self._process.stdout is not None
         self._complaints = self._process.stdout.fileno()
         os.set_blocking(self._complaints, False)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Read complaints of the process; the process itself reads metrics.jsonl."""
+        """Pass errors of the process to `warn`. The process itself reads metrics.jsonl, so `metrics` is not used."""
         with suppress(BlockingIOError):
             for line in os.read(self._complaints, 1 << 16).decode(errors="replace").splitlines():
                 self._warn(f"{self._service}: {line}; training goes on ({self._log})")
 
     def close(self) -> None:
-        """Wait a limited time until the process has sent the rest."""
+        """Wait a limited time until the process has sent all metrics."""
         assert self._process.stdin is not None
         self._process.stdin.close()  # signals the end of the run
         try:
@@ -89,7 +89,7 @@ class Dashboard:
 
 
 class WandbRun:
-    """A run of W&B. Every method may raise whatever the client does."""
+    """A run of W&B. Every method may raise any exception of the client."""
 
     def __init__(self, directory: Path, config: dict[str, Any], run_id: str | None) -> None:
         import wandb
@@ -118,8 +118,8 @@ class WandbRun:
             self._run.log({name: value for name, value in line.items() if isinstance(value, int | float)})
 
     def attach(self, file: Path) -> None:
-        """Attach a file to the run; it replaces an older file of its name."""
-        copied = Path(self._run.dir) / file.name  # W&B would link to the original, which may be removed
+        """Attach a file to the run, in place of an older file with the same name."""
+        copied = Path(self._run.dir) / file.name  # a copy, because W&B would link to the original, which may be removed
         copied.write_bytes(file.read_bytes())
         self._run.save(str(copied), base_path=self._run.dir, policy="now")
 
@@ -132,8 +132,8 @@ class MlflowRun:
     """A run of MLflow, with the methods of WandbRun."""
 
     def __init__(self, directory: Path, config: dict[str, Any], run_id: str | None) -> None:
-        # The client reads these variables when it is imported. The process that follows the run repeats a failed call;
-        # the client alone would repeat it for minutes.
+        # The client reads these variables when it is imported. Without them the client would retry a failed call for
+        # minutes. `follow` retries failed calls instead.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow import MlflowClient
@@ -177,10 +177,10 @@ class MlflowRun:
 
 
 class Follower:
-    """Sends the new lines and files of `directory`."""
+    """Sends new lines of metrics.jsonl and changed files of the run directory to a service."""
 
     def __init__(self, service: str, directory: Path, size_bytes: int) -> None:
-        """Args: size_bytes: size of metrics.jsonl when this attempt began; the recorded position cannot exceed it."""
+        """Args: size_bytes: size of metrics.jsonl when this attempt began, the upper bound of the bytes sent before."""
         self._open_run = WandbRun if service == "wandb" else MlflowRun
         self._directory = directory
         self._record = directory / f"{service}.json"
@@ -191,7 +191,7 @@ class Follower:
         self._run: WandbRun | MlflowRun | None = None
 
     def send(self) -> WandbRun | MlflowRun:
-        """Send all new lines. Raises the client's errors; lines sent before an error are not sent again."""
+        """Send all new lines. Raises the errors of the client. Lines sent before an error are not sent again."""
         if self._run is None:
             config = yaml.load((self._directory / "config.yaml").read_text(encoding="utf-8"), Loader=BoundedLoader)
             self._run = self._open_run(self._directory, config, self._run_id)
@@ -213,7 +213,7 @@ class Follower:
         return run
 
     def end(self) -> None:
-        """Send the rest, and end the run of the service."""
+        """Send the remaining metrics, and end the run at the service."""
         run = self.send()
         last = json.loads((self._directory / "events.jsonl").read_text(encoding="utf-8").splitlines()[-1])["event"]
         run.end(last if last in ENDS else None)
@@ -229,7 +229,7 @@ def follow(follower: Follower, over: threading.Event) -> int:
         try:
             follower.send()
             pause_s = _INTERVAL_S
-        # Clients raise many kinds of errors, and none of them must end this process.
+        # Clients raise many kinds of errors, and no error may end this process.
         except Exception as error:
             pause_s = _RETRY_S
             if last_complaint != (last_complaint := _one_line(error)):
@@ -270,7 +270,7 @@ _person: TextIO = sys.stdout
 
 if __name__ == "__main__":
     _person = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of clients
+    os.dup2(2, 1)  # print output of clients goes to the log
     status = main(*sys.argv[1:])
     _person.close()
-    os._exit(status)  # ends threads of the client, whose run has ended
+    os._exit(status)  # also ends threads of the client

@@ -2,9 +2,9 @@
 
 - start, resume: model, data and machine of each attempt
 - checkpoint: `seconds` until it was complete, `stall_s` during which training stood still
-- warning, slow_ranks, stopped_early
-- round: the nodes that continue and their step, written by the leader
-- end, stopped (by a signal), failed: with the speed over all steps of the attempt except the first
+- warning, slow_ranks, stopped_early: `text` describes the event
+- round: the nodes that continue an elastic run and their step, written by the leader node
+- end, stopped (by a signal), failed: the speed over all steps of the attempt except the first
 
 A run that was killed has no final event.
 """
@@ -29,13 +29,13 @@ ENDS = ("end", "stopped", "failed")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run records of itself before its first step: in ledger.json and in the first line of events.jsonl.
+    """Facts about a run that ledger.json and the start event in events.jsonl record before the first step.
 
-    The names of the fields are the keys in the files.
+    The names of the fields are the keys in both files.
     """
 
-    placement: str  # of the ranks on cores, for people
-    machine: Mapping[str, Any]  # machine/facts.py
+    placement: str  # of ranks on cores; text for people
+    machine: Mapping[str, Any]  # facts of machine/facts.py
     ceiling_flops_per_s: float  # of all ranks together in plain matrix products
     ceiling_is_sure: bool  # False: the machine had other work when the ceiling was measured
     resumed_from: str | None  # the directory of a checkpoint
@@ -43,16 +43,17 @@ class RunRecord:
     parameters: int
     learned: int  # parameters that training changes
     engine: str
-    plan: Mapping[str, Any]  # as `aliquot plan --json` prints it; empty if there is none
+    plan: Mapping[str, Any]  # in the form of `aliquot plan --json`; empty without a plan
 
     def as_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
 
 class Events:
-    """Appends to events.jsonl on the rank that writes. The first event creates the file.
+    """Appends events to events.jsonl if `enabled`, as on rank 0. The first event creates the file.
 
-    The file stays open until `close`, so that the last event reaches this run even if its directory was replaced.
+    The file stays open until `close`, so that the last event is written to this file even if somebody replaced the run
+    directory.
     """
 
     def __init__(self, path: Path, enabled: bool) -> None:
@@ -68,7 +69,7 @@ class Events:
         with writing(self._path):
             if self._file is None:
                 self._file = open_unlinked(self._path, "ab+", buffering=0)
-            # A killed attempt or a full disk may have left half a line: the event then begins on a new line.
+            # A killed attempt or a full disk may have left an incomplete line. Then begin the event on a new line.
             descriptor = self._file.fileno()
             size = os.fstat(descriptor).st_size
             is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -82,7 +83,7 @@ class Events:
 
 
 def command_line(argv: list[str] | None = None) -> str:
-    """Return the shell command that started this run; ranks have the arguments of their launcher."""
+    """Return the shell command that started this run. A rank has the same arguments as its launcher."""
     program, *arguments = sys.argv if argv is None else argv
     if Path(program).name in ("aliquot", "__main__.py"):
         return shlex.join(["aliquot", *arguments])

@@ -1,7 +1,7 @@
 """Report the progress of a run to the status of its TrainJob, by the protocol of transformers' KubeflowCallback.
 
-With Trainer's feature gate TrainJobRuntimeStatus the controller sets three variables of a pod: a URL, a file with its
-CA certificate and a file with a token. A thread sends the posts; failed posts are dropped.
+With the feature gate TrainJobRuntimeStatus, the controller of Kubeflow Trainer sets three environment variables of a
+pod: a URL, the path of its CA certificate, and the path of a token. A thread posts the status, and drops failed posts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT_S = 5.0
 
 
 class KubeflowStatus:
-    """Posts progress, remaining time and the newest number of each metric, at most every five seconds."""
+    """Posts progress, remaining time and the newest value of each metric, at most every five seconds."""
 
     def __init__(
         self, environ: Mapping[str, str], total_steps: int, clock: Callable[[], float] = time.monotonic
@@ -44,22 +44,22 @@ class KubeflowStatus:
         self._post_later({"progressPercentage": 0, "metrics": [{"name": "total_steps", "value": str(total_steps)}]})
 
     def ends_at(self, step: int) -> None:
-        """Set an earlier last step."""
+        """Set the last step of a run that stops early."""
         self._total_steps = step
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Post `metrics`, which hold "step" and, for a training step, "eta_s"."""
+        """Post `metrics`, which contain "step" and, for a training step, "eta_s"."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         self._metrics |= {name: value for name, value in numbers.items() if name not in ("step", "eta_s")}
         self._step = metrics["step"]
         if self._clock() - self._posted_at >= _INTERVAL_S:
             self._posted_at = self._clock()
-            # 100 is for a run that has ended.
+            # Only `close` reports 100 %.
             percentage = min(99, self._step * 100 // max(1, self._total_steps))
             self._post_later(self._status(percentage, numbers.get("eta_s")))
 
     def close(self) -> None:
-        """Post the end of a complete run; return when all posts have been sent or have failed."""
+        """Post the end of a complete run, and wait until all posts were sent or failed."""
         if self._step >= self._total_steps:
             self._post_later(self._status(100, 0.0))
         with self._changed:
@@ -78,7 +78,7 @@ class KubeflowStatus:
         return status
 
     def _post_later(self, status: dict[str, Any]) -> None:
-        """Replace the status that the thread will post next: only the newest matters."""
+        """Replace the status that the thread will post next, because only the newest status matters."""
         with self._changed:
             self._next = {"lastUpdatedTime": datetime.now(UTC).isoformat(), **status}
             self._changed.notify()
@@ -94,7 +94,7 @@ class KubeflowStatus:
 
     def _post(self, status: dict[str, Any]) -> None:
         try:
-            # The kubelet renews the token, so every post reads it again.
+            # Read the token for each post, because the kubelet renews the token.
             token = Path(self._token or "").read_text(encoding="utf-8").strip()
             context = ssl.create_default_context(cafile=self._ca_cert) if self._ca_cert else None
             request = urllib.request.Request(
@@ -105,12 +105,12 @@ class KubeflowStatus:
             )
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context):
                 pass
-        # A missing endpoint or token, or a refused connection, must not end a run.
+        # A missing endpoint or token, or a refused connection, must not end the run.
         except (OSError, ValueError, http.client.HTTPException):
             pass
 
 
 def kubeflow_status(total_steps: int, environ: Mapping[str, str] = os.environ) -> KubeflowStatus | None:
-    """Return the reporter of this process, or None if the controller did not ask for reports."""
+    """Return a reporter, or None if the controller did not ask for reports or the user disabled the integration."""
     disabled = environ.get(_DISABLED, "").lower() in ("true", "1", "yes")
     return KubeflowStatus(environ, total_steps) if environ.get(URL) and not disabled else None

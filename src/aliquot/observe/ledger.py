@@ -1,7 +1,7 @@
 """The memory ledger: the measured memory of each rank at the end of each phase, and the sizes of its known tensors.
 
-A rank's memory is its PSS, here and in plans: its private memory, and its share of memory that it shares with other
-processes. The PSS of all ranks of a node adds up to the memory that the node spends on them.
+Here and in plans, the memory of a rank is its PSS: its private memory, plus its share of memory that several processes
+share. The sum of the PSS of all ranks is the memory of a node that the ranks use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aliquot.machine.memory import Gpu, memory_use, peak_pss, reset_peak_rss
 STEADY_PEAK = "steady peak"
 PHASES = (
     "process start",
-    # The next phases exist only with DeepSpeed.
+    # The phases up to "after ZeRO init" exist only with engine deepspeed.
     "after load",
     "after bf16 partitions",
     "after fp32 master",
@@ -41,7 +41,7 @@ OFFLOADED = ("weights", "gradients", "moments")
 _SHORT = {  # short names, so that the table fits 80 columns
     "weights": "weig.", "gradients": "grad.", "moments": "mom.", "activations": "activ.", "gathered": "gath.",
 }  # fmt: skip
-_MIN_GIB_BYTES = 10_000 << 20  # the table is in GiB from this size on
+_MIN_GIB_BYTES = 10_000 << 20  # from this size on, the table is in GiB
 
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], int]]
@@ -58,25 +58,29 @@ _GPU_COLUMNS: Columns = {
 
 
 class Ledger:
-    """The rows of one rank, in bytes. A second mark of a phase is ignored, except for the steady peak."""
+    """Measures the memory of one rank: a row of bytes per phase.
+
+    Each phase is recorded once, except for the steady peak, of which the last mark counts.
+    """
 
     def __init__(self, rank: int, gpu: Gpu | None = None, offloads: bool = False) -> None:
-        """Args: offloads: weights, gradients and moments lie in host memory although the rank computes on `gpu`."""
+        """Args: offloads: weights, gradients and moments are in host memory although the rank computes on `gpu`."""
         self.gpu = gpu
         self._offloads = offloads
         self._rank = rank
-        # `peak_bytes`: planned peak of each phase, of the memory that the rank computes in. On a GPU `host_peak_bytes`
-        # is the planned peak of host memory.
+        # The plan of the run. `peak_bytes` has the planned peak of each phase, of GPU memory if the rank computes on a
+        # GPU. Then `host_peak_bytes` has the planned peaks of host memory.
         self.plan: Mapping[str, Any] = {}
         self._rows: dict[str, Row] = {}
 
     def mark(self, phase: str, accounted: Mapping[str, int] | Callable[[], Mapping[str, int]]) -> bool:
-        """Record the end of `phase` with the peak since the previous mark; return False if an earlier mark counts.
+        """Record the memory at the end of `phase` and the peak since the previous mark.
 
-        The steady peak does not reset the peak, so that its last mark covers every step after the first.
+        Return False, and record nothing, if the phase was recorded before. A mark of the steady peak does not reset the
+        peak, so that the last mark covers every step after the first.
 
         Args:
-            accounted: bytes by category, or a function that is called only if the mark counts.
+            accounted: bytes of known tensors by category, or a function that is called only if the mark is recorded.
         """
         if phase not in PHASES:
             raise ValueError(f"{phase!r} is not a phase of the ledger")
@@ -97,7 +101,7 @@ class Ledger:
             **gpu_row,
         }
         if phase != STEADY_PEAK:
-            reset_peak_rss()  # without the permission, peaks are those since the start of the process
+            reset_peak_rss()  # without permission to reset, peaks are since the start of the process
             if self.gpu is not None:
                 self.gpu.reset_peak()
         return True
@@ -113,7 +117,7 @@ class Ledger:
         ]
 
     def publish(self, path: Path, ranks: Ranks, about: Mapping[str, Any]) -> list[Row]:
-        """Gather the rows of all ranks, write them with the plan to `path`, and return them. Collective."""
+        """Gather the rows of all ranks, write them with `about` and the plan to `path`, and return them. Collective."""
         rows = [row for rank_rows in ranks.gather(self.rows()) for row in rank_rows]
         if ranks.rank == 0:
             with writing(path):
@@ -122,10 +126,10 @@ class Ledger:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Build tables of GPU memory, if ranks compute on GPUs, and of host memory, with a line for each phase.
+    """Build a table of host memory with a line for each phase and, if ranks compute on GPUs, a table of GPU memory.
 
-    Each number is the largest over the ranks, so numbers need not add up. The plan is of the peak, and its error is
-    positive if the run needed less than planned.
+    Each number is the maximum over ranks, so the numbers of a line need not add up. The error compares the planned and
+    the measured peak, and is positive if the run needed less memory than planned.
     """
     gpu_rows = [{"phase": row["phase"], **row["gpu"]} for row in rows if "gpu" in row]
     how = "the largest of all; peak within a phase, the rest at its end"
@@ -138,7 +142,7 @@ def _table(rows: Sequence[Row], title: str, columns: Columns) -> Table:
     categories = list(dict.fromkeys(used))
     largest = max(max(row["peak_bytes"], row.get("planned_bytes") or 0) for row in rows)
     unit, divisor, form = ("GiB", 2**30, ",.1f") if largest >= _MIN_GIB_BYTES else ("MiB", 2**20, ",.0f")
-    # With a frame a terminal of 80 columns would truncate the words.
+    # A frame would not fit into 80 columns.
     result = Table(title=f"{unit} {title}", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     result.add_column("phase", no_wrap=True)
     for column in ("plan", "peak", "err. %", *columns, *categories):

@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON object per logged step in metrics.jsonl, and the same numbers for other programs."""
+"""Write the metrics of each logged step to metrics.jsonl, TensorBoard, Prometheus, Kubeflow, W&B and MLflow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MetricsFile:
     """Appends to metrics.jsonl line by line, so that other programs can follow the file during the run."""
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Remove lines after `resumed_step` and a truncated last line first, so that the file is one curve.
+        """Open the file. First remove lines after `resumed_step` and a truncated last line, so that no step repeats.
 
         A run that starts at step 0 removes all lines, because it repeats the evaluation before the first step.
         """
@@ -45,7 +45,7 @@ class MetricsFile:
             self._file = open_unlinked(path, "a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append `metrics`, which hold "step"."""
+        """Append `metrics`, which contain "step"."""
         with writing(self._path):
             self._file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
             self._file.flush()
@@ -57,13 +57,13 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """Writes the numbers among the metrics as TensorBoard scalars, in one file per attempt.
+    """Writes numeric metrics as TensorBoard scalars, in one file per attempt.
 
-    tensorboard's own writer uses a thread that ends with a traceback on a full disk.
+    This class replaces the writer of tensorboard, whose thread ends with a traceback on a full disk.
     """
 
     def __init__(self, directory: Path, resumed_step: int = 0) -> None:
-        """Hide the steps after `resumed_step` of earlier attempts."""
+        """Open a new event file, which hides the steps of earlier attempts after `resumed_step`."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._directory, self._end = directory, 0
@@ -106,15 +106,16 @@ class TensorBoard:
                 while len(rest):
                     rest = rest[self._file.write(rest) :]
             except OSError:
-                self._file.truncate(self._end)  # readers stop for good at a truncated record
+                self._file.truncate(self._end)  # because readers never read beyond a truncated record
                 raise
         self._end += size
 
 
 class Exporter:
-    """Serves Prometheus at http://HOST:PORT/metrics: a gauge `aliquot_<name>` for each number, with the label `run`.
+    """Serves metrics to Prometheus at http://HOST:PORT/metrics, as gauges `aliquot_<name>` with the label `run`.
 
-    A list with a number per rank (`memory_bytes`) also has the label `rank`. `listen` opens `observe.prometheus: PORT`.
+    A list with a number per rank (`memory_bytes`) also has the label `rank`. `listen` opens the port
+    `observe.prometheus`.
     """
 
     def __init__(self, observe: ObserveSection, run: str) -> None:
@@ -127,7 +128,7 @@ class Exporter:
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def listen(self) -> None:
-        """Open the port, if there is one. Raises UserError if another process uses it."""
+        """Open the port if the config sets one. Raises UserError if another process uses the port."""
         if self._port is None:
             return
         from prometheus_client import CollectorRegistry, start_http_server
@@ -164,8 +165,8 @@ class Exporter:
 
         if name not in self._gauges:
             text = f"`{name}` of the last line of metrics.jsonl that has it"
-            plain = re.sub(r"\W", "_", f"aliquot_{name}", flags=re.ASCII)  # a source may be called tiny-stories
-            numbered = (f"{plain}_{number}" for number in count(2))  # and the next one tiny_stories
+            plain = re.sub(r"\W", "_", f"aliquot_{name}", flags=re.ASCII)  # a data source may be called tiny-stories
+            numbered = (f"{plain}_{number}" for number in count(2))  # and another source tiny_stories
             metric = next(candidate for candidate in chain([plain], numbered) if candidate not in self._names)
             self._names.add(metric)
             self._gauges[name] = Gauge(metric, text, labels, registry=self._registry)
@@ -184,12 +185,12 @@ class MetricsTargets:
 
 
 class MetricsWriter:
-    """Writes metrics to all targets of the configuration, on the rank that writes."""
+    """Writes metrics to all targets of the configuration if `enabled`, which only rank 0 is."""
 
     def __init__(
         self, targets: MetricsTargets, resumed_step: int, enabled: bool, warn: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Args: warn: receives the complaints of dashboards."""
+        """Args: warn: receives the errors of dashboards."""
         self._writers: list[MetricsFile | TensorBoard | Dashboard | Exporter | KubeflowStatus] = []
         if enabled:
             self._writers.append(MetricsFile(targets.metrics, resumed_step))
@@ -201,16 +202,16 @@ class MetricsWriter:
                     self._writers.append(Dashboard(service, targets.metrics, warn))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Raises UserError if a disk is full, after all writers have received the metrics."""
+        """Pass the metrics to all writers. Then raise UserError if a disk is full."""
         call_all([partial(writer.write, metrics) for writer in self._writers])
 
     def close(self) -> None:
-        """Raises as `write` does."""
+        """Close all writers. Then raise UserError if a disk is full."""
         call_all([writer.close for writer in self._writers])
 
 
 def call_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make every call, although some raise a StorageError; then raise the first of these errors."""
+    """Make every call, even after a call has raised a StorageError. Then raise the first StorageError."""
     failures = []
     for call in calls:
         try:
@@ -222,7 +223,7 @@ def call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def last_step(path: Path) -> int:
-    """Return the last step in a metrics.jsonl that may be growing; 0 if there is none."""
+    """Return the last step in a metrics.jsonl, to which a run may be writing; 0 without any step."""
     with suppress(OSError):
         for line in reversed(path.read_text(encoding="utf-8").splitlines()):
             with suppress(ValueError):  # truncated
@@ -241,7 +242,7 @@ def _lines_until(path: Path, step: int) -> list[str]:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with null for infinite numbers and NaN, because JSON has neither."""
+    """Replace infinite numbers and NaN in `value` by None, because JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Record the training loop: throughput, parts of a step, metrics, events, and the report at the end."""
+"""Record the training loop: throughput, time by part of a step, metrics, events, and the report at the end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from aliquot.observe.step_clock import OWN_WORK, PARTS, Profile, SlowRanks, Step
 from aliquot.observe.throughput import Meter, RemainingWork
 
 _REMEASURE_AFTER_S = 30.0  # other work on the machine may have ended by then
-_MAX_MEASUREMENTS = 3  # of the matmul ceiling per attempt; a measurement takes about a second
+_MAX_MEASUREMENTS = 3  # of the compute ceiling per attempt; each takes about a second
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The attempt at a run that a recorder records."""
+    """The attempt that a recorder records: one start or resume of a run."""
 
     config: RunConfig
     directory: RunDirectory
@@ -43,10 +43,10 @@ class RecordedRun:
 
 
 class Recorder:
-    """A context around the steps of a run, on every rank; only rank 0 writes to the run directory.
+    """A context manager around the steps of a run, on every rank. Only rank 0 writes to the run directory.
 
-    In each step call `begin`, `enter` for each part with one `gather` among them, and `end`; then `log` if the step
-    `is_due`. `gather` and `log` are collective.
+    In each step, call `begin`, then `enter` for each part of the step with one `gather` in between, then `end`. Call
+    `log` if the step `is_due`. `gather` and `log` are collective.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Recorder:
         steps_before: int,
         total_steps: int,
     ) -> None:
-        """Record steps `steps_before` + 1 to `total_steps`. The collective `measure_ceiling` returns matmul FLOP/s."""
+        """Record steps `steps_before` + 1 to `total_steps`. `measure_ceiling` is collective and returns FLOP/s."""
         self._run, self._config, self._display, self._ranks = run, run.config, run.display, run.ranks
         self._clock = clock
         self._measure_ceiling = measure_ceiling
@@ -100,18 +100,18 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         full_disk = None
-        try:  # the event comes first, because dashboards read it
+        try:  # write the last event first, because dashboards read it
             call_all([partial(self._write_end, error), self._metrics.close])
         except StorageError as storage_error:
             full_disk = storage_error
         self._events.close()
         if self._ranks.rank == 0 and self._run.directory.why_lost() is None:
             self._write_report()
-        if full_disk is not None and error is None:  # the error that ended the run is not hidden
+        if full_disk is not None and error is None:  # do not hide the error that ended the run
             self._handle_storage_error(full_disk)
 
     def _write_end(self, error: BaseException | None) -> None:
-        """Write the last event."""
+        """Write the final event: end, stopped or failed."""
         speed = asdict(self.meter.overall()) if self._done > self._before else {}
         if error is None:
             self._events.write("end", self._done, **speed)
@@ -138,17 +138,22 @@ class Recorder:
         self._clock.leave()
 
     def gather(self, report: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-        """Gather the reports of all ranks, and the time that each rank worked for its `tokens`, including padding."""
+        """Gather the reports of all ranks, and the time that each rank worked on its `tokens`, including padding."""
         self._clock.enter("wait")
         now = self._clock.synchronized_seconds()
         worked_s = sum(now[part] - self._seconds_at_begin[part] for part in OWN_WORK)
         reports = self._ranks.gather({**report, "worked": [worked_s, tokens]})
-        if self._done > self._before:  # ranks differ in the first step, which compiles and faults pages in
+        if self._done > self._before:  # in the first step, compilation and page faults make ranks differ
             self._slow.add([report["worked"] for report in reports])
         return reports
 
     def end(self, tokens: int, flops: int, saving: int | None) -> None:
-        """Record the end of a step over the real tokens of all ranks, while the checkpoint of `saving` is written."""
+        """Record the end of a step.
+
+        Args:
+            tokens: real tokens of all ranks, without padding.
+            saving: step whose checkpoint is being written.
+        """
         self._clock.leave()
         saving_s = self._clock.seconds()["checkpoint"] - self._seconds_at_begin["checkpoint"]
         self.meter.end(tokens, flops, saving_s)
@@ -164,13 +169,13 @@ class Recorder:
         return step % self._config.train.logging_steps == 0 or step in (self._before + 1, self._total)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log `metrics` of the last step together with speed, parts and memory. Collective."""
+        """Log `metrics` of the last step together with speed, time by part, and memory. Collective."""
         step, before = self._logged
         now = self._clock.seconds()
         self._logged = (self._done, now)
         steps = self._done - step
         seconds = {part: (now[part] - before[part]) / steps for part in PARTS}
-        # Other work on the machine disturbed the first measurement of the ceiling, and may have ended.
+        # Measure the ceiling again if other work disturbed the first measurement, because that work may have ended.
         is_doubtful = not self._ceiling_is_sure and time.monotonic() - self._started_at > _REMEASURE_AFTER_S
         reports = self._ranks.gather(
             {
@@ -207,7 +212,7 @@ class Recorder:
         steps_s = self.meter.steps_s(left)
         if steps_s is None:
             return None
-        # The first step compiles and maps its memory, so its duration is no estimate of the others.
+        # The first step compiles and faults pages in, so its duration does not predict later steps.
         if self._done == self._before + 1 and (planned := self._run.record.plan.get("step_s")):
             steps_s = min(steps_s, left * planned)
         return steps_s + self._remaining.seconds(self._done)
@@ -219,9 +224,9 @@ class Recorder:
         self._display.evaluating(done, total, time.perf_counter() - self._evaluation_start)
 
     def evaluated(self, results: Mapping[str, tuple[float, float, float | None]]) -> float:
-        """Record an evaluation after the last step: loss, perplexity and bits per byte by the name of the set.
+        """Record an evaluation: loss, perplexity and bits per byte by name of the evaluation set.
 
-        Return the perplexity of the set without a name, or else of the first set.
+        Return the perplexity of the set without a name, or of the first set if all have names.
         """
         self._remaining.evaluation_s = time.perf_counter() - self._evaluation_start
         line: dict[str, Any] = {"step": self._done}
@@ -241,14 +246,14 @@ class Recorder:
         return results.get("", next(iter(results.values())))[1]
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
-        """Record a save of `seconds`, during which training stood still for `stall_s`."""
+        """Record a save that took `seconds`. Training waited for `stall_s` of them."""
         with self._handles_full_disk():
             self._events.write("checkpoint", step, seconds=seconds, stall_s=stall_s)
         self._remaining.saved(seconds, stall_s)
         self._display.saved(step, seconds, stall_s)
 
     def stopped_early(self, text: str) -> None:
-        """Record that the last step ends the run early."""
+        """Record that the run ends early, after the last step."""
         self._total = self._done
         if self._status is not None:
             self._status.ends_at(self._done)
@@ -270,7 +275,7 @@ class Recorder:
 
     @contextmanager
     def _handles_full_disk(self) -> Iterator[None]:
-        """On a full disk, skip the write or end the run, by checkpoint.on_error."""
+        """If the disk is full, skip the write or end the run, as `checkpoint.on_error` says."""
         try:
             yield
         except StorageError as error:
@@ -278,7 +283,7 @@ class Recorder:
 
     @contextmanager
     def _handles_profile_errors(self) -> Iterator[None]:
-        """Like `_handles_full_disk`, on every rank, because every rank writes a trace."""
+        """Do the same as `_handles_full_disk` for traces, which every rank writes."""
         try:
             yield
         except StorageError as error:

@@ -1,4 +1,4 @@
-"""The directory of a run: the paths in it, and the rules for writing into a directory that exists already."""
+"""The run directory: its files, and checks that a run may write into an existing directory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from aliquot.distributed.run_secret import SECRET_FILE
 from aliquot.machine.facts import mount_of
 
 HEADER = "# The configuration of an aliquot run, complete, as it was run."
-_MARKER = ".shown-"  # begins the name of a file by which nodes recognise a shared directory
-_VISIBLE_S = 15.0  # within this time a network file system shows to a node what another node has written
+_MARKER = ".shown-"  # prefix of the file that shows whether nodes share the run directory
+_VISIBLE_S = 15.0  # longest time until a node sees files of another node on a network file system
 
 
 class RunDirectory:
@@ -43,7 +43,7 @@ class RunDirectory:
 
     def check(self, config: RunConfig) -> None:
         """Raise RunDirectoryError if the run of `config` may not write here."""
-        # The launcher makes logs/ before any rank starts, so logs/ alone is no run.
+        # The launcher makes logs/ before any rank starts. A directory with only logs/ is not a run.
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         names -= {"logs", ROUNDS, LOCK, SECRET_FILE}
         is_used = any(not name.startswith((_MARKER, BEATING_LOCK)) for name in names)
@@ -63,15 +63,15 @@ class RunDirectory:
             raise RunDirectoryError(problem, self.path)
 
     def create_marker(self) -> str:
-        """On rank 0, create a file that the other nodes must see, and return its name.
+        """On rank 0, create a marker file that all nodes must see in a shared directory, and return its name.
 
-        The name is new in every start, because a node may still have the former contents of a directory in its cache.
-        Raises StorageError.
+        Every start uses a new name, because a node may have old contents of the directory in its cache. Raises
+        StorageError.
         """
         name = f"{_MARKER}{secrets.token_hex(8)}"
         for directory in self._marked_directories():
             try:
-                for old_marker in directory.glob(f"{_MARKER}*"):  # of a process that was killed
+                for old_marker in directory.glob(f"{_MARKER}*"):  # left by a killed process
                     old_marker.unlink(missing_ok=True)
                 (directory / name).touch()
             except OSError as error:
@@ -97,11 +97,11 @@ class RunDirectory:
                 time.sleep(0.1)
 
     def _marked_directories(self) -> list[Path]:
-        """The run directory, and checkpoints/, which may be a link to another file system."""
+        """Return the run directory, and checkpoints/, which may be a link to another file system."""
         return [self.path, *([self.checkpoints] if os.path.lexists(self.checkpoints) else ())]
 
     def day(self) -> date:
-        """Return the day on which the run began if its chat template writes a date; else today."""
+        """Return the day on which the run first started if its chat template writes a date, otherwise today."""
         try:
             return date.fromisoformat(read_small_file(self.chat_template_date).decode().strip())
         except FileNotFoundError:
@@ -111,12 +111,12 @@ class RunDirectory:
             raise RunDirectoryError(text, self.chat_template_date) from None
 
     def write_day(self, day: str | None) -> None:
-        """Keep the date that the chat template writes, for later starts of this run; None if it writes no date."""
+        """Store the date that the chat template writes, for later starts of this run. None: it writes no date."""
         if day is not None:
             publish_text(self.chat_template_date, f"{day}\n")
 
     def _is_run(self) -> bool:
-        """Whether config.yaml is a file of aliquot, or is missing although there is a complete checkpoint."""
+        """Whether the directory is a run: aliquot wrote its config.yaml, or it has a complete checkpoint."""
         with suppress(OSError, ValueError):
             if read_small_file(self.path / "config.yaml").decode().startswith(HEADER):
                 return True
@@ -125,25 +125,25 @@ class RunDirectory:
         return False
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock of the directory. Raises UserError while another process trains into it."""
+        """Return a context that locks the directory. Raises UserError if another process trains into the directory."""
         return self._lock.hold()
 
     def why_lost(self) -> str | None:
-        """Return the line for the person once the directory is not the one that this process has locked."""
+        """Return an error line if somebody replaced the directory that this process has locked, otherwise None."""
         return self._lock.why_lost()
 
     def check_publish(self) -> None:
-        """Call on rank 0 before a checkpoint or an export is begun, and before it is published.
+        """Check that this process may still write. Call on rank 0 before a save or export begins and is published.
 
-        Raises RunDirectoryError if the directory is not the one that this process has locked, and CutOffError if a
-        newer round of the run has begun without this node.
+        Raises RunDirectoryError if somebody replaced the directory that this process has locked. Raises CutOffError if
+        a newer round of an elastic run has begun without this node.
         """
         if (lost := self.why_lost()) is not None:
             raise RunDirectoryError(lost)
         check_round(self.path)
 
     def begin(self, config: RunConfig) -> None:
-        """Write config.yaml, complete, once everything else is known to be in order."""
+        """Create the run directory with the complete config.yaml. Call this after all checks of the run."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             publish_text(self.path / "config.yaml", f"{HEADER}\n{dump_config(config)}")

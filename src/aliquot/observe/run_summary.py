@@ -1,4 +1,4 @@
-"""Print the summary of a run: model, data and plan at its start; speed, memory and files at its end."""
+"""Print a summary of a run: model, data and plan at the start; speed, memory and files at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -
 
 
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
-    """Format the plan of `aliquot plan --json`: memory, time, traffic, checkpoint and disk."""
+    """Format a plan, in the form of `aliquot plan --json`: memory, time, traffic, checkpoint and disk."""
     path = "between the GPUs of each" if plan["device"] == "cuda" else "through sockets on them"
     cost = f", {dollars(plan['cost_usd'])} USD" if plan["cost_usd"] is not None else ""
     memory = f"{gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
@@ -58,7 +58,7 @@ def finish(
     exported: Path | None,
     plan: Mapping[str, Any],
 ) -> None:
-    """Print the summary with the ledger's rows of all ranks. Only rank 0 calls it."""
+    """Print the summary at the end of a run, on rank 0. `rows`: the memory ledger of all ranks."""
     display.finish()
     for table in ledger.tables(rows) if rows else ():
         display.show(table)

@@ -1,6 +1,7 @@
-"""Divide the seconds of a step among its parts, trace steps with torch.profiler, and find ranks that delay the others.
+"""Measure the time of each part of a step, trace steps with torch.profiler, and find slow ranks.
 
-Each moment belongs to exactly one part. Parts end on the host's clock or, for kernels, in the stream of a GPU.
+Each moment of a step belongs to exactly one part. The clock of the host measures when parts end. On a GPU, CUDA events
+measure when the kernels of a part end.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
     import torch.profiler
 
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint", "wait")
-OWN_WORK = ("data", "forward", "backward", "reduce", "optimizer")  # parts in which a rank waits for no other rank
-_SKIPPED_STEPS = 2  # of a trace: they compile and fault pages in
+OWN_WORK = ("data", "forward", "backward", "reduce", "optimizer")  # parts in which a rank does not wait for other ranks
+_SKIPPED_STEPS = 2  # not traced, because they compile and fault pages in
 _MAX_OPERATORS = 40
 
 
 @dataclass(frozen=True)
 class WallClock:
-    """Marks on the clock of the host; the time of such a mark is always known."""
+    """Takes time marks from the clock of the host. The time of such a mark is known at once."""
 
     now: Callable[[], float] = time.perf_counter
 
     def mark(self) -> Any:
-        """Mark the current time, after all kernels that were launched before."""
+        """Mark the time after all kernels that were launched before."""
         return self.now()
 
     def passed(self, mark: Any) -> bool:
@@ -49,9 +50,9 @@ class WallClock:
 
 
 class CudaEvents(WallClock):
-    """Marks in the stream of kernels, because the host runs ahead of the kernels that it launches.
+    """Takes time marks as CUDA events, because the host runs ahead of the kernels that it launches.
 
-    An idle GPU passes a mark at once, so the time of work on the host counts too.
+    An idle GPU passes an event at once, so that work of the host counts, too.
     """
 
     def mark(self) -> Any:
@@ -72,20 +73,22 @@ class CudaEvents(WallClock):
 
 
 def timeline_of(device: str) -> WallClock:
-    """Return the timeline of a rank that computes on `device`."""
+    """Return the source of time marks for a rank that computes on `device`."""
     return CudaEvents() if device == "cuda" else WallClock()
 
 
 class StepClock:
-    """Measures the parts of each step: time after `enter` belongs to that part, except the engine's collectives.
+    """Measures the time of each part of a step.
+
+    The time after `enter(part)` belongs to `part`, except for reductions and waits of the engine.
 
     Args:
-        engine_times: returns the seconds that the engine has spent in reductions (None: it does not measure them) and
-            in waiting for other ranks within them.
+        engine_times: returns the total seconds that the engine has spent in reductions (None: not measured), and in
+            waiting for other ranks within reductions.
         timeline: marks the ends of parts; on a GPU a part ends after the kernels that it launched.
 
     Attributes:
-        annotate: opens a named range in a profile around each part.
+        annotate: returns a context that shows a part as a named range in the trace of torch.profiler.
     """
 
     def __init__(
@@ -93,12 +96,12 @@ class StepClock:
     ) -> None:
         self._engine_times = engine_times
         self._timeline = timeline or WallClock()
-        # Parts with an end that is not known yet: their two marks, and the seconds that belong to other parts.
+        # Parts whose end time is not known yet: (part, first mark, last mark, seconds that belong to other parts).
         self._open: deque[tuple[str, Any, Any, float]] = deque()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.reduce_known = True
         self._part: str | None = None
-        self._since: tuple[Any, float, float] = (None, 0.0, 0.0)  # a mark, reduced, waited
+        self._since: tuple[Any, float, float] = (None, 0.0, 0.0)  # beginning: mark, reduced, waited
         self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
         self._range: AbstractContextManager[object] | None = None
 
@@ -111,7 +114,7 @@ class StepClock:
             self._range.__enter__()
 
     def leave(self) -> None:
-        """End the part; time until the next `enter` belongs to no part."""
+        """End the current part. The time until the next `enter` belongs to no part."""
         self._close(self._now())
 
     def _close(self, now: tuple[Any, float, float]) -> None:
@@ -128,7 +131,7 @@ class StepClock:
         self._part = None
 
     def ended(self, phase: str) -> None:
-        """Change the part after "forward" or "backward" of a micro-batch; between steps (a self-test) do nothing."""
+        """Enter the next part after `phase` ("forward" or "backward") of a micro-batch. Between steps, do nothing."""
         if self._part is not None:
             self.enter("backward" if phase == "forward" else "forward")
 
@@ -140,7 +143,7 @@ class StepClock:
         return dict(self._seconds)
 
     def synchronized_seconds(self) -> dict[str, float]:
-        """Wait for the last mark and return `seconds`: for the moment of a step that waits for the GPU anyway."""
+        """Wait for the last mark and return `seconds`. Call this only where a step waits for the GPU anyway."""
         if self._open:
             self._timeline.wait(self._open[-1][2])
         return self.seconds()
@@ -152,10 +155,10 @@ class StepClock:
 
 
 class Profile:
-    """Traces the `steps` steps after the first two on each rank, for `observe.profile`.
+    """Traces `steps` steps with torch.profiler on each rank, after two untraced steps, for `observe.profile`.
 
-    RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing; rank-N.txt holds a table of the
-    parts of a step and one of the operators. Call `step` before each step and `finish` after the last one.
+    RUN_DIR/profile/rank-N.json.gz opens in https://ui.perfetto.dev or chrome://tracing. rank-N.txt has tables of the
+    parts of a step and of the operators. Call `step` before each step and `finish` after the last step.
     """
 
     def __init__(self, directory: Path, rank: int, steps: int, clock: StepClock) -> None:
@@ -168,7 +171,7 @@ class Profile:
         self._seconds_before: dict[str, float] = {}
 
     def step(self) -> None:
-        """Start or end the trace if the next step requires it."""
+        """Start the trace before the first step to trace, and end the trace after the last one."""
         if not self._steps:
             return
         if self._started_steps == _SKIPPED_STEPS:
@@ -183,7 +186,7 @@ class Profile:
         return self._steps > 0 and self._started_steps <= _SKIPPED_STEPS
 
     def finish(self) -> None:
-        """Write the trace. Raises StorageError, and then leaves no partial file."""
+        """End the trace and write its files. After a StorageError, no partial file is left."""
         if self._profiler is None:
             return
         profiler, self._profiler, self._steps = self._profiler, None, 0
@@ -195,7 +198,7 @@ class Profile:
             self._directory.mkdir(exist_ok=True)
         try:
             with writing(trace):
-                trace.unlink(missing_ok=True)  # a link would be followed
+                trace.unlink(missing_ok=True)  # the profiler would write through a symbolic link
                 profiler.export_chrome_trace(str(trace))
             with writing(table):
                 publish_text(table, f"{self._parts_table()}\n\noperators\n{operators}")
@@ -229,7 +232,7 @@ class Profile:
 
 
 class SlowRanks:
-    """Finds ranks whose own work per token takes longer than the median rank's, over the last `window_steps` steps."""
+    """Finds ranks whose work per token takes longer than that of the median rank over the last `window_steps` steps."""
 
     def __init__(self, window_steps: int = 20, ratio: float = 1.2) -> None:
         self._ratio = ratio
@@ -237,13 +240,13 @@ class SlowRanks:
         self._window: deque[list[tuple[float, int]]] = deque(maxlen=window_steps)
 
     def add(self, own_work: Sequence[tuple[float, int]]) -> None:
-        """Add a step: for each rank the seconds of its own work, and the number of its tokens."""
+        """Add a step: the seconds of work and the number of tokens of each rank."""
         self._window.append(list(own_work))
 
     def slowdowns(self) -> dict[int, float]:
         """Return the slow ranks with their time per token relative to the median; empty until the window is full.
 
-        Ranks without tokens in the window only join the collectives and do not count.
+        Ranks without tokens in the window do not count, because they only join collectives.
         """
         if len(self._window) < self.window_steps:
             return {}

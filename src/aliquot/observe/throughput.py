@@ -15,13 +15,13 @@ import psutil
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due, times_due, times_either_due
 
-Step = tuple[float, int, int, float]  # seconds, tokens, FLOP, and the seconds spent waiting for a save
+Step = tuple[float, int, int, float]  # seconds, tokens, FLOP, seconds of waiting for a save
 _NONE: Step = (0.0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates over all ranks. `mfu` is a fraction of the ceiling, or None if the ceiling is unknown."""
+    """Rates over all ranks. `mfu` is a fraction of the compute ceiling; None if the ceiling is unknown."""
 
     tokens_per_s: float
     flops_per_s: float
@@ -29,11 +29,11 @@ class Speed:
 
 
 class Meter:
-    """Measures optimizer steps between `begin` and `end`; work between steps (evaluation) does not count.
+    """Measures the throughput of optimizer steps, each from `begin` to `end`. Work between steps does not count.
 
     Args:
-        ceiling_flops_per_s: the matmul rate of all ranks together.
-        warmup_steps: first steps, which compile and fault pages in; they count only until a later step exists.
+        ceiling_flops_per_s: compute ceiling, the rate of plain matrix products on all ranks together.
+        warmup_steps: number of first steps to discard once a later step ends, because they compile and fault pages in.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Meter:
         self._started_at = self._clock()
 
     def end(self, tokens: int, flops: int, saving_s: float = 0.0) -> None:
-        """Count a step over real tokens of all ranks, with `saving_s` seconds of waiting for a save."""
+        """Count a step. `tokens`: real tokens of all ranks; `saving_s`: seconds of the step that waited for a save."""
         self._steps += 1
         if self._steps == self._warmup_steps + 1:
             self._window.clear()
@@ -105,10 +105,10 @@ def _sum(steps: Iterable[Step]) -> Step:
 
 
 class RemainingWork:
-    """Estimates the time of evaluations, saves and export by their last duration, at first by the plan."""
+    """Estimates the time of remaining evaluations, saves and export: from the plan, then from their last duration."""
 
     def __init__(self, config: RunConfig, total_steps: int, plan: Mapping[str, Any]) -> None:
-        """Args: plan: as `aliquot plan --json` prints it, or empty."""
+        """Args: plan: in the form of `aliquot plan --json`, or empty."""
         self._total = total_steps
         self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.every
         self._best_steps = config.train.eval_steps if config.checkpoint.best else 0
@@ -121,12 +121,14 @@ class RemainingWork:
         self.evaluation_s = float(plan.get("evaluation_s", 0.0))
 
     def saved(self, seconds: float, stall_s: float) -> None:
-        """Record a save of `seconds`, during which training stood still for `stall_s`."""
+        """Record a save that took `seconds`. Training waited for `stall_s` of them."""
         self._save_s, self.stall_s = seconds, stall_s
 
     def seconds(self, done: int) -> float:
-        """Estimate the time after `done` steps, including the work due after that step. With `checkpoint.best` every
-        evaluation counts as an improvement that causes a save."""
+        """Estimate the seconds of evaluations, saves and export from the end of step `done` to the end of the run.
+
+        With `checkpoint.best`, every evaluation counts as an improvement that causes a save.
+        """
         begun = max(0, done - 1)
         evaluations = times_due(self._eval_steps, self._total) - times_due(self._eval_steps, begun, last=False)
         all_saves, done_saves = (
@@ -138,7 +140,7 @@ class RemainingWork:
 
 
 def attention_pairs(lengths: npt.ArrayLike, window: int | None = None) -> int:
-    """Count (query, key) pairs of causal attention within documents; a query sees at most `window` keys."""
+    """Count the (query, key) pairs of causal attention within documents. A query attends to at most `window` keys."""
     tokens = np.asarray(lengths, np.int64)
     hidden = np.maximum(0, tokens - window) if window is not None else np.zeros_like(tokens)
     return int((tokens * (tokens + 1) - hidden * (hidden + 1)).sum()) // 2
@@ -147,30 +149,30 @@ def attention_pairs(lengths: npt.ArrayLike, window: int | None = None) -> int:
 def model_flops(
     matmul_flops: int, tokens: int, lengths: npt.ArrayLike, attention_widths: Mapping[int | None, int]
 ) -> int:
-    """Count the operations of forward and backward over real tokens, without recomputation: the numerator of MFU.
+    """Count the FLOP of forward and backward pass over real tokens, without recomputation: the numerator of MFU.
 
     PaLM (Chowdhery et al. 2022, appendix B) counts 6 N + 12 L H Q T per token: 2 N forward and 4 N backward for N
     weights in matrix products, and for attention 4 L H Q forward (scores and values) and 8 L H Q backward for each of T
-    keys. Here N excludes the input embedding, which is a look-up, and gradients of frozen weights. T is the number of
-    keys that a causal query sees within its document and window.
+    keys. Here N excludes the input embedding, because a look-up has no products, and gradients of frozen weights. T is
+    the number of keys that a causal query attends to within its document and window.
 
     Args:
-        matmul_flops: operations per token in all products with weights (models/structure.py).
+        matmul_flops: FLOP per token in all products with weights (models/structure.py).
         lengths: the lengths of the documents.
-        attention_widths: layers x heads x head size, by the window of those layers.
+        attention_widths: attention window -> layers x heads x head size, over the layers with this window.
     """
     attention = sum(width * attention_pairs(lengths, window) for window, width in attention_widths.items())
     return matmul_flops * tokens + 12 * attention
 
 
 class InterfaceTraffic:
-    """Counts the bytes of all processes through each network interface of this machine."""
+    """Counts the bytes that all processes send and receive through each network interface of this machine."""
 
     def __init__(self) -> None:
         self._start = _interfaces()
 
     def readings(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the bytes since the start as a metric, without unused interfaces."""
+        """Return the metric `interface_bytes`: bytes since the start, for each interface with traffic."""
         moved = {}
         for name, now in _interfaces().items():
             before = self._start.get(name)

@@ -1,7 +1,7 @@
-"""Figures of the report: lines and stacked bars in SVG, with a sentence, a legend, the numbers as a table, and hints.
+"""Draw the figures of the report as SVG: lines and stacked bars, with a sentence, a legend, a table, and tooltips.
 
-The page scales user units to its width. Text has a class, so that the page's style can enlarge it in small figures.
-Colours are classes `c0` to `c7`. Every name and text is escaped.
+The page scales the user units of a figure to the width of the page. Text elements have a class, so that the style sheet
+can enlarge text in small figures. Colours are classes `c0` to `c7`. Every name and text is escaped.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from aliquot.observe.report.read_run import Points
 WIDTH, _LOW, _HIGH = 600, 276, 350
 _LEFT, _RIGHT, _TOP = 64, 14, 34
 _MAX_POINTS, _MAX_HINTS, _MAX_ROWS = 400, 200, 120
-_MAX_LABELS, _LONG_LABEL, _MAX_LABEL = 7, 8, 28  # of the bars; characters
-_MIN_SMOOTHED = 60  # points: fewer need no smoothing
-_DASHES = ("", "dashed", "dotted")  # for every seven lines another stroke
+_MAX_LABELS, _LONG_LABEL, _MAX_LABEL = 7, 8, 28  # number of bar labels; characters of a label
+_MIN_SMOOTHED = 60  # lines with fewer points are not smoothed
+_DASHES = ("", "dashed", "dotted")  # after every seven lines, the stroke changes
 _COLOURS = 7
 
 Format = Callable[[float], str]
@@ -54,9 +54,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with its words. Without `svg` there is nothing to draw, and `missing` is the reason."""
+    """A drawing with title, description, legend and table. If `svg` is None, `missing` says why nothing is drawn."""
 
-    name: str  # the anchor; unique in a page
+    name: str  # the HTML anchor, unique in the page
     title: str
     says: str  # describes the drawing in one or two sentences, also for screen readers
     svg: Markup | None = None
@@ -65,7 +65,7 @@ class Figure:
     height: int = _LOW
     keys: Sequence[Key] = ()
     table: Table | None = None
-    hints: Sequence[tuple[float, str]] = ()  # x in user units, text to show there
+    hints: Sequence[tuple[float, str]] = ()  # tooltips: x in user units, text
 
     @property
     def hints_json(self) -> str:
@@ -74,7 +74,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at `x`."""
+    """A vertical line at `x`, with a text."""
 
     x: float
     text: str
@@ -82,11 +82,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Axis:
-    """The vertical axis of a figure, and the lines that cross the figure."""
+    """The vertical axis of a figure, and the horizontal and vertical lines across the figure."""
 
     unit: str
     scale: Format
-    text: Format  # of a value in the table and in hints
+    text: Format  # format of a value in the table and in tooltips
     from_zero: bool = False
     levels: Mapping[str, float] | None = None  # horizontal lines: a limit, a ceiling
     marks: Sequence[Mark] = ()
@@ -100,7 +100,7 @@ class Line:
     colour: int
     style: str = ""  # classes: dots, dashed, dotted, plan
     note: str = ""
-    smooth: bool = False  # draw moving means of many points, over a thin line of the points
+    smooth: bool = False  # if there are many points, draw moving means over a thin line of the points
 
     @property
     def is_smoothed(self) -> bool:
@@ -114,7 +114,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Layer:
-    """One colour of stacked bars: a value for each bar."""
+    """One layer of stacked bars, in one colour: a value for each bar."""
 
     name: str
     values: Sequence[float]
@@ -148,7 +148,7 @@ class _Frame:
         return f'<polyline class="line {classes}" points="{path}"/>'
 
     def crossing(self, axis: Axis) -> str:
-        """Draw the marks and levels of an axis."""
+        """Draw the vertical marks and horizontal levels of an axis."""
         parts, right = [], WIDTH - _RIGHT
         for mark in axis.marks:
             if not self.x0 <= mark.x <= self.x1:
@@ -167,10 +167,10 @@ class _Frame:
 def line_figure(
     figure: Figure, axis: Axis, lines: Sequence[Line], columns: Mapping[str, Mapping[float, str]] | None = None
 ) -> Figure:
-    """Draw lines into a figure that has only words yet; at least one line has a point.
+    """Add a drawing of lines to a figure that has only texts so far. At least one line must have a point.
 
     Args:
-        columns: further columns of the table, and lines of the hints, by x.
+        columns: further values by x, as columns of the table and lines of the tooltips.
     """
     lines = [line for line in lines if line.points]
     points = [point for line in lines for point in line.points]
@@ -207,7 +207,7 @@ def line_figure(
 def labelled_lines(
     figure: Figure, axis: Axis, labelled: Sequence[tuple[str, Points]], kind: str, smooth: bool = False
 ) -> Figure:
-    """Draw several lines with labels; `kind` (run, source) names what a line belongs to in the table's head."""
+    """Draw several lines with labels. `kind` says what the labels name (run, source), in the head of the table."""
     missing = [label for label, points in labelled if not points]
     if len(missing) == len(labelled):
         return replace(figure, missing=f"no {kind} has logged it")
@@ -230,9 +230,9 @@ def labelled_lines(
 def stack_figure(
     figure: Figure, axis: Axis, bars: Sequence[str], layers: Sequence[Layer], lines: Sequence[Line] = ()
 ) -> Figure:
-    """Draw a bar for each name in `bars`, its layers on top of each other, into a figure that has only words yet.
+    """Add a drawing of stacked bars, one for each name in `bars`, to a figure that has only texts so far.
 
-    Bar i covers x from i to i + 1, for `lines` and marks.
+    Bar i covers x from i to i + 1; `lines` and marks use the same x.
     """
     tops = [sum(layer.values[i] for layer in layers) for i in range(len(bars))]
     high = max([*tops, *(axis.levels or {}).values(), *(y for line in lines for _, y in line.points)])
@@ -283,7 +283,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> Points:
-    """Select at most `most` points: the lowest and highest of each stretch, so that no spike is lost."""
+    """Select at most `most` points: the lowest and the highest point of each interval, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     selected: Points = []
@@ -295,12 +295,12 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> Points:
 
 
 def smoothed(points: Points) -> Points:
-    """Return moving means over a thirtieth of all points, over fewer points at both ends."""
+    """Return moving means over a window of a thirtieth of all points, which shrinks at both ends."""
     reach = max(1, len(points) // 60)
     sums = [0.0, *accumulate(value for _, value in points)]
     means = []
     for i, (step, _) in enumerate(points):
-        near = min(reach, i, len(points) - 1 - i)  # symmetric, so that a slope does not move
+        near = min(reach, i, len(points) - 1 - i)  # symmetric, so that smoothing does not shift a slope
         means.append((step, (sums[i + near + 1] - sums[i - near]) / (2 * near + 1)))
     return means
 

@@ -1,4 +1,4 @@
-"""The figures of one run, except for memory: learning, speed, parts of a step, traffic, sources and experts."""
+"""The figures of one run, except for memory: loss, speed, parts of a step, traffic, sources and experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aliquot.observe.report.charts import Axis, Figure, Layer, Line, Mark, label
 from aliquot.observe.report.read_run import Object, Points, Run, evaluation_sets, median, number
 from aliquot.observe.step_clock import PARTS
 
-_MAX_BARS = 60  # of the time of a step: a bar is the mean of a stretch of steps
+_MAX_BARS = 60  # in the figure of step time, where a bar is the mean of consecutive steps
 
 
 def resumes(run: Run) -> list[Mark]:
@@ -73,7 +73,7 @@ def utilisation(run: Run) -> Figure:
     if not points:
         return Figure(name, title, "", missing=without_steps(run))
     shares = dict(run.points("mfu"))
-    # Every attempt measures the ceiling, perhaps on another machine.
+    # Every attempt measures the compute ceiling, perhaps on another machine.
     ceiling = [(step, value / shares[step]) for step, value in points if shares.get(step, 0) > 0]
     says = f"The model needed {rate(median(points), 'FLOP/s')}"
     note = ""
@@ -126,7 +126,7 @@ def traffic(run: Run) -> Figure:
 
 
 def source_figures(run: Run) -> list[Figure]:
-    """Draw the loss of each source and the perplexity of each evaluation set; no figure for a single one."""
+    """Draw the loss of each source and the perplexity of each evaluation set; no figure for a single source or set."""
     sources = run.setting("data", "sources")
     entries = sources if isinstance(sources, list) else []
     names = [str(source["name"]) for source in entries if isinstance(source, dict) and "name" in source]

@@ -1,4 +1,4 @@
-"""The figures of a run's memory: of each rank over the phases, and over the steps."""
+"""The memory figures of a run: memory of each rank over the phases, and over the steps."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from aliquot.observe.report.read_run import Object, Points, Run, number
 
 GIB = 2**30
 _MAX_RANKS = 4
-_GPU_KEY = "gpu"  # key of a ledger row's GPU memory
+_GPU_KEY = "gpu"  # key of GPU memory in a row of the ledger
 _CATEGORIES = ("weights", "gradients", "moments", "gathered", "activations", "shared")
 
 
 @dataclass(frozen=True)
 class _MemoryKind:
-    """GPU memory or host memory."""
+    """How to draw one kind of memory: GPU memory or host memory."""
 
     suffix: str  # of the figure's name
     title: str
-    metric: str  # key of a logged step
-    rest: str  # name of the memory outside the known categories
+    metric: str  # key in the metrics of a logged step
+    rest: str  # label of memory outside the known categories
     ends: Mapping[str, str]  # further columns of the table, and their keys
-    phases: str  # key of the plan
+    phases: str  # key in the plan
     limit: float | None
 
     def planned(self, run: Run, row: Object) -> float | None:
-        """Return the planned bytes of the row's phase, a rank's share of shared pages included; None without a plan."""
+        """Return the planned bytes of the phase of `row`, including a share of shared pages; None without a plan."""
         ranks = number(run.plan.get("ranks_per_node")) or 1.0
         phases = run.plan.get(self.phases)
         for phase in phases if isinstance(phases, list) else ():
@@ -45,7 +45,7 @@ class _MemoryKind:
 
 
 def _kinds(run: Run) -> list[_MemoryKind]:
-    """Return host memory, and first GPU memory if ranks compute on GPUs."""
+    """Return the kinds of memory to draw: GPU memory, if ranks compute on GPUs, then host memory."""
     ends = {"RSS at its end": "rss_bytes", "PSS at its end": "pss_bytes"}
     phases = "host_phases" if _uses_gpus(run) else "phases"
     rest = "process, libraries, allocator"
@@ -58,7 +58,7 @@ def _kinds(run: Run) -> list[_MemoryKind]:
 
 
 def memory(run: Run) -> list[Figure]:
-    """Draw the ranks with the most memory; for a rank on a GPU first its GPU memory."""
+    """Draw memory by phase for the ranks with the most memory. GPU memory comes before host memory."""
     if not run.rows:
         why = "ledger.json is not there: it is written after the first step, and this run has not come so far"
         return [Figure("memory", "Memory over the phases", "", missing=why)]
@@ -135,12 +135,12 @@ def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
 
 
 def top_bytes(row: Object) -> float:
-    """Return the rank's peak in the phase, of its GPU or of host memory with shared pages divided among their users."""
+    """Return the peak of a rank in the phase of `row`: of GPU memory, or of host memory (PSS)."""
     return number(_compute_row(row).get("peak_bytes")) or 0.0
 
 
 def host_top_bytes(run: Run) -> float | None:
-    """Return the peak host memory of a rank on a GPU; None if ranks compute on CPUs."""
+    """Return the largest peak of host memory of ranks that compute on GPUs; None if ranks compute on CPUs."""
     return max(number(row.get("peak_bytes")) or 0.0 for row in run.rows) if _uses_gpus(run) else None
 
 
@@ -149,19 +149,19 @@ def _uses_gpus(run: Run) -> bool:
 
 
 def _compute_row(row: Object) -> Object:
-    """Return the row of the memory that the rank computes in."""
+    """Return the GPU part of a ledger row if the rank computes on a GPU, otherwise the row itself."""
     gpu_row = row.get(_GPU_KEY)
     return {"phase": row.get("phase"), **gpu_row} if isinstance(gpu_row, dict) else row
 
 
 def limit_bytes(run: Run) -> float | None:
-    """Return the limit of the memory that a rank computes in: of its GPU, or its part of the node's limit."""
+    """Return the memory limit of a rank: the memory of its GPU or, on CPU, its share of the limit of the node."""
     return number(run.machine.get("gpu_memory_bytes")) if _uses_gpus(run) else _host_limit(run)
 
 
 def _host_limit(run: Run) -> float | None:
     if not _uses_gpus(run) and (planned := number(run.plan.get("limit_bytes"))) is not None:
-        return planned  # excludes other processes and respects shard.memory
+        return planned  # the planned limit excludes other processes and respects shard.memory
     limit = number(run.machine.get("memory_limit_bytes"))
     world, nodes = number(run.about.get("world_size")), number(run.about.get("nodes"))
     return limit / (world / nodes) if limit is not None and world and nodes else None

@@ -35,7 +35,7 @@ def write_report(directories: Sequence[Path], out: Path) -> None:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Render the page."""
+    """Render the HTML page of one run, or of several runs side by side."""
     style, script = _source("style.css"), _source("hints.js")
     page = {
         "marker": Markup(MARKER),
@@ -85,7 +85,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _comparison(runs: Sequence[Run]) -> Table:
-    """Build a table with a column for each run."""
+    """Build a table of key figures with a column for each run."""
     columns = []
     for run in runs:
         ranks, wire = number(run.about.get("world_size")), run.per_step("wire_bytes")

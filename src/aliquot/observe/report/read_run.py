@@ -1,6 +1,6 @@
-"""Read a run directory for the report: a run that ended, that continues, or that was killed.
+"""Read the directory of a complete, running or killed run for the report.
 
-The files are not trusted: truncated lines are skipped, and values that are no plausible numbers count as missing.
+The files are not trusted. Truncated lines are skipped, and implausible numbers count as missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aliquot.observe.step_clock import PARTS
 
 BEGINS = ("start", "resume")  # the first event of an attempt
 _MAX_NUMBER = 1e24
-_MAX_BYTES = 1 << 30  # of a file: enough for metrics of millions of steps
+_MAX_BYTES = 1 << 30  # per file: enough for metrics of millions of steps
 
 Object = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -34,7 +34,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Status:
-    """`word`: complete, running, stopped, failed, killed or empty; `detail` says more."""
+    """The state of a run. `word`: complete, running, stopped, failed, killed or empty; `detail`: the reason."""
 
     word: str
     detail: str
@@ -47,11 +47,11 @@ class Run:
     config: Object
     config_text: str | None
     steps: list[Object]  # logged steps, by step
-    evaluations: list[Object]  # logged evaluations of the main set: the set without a name, or else the first
+    evaluations: list[Object]  # logged evaluations of the set without a name, or of the first set
     evaluated: list[Object]  # logged evaluations of all sets
     events: list[Object]
-    rows: list[Object]  # of the ledger
-    plan: Object  # the plan of the run, as `aliquot plan --json` prints it; empty if none was recorded
+    rows: list[Object]  # of the memory ledger
+    plan: Object  # in the form of `aliquot plan --json`; empty if no plan was recorded
     machine: Object
     checkpoints: dict[int, int]  # step -> size in bytes of existing checkpoints
     doctor: Any  # content of doctor.json; None if the file is missing
@@ -64,9 +64,9 @@ class Run:
 
     @property
     def beginnings(self) -> list[float]:
-        """The steps after which those attempts began that contribute to the metrics.
+        """The step before the first step of each attempt that contributes to the metrics.
 
-        Later attempts that resumed from an earlier step have replaced the other attempts.
+        An attempt that resumed from an earlier step replaces the metrics of previous attempts after this step.
         """
         steps: list[float] = []
         for attempt in reversed(self.attempts):
@@ -81,7 +81,7 @@ class Run:
         return self.attempts[-1] if self.attempts else {}
 
     def points(self, key: str, lines: list[Object] | None = None, x: str = "step") -> Points:
-        """Return (`x`, `key`) of the logged steps, or of `lines`, with numbers for both."""
+        """Return the points (`x`, `key`) of the logged steps, or of `lines`, that have numbers for both."""
         pairs = [(number(line.get(x)), number(line.get(key))) for line in (self.steps if lines is None else lines)]
         return [(at, value) for at, value in pairs if at is not None and value is not None]
 
@@ -99,7 +99,7 @@ class Run:
         return [point for point in points if point[0] not in self.first_steps] or points
 
     def average(self, key: str) -> tuple[float, str] | None:
-        """Return the mean of `tokens_per_s` or `mfu` and its basis: the final event, or the median of logged steps."""
+        """Return the mean of `tokens_per_s` or `mfu` and its source: the final event, or the median of logged steps."""
         last = self.events[-1] if self.events else {}
         overall = number(last.get(key)) if last.get("event") in ENDS else None
         if overall is not None:
@@ -108,7 +108,7 @@ class Run:
         return (median(logged), "median of the logged steps") if logged else None
 
     def timed(self) -> list[Object]:
-        """Return the logged steps with times of parts, without the first of each attempt unless there are no others."""
+        """Return the logged steps with times of parts, without the first step of each attempt if there are others."""
         lines = [line for line in self.steps if number(line.get("forward_s")) is not None]
         return [line for line in lines if number(line.get("step")) not in self.first_steps] or lines
 
@@ -120,7 +120,7 @@ class Run:
         for line in self.steps:
             step = number(line.get("step")) or 0.0
             if id(line) in counted:
-                weights.append((max(1.0, step - before), line))  # a line represents the steps since the previous line
+                weights.append((max(1.0, step - before), line))  # a line stands for all steps since the previous line
             before = step
         steps = sum(weight for weight, _ in weights) or 1.0
         return {
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def ceiling(self) -> float | None:
-        """The newest matmul ceiling of all ranks, in FLOP/s."""
+        """The newest compute ceiling of all ranks together, in FLOP/s."""
         for line in reversed(self.steps):
             flops, mfu = number(line.get("flops_per_s")), number(line.get("mfu"))
             if flops and mfu:
@@ -171,7 +171,7 @@ def read_run(path: Path) -> Run:
         rows=[row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES]
         if isinstance(rows, list)
         else [],
-        # Before the first step only the start event holds the plan.
+        # Before the first step, only the start event has the plan.
         plan=next((plan for plan in (ledger.get("plan"), *_newest(events, "plan")) if isinstance(plan, dict)), {}),
         machine=_object(next(_newest(events, "machine"), ledger.get("machine"))),
         checkpoints=_checkpoints(directory.checkpoints),
@@ -195,7 +195,7 @@ def evaluation_sets(lines: list[Object]) -> list[str]:
 
 
 def _main_set(line: Object) -> Object:
-    """Return `line` with the numbers of the main set under the keys of a set without a name."""
+    """Return `line` with the numbers of the main evaluation set under the keys `eval_loss`, `eval_perplexity`, ..."""
     if "eval_loss" in line:
         return line
     prefix = f"eval_{evaluation_sets([line])[0]}_"
@@ -239,7 +239,7 @@ def _is_locked(lock: Path) -> bool:
     """Return whether a process holds the run's lock."""
     try:
         with lock.open(encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases the lock at once
     except BlockingIOError:
         return True
     except OSError:

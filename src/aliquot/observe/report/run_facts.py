@@ -1,4 +1,4 @@
-"""The texts, key figures and tables of one run in the report."""
+"""The texts, key figures and tables about one run in the report."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _step_s(run: Run) -> float:
-    """Return the mean seconds of a step without waits for saves, like the plan."""
+    """Return the mean seconds of a step without waits for saves, to compare them with the plan."""
     return sum(value for part, value in run.mean_parts().items() if part != "checkpoint")
 
 
@@ -83,7 +83,7 @@ def foresight(run: Run) -> Table:
     speed, wire = run.average("tokens_per_s"), run.per_step("wire_bytes")
     ranks = number(run.about.get("world_size")) or 1.0
     peak, host_peak = (max(map(top_bytes, run.rows)) if run.rows else None), host_top_bytes(run)
-    sent = ranks * wire[-1][1] if wire else None  # ranks count loopback, too
+    sent = ranks * wire[-1][1] if wire else None  # the counter of a rank includes loopback
     compared: list[tuple[str, tuple[str, ...], float | None, Callable[[float], str]]] = [
         ("peak memory of a rank", ("peak_bytes_per_rank",), peak, gib),
         ("of the machine's memory", ("host_peak_bytes_per_rank",) if host_peak else (), host_peak, gib),
@@ -102,7 +102,7 @@ def foresight(run: Run) -> Table:
 
 
 def checkpoints(run: Run) -> Table:
-    """Build a table of recorded saves and existing checkpoints; of a step saved repeatedly the newest save."""
+    """Build a table of recorded saves and existing checkpoints. Show only the newest save of each step."""
     saved = {
         int(step): event
         for event in run.events
@@ -142,7 +142,7 @@ def history(run: Run) -> list[tuple[str, str, str]]:
 
 
 def machine(run: Run) -> list[tuple[str, str]]:
-    """Return facts of rank 0's machine, with the kernel of its matrix products."""
+    """Return facts about the machine of rank 0, including the kernel of its matrix products."""
     facts, about = run.machine, run.about
     precision = str(run.setting("train", "precision") or "bf16")
     kernels = facts.get("matmul_kernels")
