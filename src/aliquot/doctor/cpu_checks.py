@@ -21,7 +21,7 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 @check("isa", "instructions")
 def check_isa(subject: Subject) -> Verdict:
-    """Check the instructions for matrix products."""
+    """Check whether the CPU has fast instructions for matrix products."""
     cpu, fp32 = subject.cpu, "set train.precision=fp32, or take a CPU with AVX-512 or AMX"
     observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
     if cpu.isa and cpu.has_bf16_instructions:
@@ -36,10 +36,10 @@ def check_isa(subject: Subject) -> Verdict:
 
 @check("amx", "AMX permission")
 def check_amx(subject: Subject) -> Verdict:
-    """Check that the kernel permits AMX tiles, which the CPU flags do not say."""
+    """Check that Linux permits AMX tiles, because the CPU flags do not show this permission."""
     if "amx_bf16" not in subject.cpu.isa:
         return "ok", "no AMX on this CPU", "nothing to permit"
-    # Request AMX tile data as oneDNN does.
+    # Request permission for AMX tile data, as oneDNN does.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, ctypes.c_ulong(_XFEATURE_XTILEDATA)) == 0:
         return "ok", "granted", "bf16 products run in AMX tiles, several times AVX-512"
@@ -68,7 +68,7 @@ def check_kernels(subject: Subject) -> Verdict:
 
 @check("cores", "cores")
 def check_cores(subject: Subject) -> Verdict:
-    """Check the cores that affinity (taskset, a cpuset) and the quota of the control group allow."""
+    """Check how many cores the process may use, by affinity (taskset, a cpuset) and by the quota of the cgroup."""
     cpu = subject.cpu
     online = parse_cpu_list(read_text(subject.root / "sys/devices/system/cpu/online") or "")
     hidden = (len(online) or os.cpu_count() or 1) - (allowed := sum(map(len, cpu.cores)))
@@ -90,7 +90,7 @@ def check_cores(subject: Subject) -> Verdict:
 
 @check("smt", "SMT")
 def check_smt(subject: Subject) -> Verdict:
-    """Check whether logical CPUs share cores with somebody else."""
+    """Check whether other processes may use the second hardware threads of this process's cores."""
     cores = {sibling_cpus(cpu, subject.root) for cpu in subject.allowed}
     threads = max(len(core) for core in cores)
     observed = f"{threads} hardware thread{'s' if threads > 1 else ''} a core"
@@ -106,7 +106,7 @@ def check_smt(subject: Subject) -> Verdict:
 
 @check("numa", "NUMA")
 def check_numa(subject: Subject) -> Verdict:
-    """Check the NUMA nodes, and whether a process may prefer memory of one."""
+    """Check the NUMA nodes, and whether a process may prefer the memory of one node."""
     nodes = sorted(set(numa_nodes(subject.root).get(cpu, 0) for cpu in subject.allowed))
     if len(nodes) == 1:
         return "ok", "one NUMA node", "memory access is uniform"
@@ -124,7 +124,7 @@ def check_numa(subject: Subject) -> Verdict:
 
 @check("threads", "threads")
 def check_threads(subject: Subject) -> Verdict:
-    """Compare the threads of all ranks with the cores."""
+    """Compare the number of threads of all ranks with the number of cores."""
     cpu = subject.cpu
     ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:
@@ -144,7 +144,7 @@ def check_threads(subject: Subject) -> Verdict:
 
 @check("pinning", "pinning")
 def check_pinning(subject: Subject) -> Verdict:
-    """Check whether ranks can be pinned to cores of their own."""
+    """Check whether each rank can be pinned to separate cores."""
     cpu = subject.cpu
     ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:

@@ -1,4 +1,4 @@
-"""All checks of a machine, shown file by file in the order of their definition."""
+"""Run all checks of a machine, file by file in the order of their definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHECKS: list[Callable[[Subject], Finding]] = [
 
 
 def examine(subject: Subject) -> Iterator[Finding]:
-    """Yield the finding of every check, those of two ranks last. First raises UsageError for an invalid --peers."""
+    """Yield the finding of every check; the checks with two ranks come last. Raises UsageError for invalid --peers."""
     network_checks.parse_peers(subject)
     for check in CHECKS:
         yield check(subject)

@@ -1,4 +1,4 @@
-"""The subject and the result of a check of a machine."""
+"""What a check of `aliquot doctor` examines (Subject), and its result (Finding)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Literal, ParamSpec
 from aliquot.machine.cpu import CpuFacts, read_cpu
 
 Level = Literal["ok", "warning", "problem"]
-Verdict = tuple[Level, str, str] | tuple[Level, str, str, str]  # the last fields of a Finding
+Verdict = tuple[Level, str, str] | tuple[Level, str, str, str]  # level, found, meaning and fix of a Finding
 P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. docs/troubleshooting.md explains every `id`, which is stable."""
+    """The result of one check. docs/troubleshooting.md explains every `id`; ids do not change."""
 
     id: str
     title: str
     level: Level
     found: str  # the observed state
     meaning: str  # the consequence for training
-    fix: str = ""  # empty if nothing is to be done
+    fix: str = ""  # empty if no fix is needed
 
     def text(self) -> str:
         """Return the finding as lines for a person: state, consequence, fix."""
@@ -34,7 +34,7 @@ class Finding:
 
 
 def check(id: str, title: str) -> Callable[[Callable[P, Verdict]], Callable[P, Finding]]:
-    """Make a function that returns a verdict return a finding with this id and title."""
+    """Decorate a function that returns a verdict, so that it returns a finding with this id and title."""
 
     def decorate(judge: Callable[P, Verdict]) -> Callable[P, Finding]:
         return wraps(judge)(lambda *args, **options: Finding(id, title, *judge(*args, **options)))
@@ -44,7 +44,7 @@ def check(id: str, title: str) -> Callable[[Callable[P, Verdict]], Callable[P, F
 
 @dataclass(frozen=True)
 class Subject:
-    """A machine, as this process may use it. Files are read under `root`, everything else from this machine."""
+    """The machine to examine, as this process may use it. Checks read files below `root`, other facts directly."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

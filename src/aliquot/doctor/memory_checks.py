@@ -1,4 +1,4 @@
-"""Checks of memory and limits: the container, huge pages, the allocator, /dev/shm, descriptors, locked memory."""
+"""Checks of memory and limits: memory, huge pages, allocator, /dev/shm, file descriptors, locked memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_huge_pages(subject: Subject) -> Verdict:
 
 @check("allocator", "allocator")
 def check_allocator(subject: Subject) -> Verdict:
-    """Check that an allocator that keeps freed memory is installed."""
+    """Check whether an allocator is installed that keeps freed memory for later tensors."""
     meaning = (
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )

@@ -41,7 +41,7 @@ def check_interface(subject: Subject) -> Verdict:
 
 @check("names", "own name")
 def check_names(subject: Subject) -> Verdict:
-    """Check the address of the host's own name, which other tools use, and gloo without an interface."""
+    """Check the address to which the host name resolves. Other tools use it, and so does gloo without an interface."""
     name, fix = socket.gethostname(), "an entry in /etc/hosts or DNS with the address that other nodes use"
     try:
         address = socket.gethostbyname(name)
@@ -60,7 +60,7 @@ def check_names(subject: Subject) -> Verdict:
 
 @check("port", "port")
 def check_port(subject: Subject) -> Verdict:
-    """Check that the port of the rendezvous is free on this machine."""
+    """Check that the rendezvous port is free on this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,7 +74,7 @@ def check_port(subject: Subject) -> Verdict:
 
 @check("peers", "other nodes")
 def check_peers(subject: Subject) -> Verdict:
-    """Check that the other nodes answer. A refused connection counts as an answer: nobody listens there yet."""
+    """Check that the other nodes answer. A refused connection is an answer, because no rank listens there yet."""
     if not subject.peers:
         return "ok", "none given", "--peers HOST,HOST tests connections to other nodes"
     bad, good = [], []
@@ -83,7 +83,7 @@ def check_peers(subject: Subject) -> Verdict:
             with suppress(ConnectionRefusedError):
                 socket.create_connection((host, port), timeout=_CONNECT_S).close()
             good.append(f"{host} by {interface_towards(host)}")
-        except (socket.gaierror, UnicodeError):  # UnicodeError: it cannot be a name, as `a..b`
+        except (socket.gaierror, UnicodeError):  # UnicodeError: an impossible name, such as `a..b`
             bad.append(f"{host} does not resolve")
         except OSError as error:
             bad.append(f"{host}: {'no answer' if isinstance(error, TimeoutError) else error.strerror}")
@@ -95,7 +95,7 @@ def check_peers(subject: Subject) -> Verdict:
 
 
 def parse_peers(subject: Subject) -> list[tuple[str, int]]:
-    """Return host and port of every HOST, HOST:PORT, [IPv6] or [IPv6]:PORT. Raises UsageError for an invalid one."""
+    """Return host and port of every HOST, HOST:PORT, [IPv6] or [IPv6]:PORT. Raises UsageError for an invalid peer."""
     addresses = []
     for peer in subject.peers:
         parts = _PEER.fullmatch(peer.strip())

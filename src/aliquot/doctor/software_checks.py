@@ -1,4 +1,4 @@
-"""Software: the compiler, Python's headers, versions with known traps, transformers with DeepSpeed."""
+"""Checks of software: C++ compiler, Python headers, versions with known problems, transformers with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_versions(subject: Subject) -> Finding:
 
 @check("versions", "versions")
 def judge_versions(versions: Mapping[str, str]) -> Verdict:
-    """Judge versions by package, without packages that are not installed."""
+    """Judge the versions of the installed packages."""
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
     observed = f"Python {sys.version.split()[0]}, {shown}"
     for package, fixed, level, meaning, version_to_install in _TRAPS:

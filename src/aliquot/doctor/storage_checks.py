@@ -19,7 +19,7 @@ _LEAST_BYTES, _GOOD_BYTES = 1 << 30, 20 << 30
 
 @check("storage", "run directory")
 def check_storage(subject: Subject) -> Verdict:
-    """Write, sync and rename a file as a checkpoint does; leave nothing behind."""
+    """Write, sync and rename a file like a checkpoint, then remove the file."""
     directory = _existing(subject.run_directory)
     mount = mount_of(directory.resolve(), subject.root)
     try:
@@ -59,7 +59,7 @@ def check_storage(subject: Subject) -> Verdict:
 
 @check("storage-clock", "clock of the run directory")
 def check_storage_clock(subject: Subject) -> Verdict:
-    """Check that the clock of the file system agrees with this machine's."""
+    """Check that the clock of the file system agrees with the clock of this machine."""
     try:
         with tempfile.NamedTemporaryFile(prefix=".aliquot-doctor-", dir=_existing(subject.run_directory)) as file:
             before = time.time()
@@ -83,7 +83,7 @@ def _existing(directory: Path) -> Path:
 
 
 def _write(file: Path) -> float:
-    """Return the seconds until a few MiB are written and durable."""
+    """Return the seconds to write and fsync a few MiB."""
     start = time.perf_counter()
     with file.open("wb") as out:
         out.write(os.urandom(_WRITE_BYTES))

@@ -1,7 +1,7 @@
-"""Checks with two real ranks: they exchange numbers in every way that training uses, and multiply matrices together.
+"""Checks with two real ranks, which run every collective of training, and multiply matrices at the same time.
 
-`python -m aliquot.doctor.two_ranks` runs one of the ranks, with the variables of torchrun; rank 0 prints the results as
-JSON.
+`python -m aliquot.doctor.two_ranks` runs one of the ranks, with the environment variables of torchrun. Rank 0 prints
+the results as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PRECISIONS: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
 
 
 def run_two_ranks(subject: Subject) -> dict[str, Any]:
-    """Run two ranks for a few seconds. Return the report of rank 0, or {"failure": last line of an error}."""
+    """Run two ranks for a few seconds. Return the report of rank 0, or {"failure": last line of the error}."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -88,7 +88,7 @@ def judge_self_test(report: dict[str, Any]) -> Verdict:
 
 @check("matmul", "matmul rate")
 def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
-    """Compare the measured FLOP/s of two simultaneous ranks with the peak by clock and instructions."""
+    """Compare the measured FLOP/s of two simultaneous ranks with the peak that clock and instructions allow."""
     if "failure" in report:
         return "warning", "not measured", "see `self-test`", "see `self-test`"
     bf16, fp32 = (min(report["rates"][precision]) for precision in ("bf16", "fp32"))
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def examine(ranks: Ranks) -> dict[str, bool]:
-    """Return by name whether every way of exchanging numbers is correct on this rank. Collective."""
+    """Return for each collective, by name, whether its result is correct on this rank. Collective."""
     values = [torch.arange(_NUMEL, dtype=torch.float32) * (rank + 1) for rank in range(ranks.world_size)]
     local, total = values[ranks.rank], sum(values, torch.zeros(_NUMEL))
     gathered = [torch.empty_like(local) for _ in values]
@@ -141,7 +141,7 @@ def examine(ranks: Ranks) -> dict[str, bool]:
 
 
 def _average(ranks: Ranks) -> bool:
-    """Check the gradient of a weight whose input is rank + 1 everywhere: it is the mean of 1 to world size."""
+    """Check that FSDP2 averages gradients: with the input rank + 1, the gradient is the mean of 1 to world size."""
     layer = torch.nn.Linear(4, 4, bias=False)
     fully_shard(layer)
     layer(torch.full((1, 4), float(ranks.rank + 1))).sum().backward()
