@@ -41,7 +41,7 @@ def generate_command(
 
 
 def _prompts(file: Path) -> list[str]:
-    """Return the lines of a file. Only newlines end a line: U+2028 and form feeds are text."""
+    """Return the lines of a file. Only newlines end a line, because U+2028 and form feeds are text."""
     with reading(file):
         try:
             lines = file.read_bytes().decode("utf-8-sig").split("\n")
@@ -96,7 +96,7 @@ def _answer(chat: Chat, line: str) -> None:
                 print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     except KeyboardInterrupt:
         pass
-    except UserError as error:  # about this message: the conversation continues
+    except UserError as error:  # an error in this message; the conversation continues
         error_line = error.line
     print(flush=True)
     if error_line is not None:

@@ -1,4 +1,4 @@
-"""aliquot instances: EC2 types with their facts for training, from the shipped catalogue or from AWS."""
+"""aliquot instances: list EC2 types with memory, network and price, from the shipped catalogue or from AWS."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _usd_per_billion(plan: Plan) -> float | None:
 
 
 def _training_json(item: InstanceType, plans: Mapping[str, Plan] | None) -> dict[str, object]:
-    """Return the facts about training that --json adds to those of an instance type."""
+    """Return the training facts that --json adds to the facts of an instance type."""
     if plans is None:
         return {}
     plan = plans[item.name]
@@ -131,9 +131,9 @@ def _training_json(item: InstanceType, plans: Mapping[str, Plan] | None) -> dict
 
 
 def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> dict[str, Plan]:
-    """Return the plan of the run of `file` for each type on which it fits.
+    """Plan the run that `file` configures on each type, and return the plans of types on which the run fits.
 
-    Raises UserError for a wrong config, or if every type has an error.
+    Raises UserError for an invalid config, or if no type can be planned.
     """
     from aliquot.cluster.job import placed
     from aliquot.config.read_config import read_config
@@ -142,7 +142,7 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     config = read_config(file)
     count = nodes or (config.cluster.most_nodes if config.cluster is not None else config.launch.most_nodes)
     settings = placed(config) if config.cluster is not None else config
-    # An elastic run must also fit on its fewest nodes.
+    # An elastic run must also fit on its minimum number of nodes.
     fewest_nodes = settings.launch.fewest_nodes if settings.launch.is_elastic and nodes is None else count
     errors, plans = [], {}
     with progress() as update:
@@ -153,8 +153,8 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
             try:
                 plan = plan_on(item.name, count)
                 fewest = plan_on(item.name, fewest_nodes) if fewest_nodes < count else plan
-            # A type without GPUs or with GPUs only, a type outside the catalogue (--live), or a number of ranks that
-            # contradicts the batch of a DeepSpeed JSON.
+            # Skip a type that lacks the device or the engine of the run, a type outside the catalogue (--live), or a
+            # type whose number of ranks contradicts the batch of a DeepSpeed JSON.
             except (DeviceError, EngineError, InstanceError, DeepspeedConfigError) as error:
                 errors.append(error)
                 continue
@@ -166,7 +166,7 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
 
 
 def instance_planner(config: RunConfig) -> Callable[[str, int], Plan]:
-    """Return a function that plans `config` on nodes of an EC2 type; it raises UserError if `config` cannot run there.
+    """Return a function that plans `config` on an EC2 type, and raises UserError if `config` cannot run there.
 
     Raises UserError if the model does not exist.
     """

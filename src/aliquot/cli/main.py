@@ -1,6 +1,6 @@
 """The `aliquot` command.
 
-This module imports neither torch nor transformers: each command imports the code that it runs.
+This module imports neither torch nor transformers, because imports take seconds. Each command imports its own code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UsageError
 from aliquot.machine.torch_compile import set_compile_cache
 
-# Commands that need no torch run everywhere; `doctor` reports an unsupported version as a finding.
+# Commands that run without a supported torch. `doctor` reports an unsupported version as a finding.
 _WITHOUT_TORCH = {"cluster", "doctor", "instances", "report"}
 
 app = typer.Typer(
@@ -81,14 +81,14 @@ def run() -> None:
         message = "PYTHONOPTIMIZE=2 or python -OO removes docstrings, which transformers reads: unset it or set it to 1"
         print(f"aliquot: {UsageError(message).line}", file=sys.stderr)
         sys.exit(UsageError.exit_code)
-    # Torch reads this at import, here and in ranks. Torch would log lost peers, which aliquot reports itself.
+    # torch would log lost peers, which aliquot reports. torch reads this variable at import, here and in ranks.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     set_compile_cache()
     for stream in (sys.stdout, sys.stderr):
-        # A terminal may lack letters of a model's text. Streams of a test or a notebook may not be reconfigured.
+        # A terminal may lack characters that a model prints. Streams of a test or notebook may not be reconfigured.
         with suppress(OSError, AttributeError):
             cast(io.TextIOWrapper, stream).reconfigure(errors="replace")
-    # At its end the interpreter would look for cycles among a million objects of torch and transformers, which takes
-    # half a second on a Xeon at 2.6 GHz. The kernel frees the memory anyway.
+    # Skip the garbage collection at exit. It would search a million objects of torch and transformers for cycles, half a
+    # second on a Xeon at 2.6 GHz, although the operating system frees the memory anyway.
     atexit.register(gc.freeze)
     app()

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from aliquot.planner.planned_machine import Machine
     from aliquot.planner.search import Candidate
 
-_MAX_SIZE = 1e9  # GiB or Gbit/s; far above, sizes in bytes become infinite
+_MAX_SIZE = 1e9  # GiB or Gbit/s; much larger numbers become infinite in bytes
 
 
 @dataclass(frozen=True)
 class _Target:
-    """The machine and the layout to plan for, as options give them; None: this machine, or the config's layout."""
+    """The machine and layout that the options of the command give. None: this machine, or the layout of the config."""
 
     instance: str | None
     memory_gib: float | None
@@ -43,14 +43,14 @@ class _Result:
     plan: Plan
     plan_on_fewest_nodes: Plan | None  # of an elastic run
     machine: Machine
-    source: str  # of the numbers about the data
+    source: str  # where the numbers about the data come from
     problems: list[str]
     advice: str | None
     alternatives: list[Candidate]
 
     def as_json(self) -> dict[str, Any]:
         alternatives = [{"set": candidate.arguments, **candidate.plan.as_json()} for candidate in self.alternatives]
-        verdict = {"fits": not self.problems, "problems": self.problems}  # the plan's own `fits` is about memory alone
+        verdict = {"fits": not self.problems, "problems": self.problems}  # `plan.fits` is about memory alone
         return {**self.plan.as_json(), **verdict, "advice": self.advice, "alternatives": alternatives}
 
 
@@ -109,7 +109,7 @@ def command(
         from aliquot.planner.pictures import memory_svg
 
         for option, value in (("--memory", memory), ("--network", network)):
-            if value is not None and not value <= _MAX_SIZE:  # also refuses nan
+            if value is not None and not value <= _MAX_SIZE:  # NaN fails this comparison, too
                 raise UsageError(f"{option} {value:g}: give a number up to {_MAX_SIZE:g}")
         if calibrate:
             _calibrate()
@@ -149,7 +149,7 @@ def command(
             with writing(picture):
                 picture.write_text(memory_svg(result.plan))
             print(f"picture         {picture}", file=sys.stderr)
-        gc.freeze()  # the process ends: a collection would look through all imported objects, 0.2 s
+        gc.freeze()  # no garbage collection at exit, which would take 0.2 s
     raise typer.Exit(1 if result.problems else 0)
 
 
@@ -163,7 +163,7 @@ def _calibrate() -> None:
 
 
 def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_alternatives: bool) -> _Result:
-    """Plan `config` for `target`, with advice if it does not fit; `names`: options that set keys, for the advice."""
+    """Plan `config` for `target`, with advice if the run does not fit. `names`: keys -> options, for the advice."""
     from aliquot.data.workload import Workload
     from aliquot.planner import fit
     from aliquot.planner.advice import with_advice
@@ -209,7 +209,7 @@ def _print(result: _Result, names: dict[str, str]) -> None:
 
     plan, machine = result.plan, result.machine
     console = Console(highlight=False)
-    console.soft_wrap = not console.is_terminal  # a program that reads the lines wants whole lines
+    console.soft_wrap = not console.is_terminal  # a program that reads the output needs unwrapped lines
     console.print(report.summary(plan, result.problems, machine.name, result.source))
     if result.plan_on_fewest_nodes is not None:
         console.print(report.Lines([report.fewest(result.plan_on_fewest_nodes)]))
@@ -222,7 +222,7 @@ def _print(result: _Result, names: dict[str, str]) -> None:
 
 
 def _with_cluster_layout(config: RunConfig) -> RunConfig:
-    """Take nodes and ranks from the section `cluster`, except for those that the section `launch` sets."""
+    """Take nodes and ranks from the section `cluster` unless the section `launch` sets them."""
     from aliquot.cluster.job import placed
 
     launch = placed(config).launch
@@ -231,13 +231,13 @@ def _with_cluster_layout(config: RunConfig) -> RunConfig:
 
 
 def _set_in_launch(config: RunConfig) -> set[str]:
-    """Return those of `nodes` and `ranks` that the section `launch` sets."""
+    """Return which of the keys `nodes` and `ranks` the section `launch` sets."""
     names = {"nodes", "ranks"} & config.launch.model_fields_set
     return {name for name in names if getattr(config.launch, name) != "auto"}
 
 
 def _names(config: RunConfig, target: _Target) -> dict[str, str]:
-    """Return the option or cluster key that sets launch.nodes and launch.ranks instead of these keys, if any does."""
+    """Map launch.nodes and launch.ranks to the option or cluster key that replaces them here, if any."""
     names = {}
     if target.instance is not None and config.cluster is not None:
         cluster_keys = {"nodes": "cluster.nodes", "ranks": "cluster.ranks_per_node"}

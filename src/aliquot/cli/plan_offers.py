@@ -1,4 +1,4 @@
-"""aliquot plan --tokens: EC2 types and numbers of nodes for a number of tokens, with their time and cost."""
+"""aliquot plan --tokens: find EC2 types and numbers of nodes to train on so many tokens, with time and cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MAX_ROWS = 12
 _OPTIONAL_COLUMNS = ("checkpointing", "restarts", "micro", "batch", "ranks")  # omitted on a narrow terminal
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_MANY_SAVES = 0.1  # of the time of a run
+_MANY_SAVES = 0.1  # above this fraction of the time of a run, saves are worth a note
 _MAX_BATCHES = 4  # each batch size is planned on every instance type
 
 
@@ -86,7 +86,7 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
 
 
 def parse_tokens(text: str) -> int:
-    """Return the number of 1B, 300M or 2.5e9."""
+    """Parse a number of tokens such as `1B`, `300M` or `2.5e9`."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
     number = int(float(match[1]) * _FACTORS[match[2].upper()]) if match is not None else 0
     if not 1 <= number <= 10**15:
@@ -95,7 +95,10 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_batches(text: str) -> list[int]:
-    """Return the sizes of 64, or of 32-256: the ends and powers of two between them, at most four sizes."""
+    """Parse `64` or a range such as `32-256` into batch sizes.
+
+    A range gives its lower end, doublings of it, and its upper end, thinned out to at most four sizes.
+    """
     match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
     if not 1 <= low <= high:

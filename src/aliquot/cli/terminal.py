@@ -1,4 +1,4 @@
-"""How commands write to the terminal: an error is one line, long work shows progress, tables fit the width."""
+"""Output of commands to the terminal: errors in one line, progress of long work, tables that fit the width."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
-_PATIENCE_S = 1.0  # before a line of progress without a terminal
-_PIPE_COLUMNS = 200  # a pipe gets every column of a table
+_PATIENCE_S = 1.0  # without a terminal, longer work prints one line of progress
+_PIPE_COLUMNS = 200  # wide enough for all columns of a table
 
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
     """Show a UserError, an error of the file system and Ctrl-C as one line, and exit with the error's exit code.
 
-    Bugs show a traceback, and with `debug` all errors do.
+    Other exceptions are bugs and show a traceback. With `debug`, all errors show a traceback.
     """
     try:
         with one_line_interrupt():
@@ -42,17 +42,17 @@ def one_line_errors(debug: bool) -> Iterator[None]:
 
 @contextmanager
 def one_line_interrupt() -> Iterator[None]:
-    """Show Ctrl-C as one line, where typer would print an empty line."""
+    """Show Ctrl-C as one line, because typer would print an empty line."""
     try:
         yield
     except KeyboardInterrupt:
-        if not {"RANK", ERROR_LOG} <= os.environ.keys():  # else the launcher that started this rank prints the line
+        if not {"RANK", ERROR_LOG} <= os.environ.keys():  # otherwise the launcher of this rank prints the line
             _print_error("stopped by SIGINT")
         raise typer.Exit(128 + signal.SIGINT) from None
 
 
 def run_rank(rank: Callable[[], T], debug: bool) -> T:
-    """Run the rank of this process. Any error is reported once, in the form that the parent process reads."""
+    """Run `rank`, the work of this process, and report an error once, in the form that the parent process reads."""
     from aliquot.distributed.rank_errors import report_error
 
     with one_line_interrupt():
@@ -63,12 +63,12 @@ def run_rank(rank: Callable[[], T], debug: bool) -> T:
 
 
 def _print_error(line: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one rank of a node prints
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun, only one rank of a node prints
         print(f"aliquot: {line}", file=sys.stderr)
 
 
 def _file_error(error: Exception) -> StorageError | None:
-    """Return an OSError about a file; None for a closed pipe, which typer handles, and for connections."""
+    """Convert an OSError about a file; return None for a closed pipe, which typer handles, and for connections."""
     if not isinstance(error, OSError) or error.errno is None or error.filename is None:
         return None
     return storage_error(error.strerror or str(error), error, error.filename)
@@ -76,9 +76,9 @@ def _file_error(error: Exception) -> StorageError | None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that takes the name of the present work.
+    """Yield a function that sets the description of the current work.
 
-    A terminal shows the work. Otherwise stderr gets one line if the work takes longer than a second.
+    A terminal shows the description. Without a terminal, stderr gets one line if the work takes longer than a second.
     """
     from rich.console import Console
 
@@ -108,12 +108,12 @@ def show_table(
     title: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print a table that is no wider than the terminal: rich would cut numbers, and a cut number is a wrong number.
+    """Print a table that is no wider than the terminal, because rich would truncate numbers.
 
     Args:
         columns: the cells of each column by its heading.
-        optional: headings of columns to omit, in this order, until the table fits; a line names the omitted columns.
-        left_aligned: headings of columns that are not right-aligned.
+        optional: headings of columns to omit, in this order, until the table fits. A line below names these columns.
+        left_aligned: headings of left-aligned columns; other columns are right-aligned.
     """
     from rich.console import Console
     from rich.table import Table

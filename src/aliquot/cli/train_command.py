@@ -1,4 +1,4 @@
-"""aliquot train: as a single process, as the launcher of local ranks, or as one rank of a job."""
+"""aliquot train: train as a single process, launch local ranks, or run as one rank of a job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(
         if mode == "launcher":
             directory = RunDirectory(settings.run.directory)
             if not placed.is_elastic:
-                directory.check(settings)  # before the directory gets any file
+                directory.check(settings)  # before the launcher writes into the directory
             if reason is not None:
                 print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
             elif (warning := crowding_warning(placed, settings)) is not None:
@@ -68,7 +68,7 @@ def command(
 
 
 def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str], automatic: bool) -> int:
-    """Train in rounds with the nodes that are present, and return the exit code."""
+    """Run an elastic training, in rounds with the nodes that are present, and return the exit code."""
     import json
     from contextlib import closing, suppress
 
@@ -84,7 +84,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     from aliquot.observe.metrics import last_step
     from aliquot.observe.run_directory import RunDirectory
 
-    # The schema cannot check this, because the nodes may come from PET_NNODES.
+    # The config schema cannot check this, because PET_NNODES may set the number of nodes.
     if settings.train.global_batch_size is None or settings.checkpoint.resume == "never":
         raise LaunchError(
             f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
@@ -98,7 +98,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     def report(text: str) -> None:
         print(f"aliquot: {text}", file=sys.stderr, flush=True)
         with suppress(StorageError):
-            if (directory.path / "config.yaml").exists():  # before that the directory is no run yet
+            if (directory.path / "config.yaml").exists():  # without config.yaml, the directory is not yet a run
                 with closing(Events(directory.events, True)) as events:
                     events.write("round", progress()[0], text=text)
 
