@@ -1,4 +1,4 @@
-"""Checks of data and model before the first step: equal on all ranks, sensible examples, a sensible first loss."""
+"""Check data and model before the first step: same on all ranks, plausible examples, plausible loss of a batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def check_first_batch(run: RunContext, inputs: Inputs, model: Model) -> None:
     batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
     vocabulary = inputs.source.config.get_text_config(decoder=True).vocab_size
     has_masks = {stream.source.store.mask is not None for stream in inputs.batches.streams}
-    # Ranks of a mixture may see sources with and without loss masks: only a pure chat run has the chat prefix.
+    # In a mixture of data sources, ranks may see sources with and without loss masks. So the chat prefix is used only
+    # if all sources are chat data.
     prefix = inputs.data.chat_prefix if has_masks == {True} else inputs.data.prefix
     tokenizer, ranks = inputs.tokenizer, run.ranks
     loss, guess = _mean_loss(model.engine, batch, ranks), math.log(vocabulary)
@@ -81,7 +82,7 @@ def check_first_batch(run: RunContext, inputs: Inputs, model: Model) -> None:
 
 
 def with_prefix(batch: MicroBatch, prefix: Sequence[int]) -> MicroBatch:
-    """Put `prefix`, which is not predicted, before each document, and cut the documents to their old lengths."""
+    """Insert `prefix`, with ignored labels, before each document, and cut each document to its former length."""
     ids, labels, edges = [], [], [0]
     for start, stop in pairwise(batch.edges):
         cut = max(start, stop - len(prefix))

@@ -1,4 +1,4 @@
-"""Evaluation: perplexity and bits per byte on evaluation sets, during a run and of a model directory alone."""
+"""Evaluate perplexity and bits per byte on evaluation sets, during a run or for a model directory alone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from aliquot.run import setup
 from aliquot.run.data_sanity import check_inputs
 from aliquot.run.run_context import RunContext, Stage, TrainingContext, join_run
 
-_ASK_INTERVAL_S = 1.0  # ranks ask each other about this often whether one of them was told to stop
-_MAX_GROWTH = 4  # the number of micro-batches between two questions grows at most by this factor
+_ASK_INTERVAL_S = 1.0  # time between two collective checks for a stop signal
+_MAX_GROWTH = 4  # the number of micro-batches between two checks grows at most by this factor
 
 
 def evaluate(
@@ -36,8 +36,9 @@ def evaluate(
     """Evaluate the model on one evaluation set. Collective.
 
     Args:
-        progress: called with the micro-batches that are done and their total, before the first and after each.
-        stop_requested: collective; the evaluation is given up if its result is not 0.
+        progress: called with the number of finished micro-batches and the total, before the first micro-batch and
+            after each micro-batch.
+        stop_requested: a collective function; if its result is not 0, the evaluation is given up.
 
     Returns:
         Loss and perplexity per predicted token, and bits per byte if the size of the text is known. None if given up.
@@ -71,14 +72,14 @@ class Evaluator:
 
     @property
     def is_due(self) -> bool:
-        """Whether `train` asks for an evaluation after the last step that is done."""
+        """Whether the `train` section asks for an evaluation after the last finished step."""
         settings, progress = self._training.run.config.train, self._training.progress
         if progress.step == 0:
             return settings.eval_on_start
         return progress.step == progress.last_step or is_due(settings.eval_steps, progress.step)
 
     def compile(self) -> None:
-        """With train.compile, compile the evaluation for every length that packed sequences have."""
+        """With train.compile, compile the evaluation for every length of packed sequences."""
         run, ranks = self._training.run, self._training.run.ranks
         if run.config.train.compile == "none" or not self._sets:
             return
@@ -143,9 +144,9 @@ class Evaluation:
 def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     """Evaluate `config.model` on each evaluation set of `config`, without a run. Writes nothing. Raises UserError.
 
-    Every rank calls this function with the same config, which config/evaluation_config.py makes, and gets the same
-    results by set; a single set may have the name "". The engine reserves as much address space as for training, but
-    memory for weights and activations alone.
+    Every rank calls this function with the same config, which config/evaluation_config.py makes. Every rank gets the
+    same results, by evaluation set; a single set may have the name "". The engine reserves as much address space as for
+    training, but uses memory only for weights and activations.
     """
     with join_run(config, trains=False) as run:
         run.activity.enter(Stage.EVALUATE_MODEL)
@@ -189,7 +190,7 @@ def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
 
 
 def _limit_sequence_length(config: RunConfig, positions: int | None) -> RunConfig:
-    """Reduce data.sequence_length to the positions that the model has, unless the person has set it."""
+    """Reduce data.sequence_length to the number of positions of the model, unless the user has set the length."""
     if "sequence_length" in config.data.model_fields_set or positions is None:
         return config
     length = min(config.data.sequence_length, positions)

@@ -1,4 +1,4 @@
-"""The end of a run after its last step: the export of the best or the last weights, a sample, and the last lines."""
+"""Finish a run after its last step: export the best or the last weights, generate a sample, print a summary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.ind
 def finish_run(training: TrainingContext, checkpoints: RunCheckpoints) -> Result:
     """Finish the save in progress, export, generate the sample, and show the summary. Collective.
 
-    Raises Terminated if a rank was told to stop, and all is saved that will be.
+    If a rank has received a stop signal, save first if possible, then raise Terminated.
     """
     run, progress, shutdown = training.run, training.progress, training.shutdown
     checkpoints.finish()
@@ -52,7 +52,7 @@ def finish_run(training: TrainingContext, checkpoints: RunCheckpoints) -> Result
     exported = _export_or_save(training, checkpoints) if run.config.checkpoint.export else None
     run.activity.enter(Stage.SAMPLE)
     text = sample(run, training.inputs, training.model)
-    # Without steps of its own this process knows nothing of the run's memory.
+    # A process that has trained no step has not measured the memory that training needs.
     has_steps = progress.step > training.start.step
     rows = run.ledger.publish(run.directory.ledger, run.ranks, training.record.as_json()) if has_steps else []
     run.heartbeat.stop()
@@ -64,11 +64,14 @@ def finish_run(training: TrainingContext, checkpoints: RunCheckpoints) -> Result
 
 
 def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> Path:
-    """Export; if that fails and no checkpoint holds the last step, save it. Raises UserError and Terminated."""
+    """Export; if the export fails and no checkpoint holds the last step, save a checkpoint.
+
+    Raises UserError and Terminated.
+    """
     run, progress, shutdown = training.run, training.progress, training.shutdown
 
     def check_stop(_: object) -> None:
-        """End an export that a signal makes pointless: in the time that is left a checkpoint can be saved."""
+        """Give up the export after a stop signal, so that enough time is left to save a checkpoint."""
         if shutdown.requested:
             raise TrainingError("a signal came before the export was complete")
         if (lost := run.directory.why_lost()) is not None:
@@ -77,7 +80,7 @@ def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> P
     run.activity.enter(Stage.EXPORT)
     try:
         exported = _export(training, ExportOptions(replace=True, watch=check_stop))
-    except UserError:  # the same on every rank
+    except UserError:  # every rank raises the same error
         if not progress.is_saved:
             checkpoints.save_now()
         if stop_signal := training.requested_signal():
@@ -90,7 +93,7 @@ def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> P
 
 
 def is_exported(run: RunContext, start: Start) -> bool:
-    """Whether the export of a run without steps left holds the right weights. Collective."""
+    """Whether the existing export of a complete run holds the weights of the right step. Collective."""
     best, target = start.evaluations.retained_step(run.config.checkpoint), run.directory.export
     step = start.step if best is None else best
     exists, step_of_export = run_on_rank_0(run.ranks, lambda: (target.exists(), exported_step(target)))
@@ -102,11 +105,11 @@ def is_exported(run: RunContext, start: Start) -> bool:
 def _export(training: TrainingContext, options: ExportOptions) -> Path:
     """Export the weights that evaluated best, or the last ones; return the directory. Collective.
 
-    `watch` of the options ends the export by an exception, which becomes a UserError on all ranks.
+    `options.watch` may raise an exception to end the export; all ranks then raise a UserError.
     """
     run, model, progress = training.run, training.model, training.progress
     target, root, adapter = run.directory.export, run.directory.checkpoints, model.built.adapter
-    # An adapter is small, and merging adds it to much larger weights: its export keeps fp32.
+    # An adapter is exported in fp32: it is small, and merging adds it to much larger weights.
     source_dtype = training.inputs.source.dtype if adapter is None else torch.float32
     dtype = export_dtype(run.config.model.dtype, source_dtype, run.config.train.precision)
     best = progress.evaluations.retained_step(run.config.checkpoint)
@@ -133,7 +136,10 @@ def _export(training: TrainingContext, options: ExportOptions) -> Path:
 
 
 def _export_checkpoint(run: RunContext, checkpoint: Path, dtype: torch.dtype, options: ExportOptions) -> bool:
-    """Export a checkpoint of this run. False if the checkpoint and its copy in the mirror are damaged. Collective."""
+    """Export a checkpoint of this run. Collective.
+
+    Returns False if both the checkpoint and its copy in the mirror are damaged.
+    """
 
     def attempt() -> DamagedCheckpoint | None:
         try:
@@ -151,7 +157,10 @@ def _export_checkpoint(run: RunContext, checkpoint: Path, dtype: torch.dtype, op
 
 
 def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
-    """Continue `observe.sample_prompt`, as a turn of a user if the data has answers; None without one. Collective."""
+    """Generate a continuation of `observe.sample_prompt`; None without a usable prompt. Collective.
+
+    If the training data has answers (chat data), the prompt is a message of the user.
+    """
     prompt, tokenizer = run.config.observe.sample_prompt, inputs.tokenizer
     if prompt is None:
         return None
@@ -162,16 +171,21 @@ def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
         return continuation(
             model.engine.generate, tokenizer, prompt, prefix, inputs.source.positions, Sampling(tokens), chat=is_chat
         )
-    except UserError as error:  # the same on all ranks; a bad prompt must not end a run that has trained
+    except UserError as error:  # raised on all ranks; a bad prompt must not fail a run after its training
         run.display.warning(f"observe.sample_prompt: {error}")
         return None
 
 
 def _keep_foreign_files(target: Path, files: Collection[str], display: Display, replaced: Path) -> bool:
-    """Rename an old export in which a person has put files, so that the new export does not replace it.
+    """Rename an old export that contains files of the user, so that the new export does not replace the old one.
 
-    `target` is the final name of the export; `files` are the names beside the weights; `replaced` is the old export,
-    which may have another name than `target` by now. Returns whether it was renamed.
+    Args:
+        target: the final path of the export.
+        files: the names of the files that an export writes beside the weights.
+        replaced: the present path of the old export, which may differ from `target`.
+
+    Returns:
+        Whether the old export was renamed.
     """
     foreign = sorted(path.name for path in replaced.iterdir() if not _is_export_file(path, files))
     if foreign:
@@ -182,5 +196,5 @@ def _keep_foreign_files(target: Path, files: Collection[str], display: Display, 
 
 
 def _is_export_file(path: Path, files: Collection[str]) -> bool:
-    """Whether an export writes a file of that name; `files`: the names beside the weights."""
+    """Whether `path` is a file that an export writes; `files` are the names of files beside the weights."""
     return path.is_file() and (path.name in files or _WEIGHTS.fullmatch(path.name) is not None)

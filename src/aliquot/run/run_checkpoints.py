@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their state, the save in progress, copies to the mirror, and the time left to save."""
+"""Save the checkpoints of a run and copy them to the mirror, also in the time that is left after a stop signal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start_uploads(
 
 
 class RunCheckpoints:
-    """Saves checkpoints of a training run, one at a time, beside its steps. Every method is a collective."""
+    """Saves checkpoints of a run, one at a time, in the background of training. Every method is a collective."""
 
     def __init__(self, training: TrainingContext) -> None:
         run, model, recorder = training.run, training.model, training.recorder
@@ -54,7 +54,7 @@ class RunCheckpoints:
 
     @property
     def current_step(self) -> int | None:
-        """The step of the save in progress; None if no save is."""
+        """The step of the save in progress; None if no save is in progress."""
         return self._saver.current_step
 
     @property
@@ -63,7 +63,7 @@ class RunCheckpoints:
         return self._training.progress.evaluations.retained_step(self._training.run.config.checkpoint)
 
     def report(self) -> dict[str, Any]:
-        """Return the progress of this rank, which `poll` takes from all ranks."""
+        """Return this rank's progress with the save and the upload. `poll` takes the reports of all ranks."""
         return {"save": self._saver.report(), "mirror": self._uploader.report()}
 
     def poll(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -72,11 +72,11 @@ class RunCheckpoints:
         self._uploader.poll([report["mirror"] for report in reports])
 
     def before_update(self) -> None:
-        """Return when the optimizer may change the weights and moments."""
+        """Wait until the save in progress permits the optimizer to change weights and moments."""
         self._saver.before_update()
 
     def save(self) -> None:
-        """Begin the checkpoint of the last step that is done, after the save in progress has ended."""
+        """Wait for the save in progress, then begin to save the last finished step."""
         training = self._training
         training.run.activity.enter(Stage.SAVE, training.progress.step)
         with training.recorder.between_steps("checkpoint"):
@@ -89,7 +89,7 @@ class RunCheckpoints:
         self.finish()
 
     def start_save(self) -> None:
-        """Begin the checkpoint of the last step that is done."""
+        """Begin to save the last finished step."""
         self._saver.start(self._training.progress.step, self._state(), self.best_step)
 
     def finish_save(self) -> None:
@@ -108,9 +108,10 @@ class RunCheckpoints:
         self._uploader.finish()
 
     def finish_if_late(self) -> bool:
-        """Wait for the save in progress. If no time is left for another one before the process is killed, finish.
+        """Wait for the save in progress; if the grace period leaves no time for another save, call `finish`.
 
-        Returns whether all is finished. If the save failed, another one is tried, because nothing more can be lost.
+        Returns whether `finish` was called. If the save in progress has failed, another save is worth a try in any
+        case, so `finish` is not called.
         """
         before = self._training.progress.saved_step
         self._saver.finish()
@@ -127,7 +128,7 @@ class RunCheckpoints:
         self._training.memory_release.release(self._training.progress.step)
 
     def _on_failed(self, step: int) -> None:
-        """Restore the previous best step, unless the run ends: then the weights themselves can be exported."""
+        """Restore the previous best step, unless this is the last step, whose weights can be exported from memory."""
         progress = self._training.progress
         if self._training.run.config.checkpoint.best and step != progress.last_step:
             progress.evaluations = progress.evaluations.without_checkpoint(step)
@@ -138,7 +139,7 @@ class RunCheckpoints:
             self._training.run, self._training.inputs, self._training.start, self._training.progress,
         )  # fmt: skip
         position, ends = inputs.batches.position(progress.step), inputs.batches.steps.ends
-        if progress.step == start.step:  # an earlier run did this step, and may have had other data
+        if progress.step == start.step:  # an earlier run trained this step, perhaps on other data
             position, ends = start.position, start.ends
         return {
             "step": progress.step,
@@ -147,7 +148,7 @@ class RunCheckpoints:
             "ends": ends,
             "evaluations": progress.evaluations.to_json(),
             "evaluated": inputs.evaluated,
-            # Every random number is drawn from (seed, name or epoch), so the seed is the whole state of randomness.
+            # All random numbers depend only on the seed and a name or epoch, so the seed is the whole random state.
             "rng": {"seed": run.config.run.seed},
             "determinants": inputs.determinants(run.config),
             "model": computation_settings(inputs.source.config),

@@ -1,4 +1,4 @@
-"""What a run has at each stage: its ranks and services, its inputs, its model, and the point where training begins."""
+"""The state of a run: its ranks and services, its inputs, its model, the point where training begins, its progress."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from aliquot.run.shutdown import Shutdown
 from aliquot.tensor_io.parts import PartStore, SelectedParts
 
 # A collective may wait this long, because reading a terabyte of text takes more than a day. Other mechanisms end a
-# run earlier: the exit of a rank ends all ranks, the heartbeat reports a lost node, the idle watchdog a run that does
-# nothing, and the watchdog a training step that takes too long.
+# failed run earlier: the exit of a rank ends all ranks, the heartbeat ends a run with a lost node, the idle watchdog
+# ends a run that does nothing, and the watchdog ends a run whose training step takes too long.
 _COLLECTIVE_TIMEOUT_S = 30 * 24 * 3600.0
 
 
 class Stage(Enum):
-    """What a rank does, in the words of an error line: `... while planning`."""
+    """The activity of a rank, as error lines name it: `... while planning`."""
 
     START = "beginning"
     READ_DATA = "reading and tokenising the data"
@@ -68,13 +68,13 @@ class Stage(Enum):
 
 
 class Activity:
-    """The stage in which this rank is. Heartbeat and watchdogs name it when a node is lost or the run hangs."""
+    """The current stage of this rank, which heartbeat and watchdogs report when a node is lost or the run hangs."""
 
     def __init__(self) -> None:
         self._words = Stage.START.value
 
     def enter(self, stage: Stage, step: int = 0, saving: int | None = None) -> None:
-        """`step`: the step of a stage that has one; `saving`: the step whose checkpoint is written meanwhile."""
+        """Enter a stage. `step`: its optimizer step, if any; `saving`: the step whose checkpoint is being written."""
         self._words = stage.value.format(step=step) + ("" if saving is None else f", and saving step {saving}")
 
     def describe(self) -> str:
@@ -87,7 +87,7 @@ class RunContext:
 
     config: RunConfig
     ranks: Ranks
-    placement: str  # of the ranks on cores, for the person
+    placement: str  # the placement of ranks on cores, for the console
     machine: Mapping[str, Any]  # facts of rank 0's machine; empty if nothing is trained
     directory: RunDirectory
     display: Display
@@ -98,9 +98,9 @@ class RunContext:
 
 @contextmanager
 def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
-    """Join the ranks of this run, and watch over all nodes until the block ends.
+    """Join the ranks of this run; run the heartbeat and the idle watchdog until the block ends.
 
-    An evaluation alone, which trains nothing, writes no files.
+    `trains` is False for a stand-alone evaluation, which writes no files.
     """
     with infer_local_ranks(os.environ, config.launch.join_timeout_s) as bound:
         topology, placement = place_rank(
@@ -127,7 +127,7 @@ def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The description of the model, and the batches of every step."""
+    """The inputs of a run: the description of the model, the data, and the batches of every step."""
 
     source: ModelSource
     traits: Traits
@@ -151,7 +151,10 @@ class Inputs:
         return next((Path(store).name for store in self.data.eval.values()), None)
 
     def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
-        """Return what may not change when a run resumes: the order of the data, and the base model of an adapter."""
+        """Return the values that must not change when a run resumes, by key.
+
+        They determine the order of the data, and the base model and the scaling of an adapter.
+        """
         fixed = self.batches.determinants()
         if self.data.day is not None:
             fixed["data.chat_template_date"] = self.data.day
@@ -171,12 +174,12 @@ class Model:
     engine: Engine
     engine_name: str
     clock: StepClock
-    notes: tuple[str, ...]  # of the engine, for the person
-    plan: Plan | None  # by which the engine was built
+    notes: tuple[str, ...]  # of the engine, for the console
+    plan: Plan | None  # the plan by which the engine was built
 
     @property
     def saved(self) -> PartStore:
-        """The parts that a checkpoint holds: all parts of a model, or those of an adapter."""
+        """The parts that a checkpoint holds: all parts of a model, or only the parts of an adapter."""
         if self.built.adapter is None:
             return self.engine
         return SelectedParts(self.engine, {name for name, _ in self.built.saved})
@@ -184,7 +187,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: after the steps and real tokens of the runs that this one continues."""
+    """The point where training begins: after the steps and tokens (without padding) of earlier runs, if it resumes."""
 
     step: int = 0
     tokens: int = 0
@@ -196,9 +199,9 @@ class Start:
 
 @dataclass
 class TrainingProgress:
-    """How far training is. Steps, evaluations and saves update it; all ranks hold the same values."""
+    """The progress of training. Steps, evaluations and saves update the progress; all ranks hold the same values."""
 
-    step: int  # optimizer steps that are done, with those of the runs that this one continues
+    step: int  # optimizer steps done, including the steps of earlier runs that this run continues
     last_step: int  # the run ends after this step; early stopping lowers it
     tokens: int
     saved_step: int  # of the newest checkpoint
@@ -213,7 +216,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Everything that steps, evaluations, saves and the export of a run share."""
+    """The objects that the steps, evaluations, saves and the export of a run share."""
 
     run: RunContext
     record: RunRecord

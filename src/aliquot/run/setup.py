@@ -1,4 +1,4 @@
-"""The preparation of a run, in this order: read the data, plan, build and fill the model, introduce the run."""
+"""Prepare a run, in this order: read the data, plan, build the model, load its weights, describe the run."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from aliquot.run.run_context import Inputs, Model, RunContext, Start
 
 
 def check_directory(run: RunContext) -> None:
-    """Check that all ranks see the same run directory: containers on one host may have file systems of their own.
+    """Check that all ranks see the same run directory. Collective. Raises NodesDifferError on every rank.
 
-    Collective. Raises NodesDifferError on every rank.
+    Even containers on one host may have different file systems.
     """
     if run.ranks.world_size == 1:
         return
@@ -69,7 +69,7 @@ def check_directory(run: RunContext) -> None:
 
 
 def read_inputs(run: RunContext) -> Inputs:
-    """Read the description of the model, tokenise the data, and lay out the batches of every step. Collective."""
+    """Read the description of the model, tokenise the data, and plan the batches of every step. Collective."""
     config, ranks = run.config, run.ranks
     import_models()
     run_on_rank_0(ranks, lambda: bool(resolve(config.model)))  # only rank 0 downloads from the hub
@@ -87,7 +87,7 @@ def read_inputs(run: RunContext) -> Inputs:
     def load_tokenizer() -> Any:
         tokenizer = data.load_tokenizer()
         source.adopt_tokenizer(tokenizer, largest_token(tokenizer), any(adds_tokens))
-        source.check_length(config.data.sequence_length)  # again, because the padding token may have changed
+        source.check_length(config.data.sequence_length)  # second check, because the padding token may have changed
         return tokenizer
 
     tokenizer = run_on_all_ranks(ranks, load_tokenizer)
@@ -126,14 +126,14 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
             steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
         )  # fmt: skip
 
-    # Advice needs a dozen plans, and seconds in which all nodes wait: not in later rounds of an elastic run.
+    # Advice needs a dozen plans, for which all nodes wait some seconds. Later rounds of an elastic run get no advice.
     return plan_together(run.ranks, request, force, not follows_earlier_round(), run.display.warning)
 
 
 def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Model:
     """Build the model without weights and the engine that shards it. Collective.
 
-    Without a plan the engine makes the choices of the planner.
+    Without a plan, the engine itself chooses what the planner would choose.
     """
     topology, ledger = run.ranks.topology, run.ledger
     built = meta.build(inputs.source.config, inputs.traits, run.config.adapter, run.config.train.freeze)
@@ -183,7 +183,7 @@ def _warn_of_bf16(run: RunContext, built: meta.MetaModel) -> None:
 
 
 def fill_model(run: RunContext, inputs: Inputs, model: Model) -> Start:
-    """Fill the model: from a checkpoint of this run, from pretrained weights, or with random weights. Collective."""
+    """Load the weights from a checkpoint of this run or a pretrained model, or initialise them randomly. Collective."""
     config, engine, built = run.config, model.engine, model.built
     if built.adapter is not None:
         _load_pretrained(run, inputs, model)
@@ -198,7 +198,7 @@ def fill_model(run: RunContext, inputs: Inputs, model: Model) -> Start:
         else:
             _load_pretrained(run, inputs, model)
     run.ledger.mark("weights loaded", engine.counters().memory())
-    release_free_memory()  # initialisation draws whole tensors, of which this rank keeps its rows
+    release_free_memory()  # initialisation draws whole tensors, although this rank keeps only its rows
     return start
 
 
@@ -215,7 +215,7 @@ def _load_pretrained(run: RunContext, inputs: Inputs, model: Model) -> None:
 
 
 def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
-    """Load the checkpoint from which this run continues; None if there is none."""
+    """Load the checkpoint from which this run continues; return None if there is no such checkpoint."""
     config, ranks, warn = run.config, run.ranks, run.display.warning
     root = run.directory.checkpoints
     fetch_newer(config.checkpoint, config.mirror, root, ranks, warn)
@@ -245,9 +245,10 @@ def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
 
 
 def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:
-    """Return the evaluations in the state of `checkpoint`; none if they are of another run or on other data.
+    """Return the history of evaluations in the state of `checkpoint`.
 
-    The best step is forgotten if its checkpoint is neither here nor in the mirror.
+    The history is empty if the state belongs to another run or if the evaluation data have changed. The history has no
+    best step if the checkpoint of that step is neither in the run directory nor in the mirror.
     """
     root, mirror, history = run.directory.checkpoints, run.config.mirror, EvaluationHistory.from_state(state)
     if is_from_another_run(run.config.checkpoint, mirror, root, checkpoint):
@@ -267,7 +268,7 @@ def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state
 
 
 def continuation_advice(run: RunContext, inputs: Inputs, start: Start) -> str | None:
-    """Say how a person can continue a run that has no step left; None if steps are left."""
+    """Return how the user can continue a run that has no steps left; None if steps are left."""
     train = run.config.train
     if start.evaluations.exhausts(train.early_stopping_patience):
         return f"it stopped early, {start.evaluations.summary()}; raise train.early_stopping_patience"
@@ -287,7 +288,7 @@ def files_beside_weights(run: RunContext, inputs: Inputs, model: Model) -> Mappi
 
 
 def introduce(run: RunContext, inputs: Inputs, model: Model, start: Start, ceiling: Ceiling) -> RunRecord:
-    """Say on the console what is trained, on what data and how; return the same for the records. Collective."""
+    """Print what the run trains, on which data and how, and return these facts for the records. Collective."""
     config, ranks = run.config, run.ranks
     record = RunRecord(
         run.placement, run.machine, ceiling.flops_per_s, ceiling.is_sure,

@@ -1,8 +1,9 @@
-"""What a signal that asks a run to stop does in each phase of the run.
+"""How a run reacts to a stop signal in each of its phases.
 
-SIGTERM (a spot reclaim, the deletion of a pod), SIGINT (Ctrl-C) and SIGHUP (the terminal closes) are the same request.
+SIGTERM (a spot reclaim, the deletion of a pod), SIGINT (Ctrl-C) and SIGHUP (the terminal closes) have the same effect.
+After the first signal, the run finishes the current work, saves, and gives up the remaining work, as the table says.
 
-| phase       | the first signal lets finish    | saves           | gives up                | exit code    |
+| phase       | finishes                        | saves           | gives up                | exit code    |
 |-------------|---------------------------------|-----------------|-------------------------|--------------|
 | SETUP       | nothing: ends at once           | nothing         | what was read and built | 128 + signal |
 | STEPS       | the optimizer step on all ranks | a checkpoint    | an evaluation           | 128 + signal |
@@ -12,8 +13,9 @@ SIGTERM (a spot reclaim, the deletion of a pod), SIGINT (Ctrl-C) and SIGHUP (the
 | UNSAVED     | nothing: ends at once           | cannot be saved | the sample              | 128 + signal |
 | DONE        | nothing: ends at once           | is exported     | the sample              | 128 + signal |
 
-`checkpoint.grace_s` after the first signal the process ends whatever it does: with code 1 if work is lost, else with
-128 + signal. A second signal ends it at once with 128 + signal. `_POLICIES` has the lines that the person reads.
+When `checkpoint.grace_s` have passed since the first signal, the process ends in any case: with code 1 if work is lost,
+otherwise with 128 + signal. A second signal ends the process at once with 128 + signal. `_POLICIES` has the messages
+for the user.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _ANNOUNCE_S = 30.0  # longer than it takes to report an error and to announce th
 
 
 class Phase(Enum):
-    """How much of the run's work would be lost, from its beginning to its end."""
+    """The phases of a run, which differ in the work that would be lost if the process ended at once."""
 
     SETUP = auto()  # before the first optimizer step of this process
     STEPS = auto()  # optimizer steps and evaluations: some work is in no checkpoint
@@ -52,7 +54,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """The outcome of a signal in one phase, as the end of the line for the person."""
+    """The outcome of a stop signal in one phase, as the end of a message for the user."""
 
     at_once: str | None  # if the first signal ends the process at once; None if the run goes on until it has saved
     if_cut: str | None  # if the grace period is over or a second signal comes; None if work is lost then
@@ -72,11 +74,11 @@ _POLICIES = {
 
 
 class Shutdown:
-    """A context on the main thread that obeys stop signals. Tell it with `enter` in which phase the run is.
+    """A context manager for the main thread that handles stop signals. Call `enter` when the run enters a phase.
 
-    `requested` is the number of the first signal, or 0. In a round of an elastic run a second signal does not end the
-    process, because the node and the leader may both send the first one. At the end the signals get their former
-    handlers back.
+    `requested` is the number of the first signal, or 0. In a round of an elastic run, a second signal does not end the
+    process, because the node's launcher and the leader may both send the first signal. At the end of the block, the
+    signals get their former handlers back.
     """
 
     def __init__(
@@ -87,18 +89,19 @@ class Shutdown:
         announce_end: Callable[[str], None] = lambda _: None,
         has_mirror: bool = False,
     ) -> None:
-        """Hear signals from now on.
+        """Start to handle signals.
 
         Args:
             grace_s: seconds from the first signal to the end of the process, saved or not.
-            speaks: whether this rank says that a signal has come.
-            describe_loss: what a second signal would lose, by the last checkpoint; read from the run directory.
-            announce_end: called with the reason before the process ends at once; tells the other nodes.
+            speaks: whether this rank prints that a signal has arrived.
+            describe_loss: returns what a second signal would lose; reads the last checkpoint in the run directory.
+            announce_end: called with the reason before the process ends at once, to tell the other nodes.
+            has_mirror: whether checkpoints are copied to `checkpoint.mirror`.
         """
         if threading.current_thread() is not threading.main_thread():
             raise TrainingError("signals come to the main thread alone: train there")
         self.requested = 0
-        self._state = (Phase.SETUP, 0)  # with the last step; one value, because another thread reads it
+        self._state = (Phase.SETUP, 0)  # phase and last step; one tuple, because another thread reads both
         self._loss = "losing an unknown number of steps: the run directory does not answer"
         self._grace_s = grace_s
         self._speaks = speaks
@@ -108,7 +111,7 @@ class Shutdown:
         self._deadline: threading.Timer | None = None
         self._is_ending = False
         self._requested_at = math.inf
-        # A shell ignores Ctrl-C for a process in its background, and nohup ignores SIGHUP: those stay ignored.
+        # Ignored signals stay ignored: a shell ignores Ctrl-C for background processes, and nohup ignores SIGHUP.
         self._former = {
             number: signal.getsignal(number)
             for number in STOP_SIGNALS
@@ -123,7 +126,7 @@ class Shutdown:
         return self._state[0]
 
     def enter(self, phase: Phase, step: int) -> None:
-        """From now on the run is in `phase`. `step`: the last optimizer step that is done."""
+        """Record that the run has entered `phase`. `step` is the last finished optimizer step."""
         self._state = (phase, step)
 
     @property
@@ -137,9 +140,9 @@ class Shutdown:
             self._deadline.cancel()
 
     def stopped(self, number: int, step: int, saved_step: int, obstacle: str = "it could not be saved") -> Terminated:
-        """Return the error that ends the run after all is saved that will be saved.
+        """Return the error that ends the run after a stop signal, when nothing more will be saved.
 
-        Another rank may have received signal `number`. `obstacle` says why the last `step` is not saved, if it is not.
+        Signal `number` may have arrived at another rank. `obstacle` is the reason if the last `step` is not saved.
         """
         self.disarm()
         if saved_step == step:
@@ -148,7 +151,7 @@ class Shutdown:
         return Terminated(number, f"after step {step}; {newest}, because {obstacle}: start again to continue")
 
     def stopped_before(self, number: int, step: int) -> Terminated:
-        """Return the error that ends a run which gave up the evaluation before its first step, `step`."""
+        """Return the error that ends a run after it gave up the evaluation before its first step, `step`."""
         self.disarm()
         return Terminated(number, f"before step {step}: start again to continue")
 
@@ -158,7 +161,7 @@ class Shutdown:
         return Terminated(number, _IS_EXPORTED.format(step=step))
 
     def _handle(self, number: int) -> None:
-        """Obey a signal, in the listener's thread."""
+        """Handle a signal, in the listener's thread."""
         if number not in self._former:
             return
         phase, step = self._state
@@ -216,7 +219,9 @@ class Shutdown:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_ending:  # the error that ended the context only says that other nodes have heard of the end
+        # If the listener's thread is ending the process, an error that ended the block only follows from other nodes,
+        # which end as well: leave the end to that thread.
+        if self._is_ending:
             time.sleep(_ANNOUNCE_S)
         self.disarm()
         for number, former in self._former.items():
@@ -224,7 +229,7 @@ class Shutdown:
         self._listener.close()
 
     def _obey_later(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal after this context: a repetition of the first must not hide the last lines of a run."""
+        """Handle a signal after the block; ignore a repetition of the first signal, which would hide the last lines."""
         if time.monotonic() > self._requested_at + REPEAT_S:
             for stop_signal, former in self._former.items():
                 signal.signal(stop_signal, former)

@@ -1,4 +1,4 @@
-"""The story of a run, top to bottom: join the ranks, prepare (setup.py), train (training_loop.py), export."""
+"""The main function of a run: join the ranks, prepare (setup.py), train (training_loop.py), export (export_run.py)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from aliquot.tensor_io.publish import restore_former
 
 
 def train(config: RunConfig, force: bool = False) -> Result:
-    """Train as the rank of this process: alone, or as one of many if torchrun's variables are set.
+    """Train as one rank: as the only rank, or as one of many ranks if torchrun's environment variables are set.
 
-    Every rank calls this function with the same config. With `force` a run is trained although the plan says that it
-    does not fit. Raises UserError for bad input, and TrainingError for a run that must stop.
+    Every rank calls this function with the same config. With `force`, train even if the plan says that the run does not
+    fit into memory. Raises UserError for bad input, and TrainingError for a run that must stop.
     """
     exporter = Exporter(config.observe, config.run.name)
     with (
@@ -68,7 +68,7 @@ def train(config: RunConfig, force: bool = False) -> Result:
 
 
 def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool) -> Result:
-    """Prepare the run, then train what is left of it."""
+    """Prepare the run, then train its remaining steps."""
     run.ledger.mark("process start", {})
     check_configs(run.ranks, run.config)
     run_on_rank_0(run.ranks, lambda: restore_former(run.directory.checkpoints))
@@ -143,12 +143,12 @@ def _train_steps(
 
 
 def _check_mirror(config: RunConfig) -> None:
-    """Raise UserError if a package for the mirror's store is missing. The first request shows if the store answers."""
+    """Raise UserError if a package for the mirror's store is missing; send no request to the store."""
     if config.mirror is not None:
         open_store(config.mirror)
 
 
 def _describe_loss(directory: RunDirectory) -> str:
-    """Say what an immediate end of the run would lose."""
+    """Return, as text, which steps an immediate end of the run would lose."""
     checkpoints = complete_directories(directory.checkpoints)
     return f"losing the steps after {checkpoints[-1].name}" if checkpoints else "losing all steps"

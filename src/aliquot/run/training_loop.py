@@ -1,4 +1,4 @@
-"""The optimizer steps of a run, and what happens between two of them."""
+"""The training loop of a run: optimizer steps, and the evaluations and saves between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aliquot.run.shutdown import Phase
 
 
 class TrainingLoop:
-    """Runs the steps of a training run; all ranks do the same."""
+    """Runs the optimizer steps of a run; all ranks call the same methods in the same order."""
 
     def __init__(self, training: TrainingContext, checkpoints: RunCheckpoints) -> None:
         self._training = training
@@ -38,7 +38,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train until the last step.
 
-        Raises Terminated if a rank was told to stop, and all is saved that will be; DivergedError if a loss or a
+        Raises Terminated after a rank has received a stop signal and the run has saved; DivergedError if a loss or a
         gradient is not finite; RunDirectoryError if the run directory was removed or replaced.
         """
         self._evaluate_before_steps()
@@ -63,14 +63,14 @@ class TrainingLoop:
         return BatchPrefetcher(inputs.batches, ranks.rank, ranks.world_size, first, stop, gpu_copier)
 
     def _evaluate_before_steps(self) -> None:
-        """Evaluate the initial weights, or repeat the evaluation that a signal has prevented."""
+        """Evaluate the initial weights, or catch up on an evaluation that a stop signal prevented in an earlier run."""
         first, evaluations = self._progress.step, self._progress.evaluations
         if not self._evaluator.is_due or evaluations.last_step == first:
             return
         if stop_signal := self._evaluator.evaluate():
             raise self._training.shutdown.stopped_before(stop_signal, first + 1)
         if 0 < first == self._progress.evaluations.last_step:
-            # The checkpoint must hold this evaluation. The best evaluation in it may be of another run.
+            # The checkpoint must hold this evaluation. The best evaluation in the checkpoint may be of another run.
             self._checkpoints.start_save()
 
     def _backward(self, batch: StepBatch) -> list[float]:
@@ -103,7 +103,7 @@ class TrainingLoop:
         return reports
 
     def _update(self, batch: StepBatch, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Let the optimizer change the weights; return the metrics of the step."""
+        """Update the weights with the optimizer, and return the metrics of the step."""
         training, progress, recorder = self._training, self._progress, self._recorder
         step = progress.step
         recorder.enter("checkpoint")
@@ -140,10 +140,10 @@ class TrainingLoop:
             self._recorder.log({**metrics, **self._expert_metrics(), **self._engine.counters().traffic()})
 
     def _evaluate_after_step(self) -> int:
-        """Evaluate if it is due. Returns the signal for which the evaluation was given up, or 0."""
-        # The evaluation is compiled before it is due: a signal during a long compilation could not be obeyed, and would
-        # find many steps unsaved. It is compiled after the first step: earlier, the compiler would make the training
-        # graph general in its lengths, which is slower.
+        """Evaluate if an evaluation is due. Returns the signal for which the evaluation was given up, or 0."""
+        # Compile the evaluation after the first step. Later would be bad, because a stop signal is not handled during
+        # the long compilation, and many steps would be unsaved by then. Earlier would be bad, because torch.compile
+        # would make the training graph dynamic in its lengths, which is slower.
         if self._progress.step == self._training.start.step + 1 < self._progress.last_step:
             self._evaluator.compile()
         if not self._evaluator.is_due:
@@ -153,7 +153,7 @@ class TrainingLoop:
         return self._evaluator.evaluate()
 
     def _save_after_step(self, stop_signal: int) -> None:
-        """Save if it is due. After a stop signal save in any case, and end the run unless the last step is done."""
+        """Save if a save is due. After a stop signal, save in any case, and end the run if it has steps left."""
         settings, progress, checkpoints = self._run.config.checkpoint, self._progress, self._checkpoints
         is_last = progress.step == progress.last_step
         is_best = progress.step == checkpoints.best_step
@@ -194,7 +194,7 @@ class TrainingLoop:
         return spread([counts for counts, _ in reports]) | mean_balance([balance for _, balance in reports])
 
     def _diverged(self, reason: str) -> DivergedError:
-        """The error that ends the run on every rank; the save in progress holds good weights, so it ends first."""
+        """Return the error that ends the run on every rank. Finish the save in progress first: its weights are good."""
         step = self._progress.step + 1
         self._checkpoints.finish()
         checkpoint = newest(self._run.directory.checkpoints)
