@@ -1,6 +1,6 @@
-"""The batches of a run: each rank's share of a step and of an evaluation, and preparation ahead of time.
+"""Build the batches of a run: each rank's micro-batches of an optimizer step or of an evaluation, with prefetch.
 
-The batch of a step follows from the number of the step, so that resuming needs no further state.
+The step number alone determines the batch of a step, so that resuming needs no other state.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.micro_batch import MicroBatch
 
-_PLANNED_SEQUENCES = 64  # sequences that represent the data in a plan
+_PLANNED_SEQUENCES = 64  # sequences that represent the data set when the planner estimates memory and time
 
 
 @dataclass(frozen=True)
 class Position:
-    """The place in the data where a step begins: sequence `index` of `epoch`."""
+    """The position in the data at which an optimizer step begins: sequence `index` of `epoch`."""
 
     epoch: int
     index: int
@@ -40,18 +40,18 @@ class Position:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The batch of one optimizer step: all fields but `micro_batches` are alike on every rank."""
+    """The batch of one optimizer step. Only `micro_batches` differs between ranks."""
 
     micro_batches: list[MicroBatch | None]  # the same number on every rank; None if this rank has no sequences left
     predicted_of: tuple[int, ...]  # labels of each source
     tokens_of: tuple[int, ...]  # real tokens of each source, padding not counted
-    lengths: npt.NDArray[np.int32]  # lengths of documents or pieces of documents, which decide the cost of attention
+    lengths: npt.NDArray[np.int32]  # lengths of the packed documents or pieces, which decide the cost of attention
     sequences: int
-    epoch: float  # epochs done after this step
+    epoch: float  # epochs completed after this step
 
     @property
     def predicted(self) -> int:
-        """Labels of the global batch, which divide its summed loss."""
+        """The number of labels in the global batch; the summed loss is divided by this number."""
         return sum(self.predicted_of)
 
     @property
@@ -60,17 +60,18 @@ class StepBatch:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens that this rank computes, with padding."""
+        """Tokens that this rank processes in this step, padding included."""
         return sum(len(micro_batch.input_ids) for micro_batch in self.micro_batches if micro_batch is not None)
 
 
 class Batches:
     """Global batches: each step takes the next `global_batch_size` sequences in the order of the mixture of sources.
 
-    The sequences of a global batch form micro-batches, each from one source. Micro-batch m goes to rank m % world_size,
-    so that the trained sequences do not depend on the world size. With `epochs` the last batch may be smaller. Without
-    `epochs` there is no last batch unless all sources end. An epoch has as many tokens as all sources together, or all
-    tokens if no source repeats. Raises UserError if there is no sequence.
+    The sequences of a global batch form micro-batches; all sequences of a micro-batch come from one source.
+    Micro-batch m goes to rank m % world_size, so that the sequences of a step do not depend on the world size.
+    The last batch, at the end of `epochs` or of all sources, may be smaller. Without `epochs`, batches end only if no
+    source repeats. An epoch takes about as many tokens from the mixture as all sources contain together; if no source
+    repeats, an epoch takes each sequence once. Raises UserError if there are no sequences.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Batches:
         mean_tokens = sum(rate * mean for rate, mean in zip(self.mixture.rates, means, strict=True))
         self.epoch_sequences = max(1, round(sum(source_tokens) * sum(self.mixture.rates) / mean_tokens))
         if self.mixture.total is not None:
-            self.epoch_sequences = self.mixture.total  # no source repeats: an epoch is every sequence once
+            self.epoch_sequences = self.mixture.total  # no source repeats: an epoch takes each sequence once
             if epochs is not None and epochs > 1:
                 raise DataError(f"no source repeats, so train.num_train_epochs cannot be {epochs:g}: 1 is all of them")
         limits = [self.mixture.total, None if epochs is None else self._sequences_in(epochs)]
@@ -136,7 +137,7 @@ class Batches:
         return tuple(source.name for source in self.sources)
 
     def workload(self) -> Workload:
-        """Describe these data for a plan."""
+        """Return the statistics of the data from which the planner estimates memory and time."""
         size = self.epoch_sequences
         samples = self.mixture.between(0, min(size, _PLANNED_SEQUENCES, self.mixture.total or size))
         edges = []
@@ -160,7 +161,7 @@ class Batches:
         )
 
     def determinants(self) -> dict[str, str | int | float | None]:
-        """Return all settings that decide the order of the data: while they stay, a step number gives the place."""
+        """Return the settings that decide the data order. While they stay, the step number gives the position."""
         values: dict[str, str | int | float | None] = {
             "run.seed": self.seed,
             "data.sequence_length": self.format.length,
@@ -186,13 +187,14 @@ class Batches:
         return max_steps
 
     def position(self, step: int) -> Position:
-        """Return where `step` (the first is 0) begins in the data; after the last step, where the data ended."""
+        """Return the position at which `step` (counted from 0) begins; after the last step, the end of the data."""
         return Position(*divmod(self.steps.of(step - 1).stop if step else 0, self.epoch_sequences))
 
     def continued_at(self, step: int, position: Position, ends: Iterable[int]) -> Self:
-        """Return these batches as the continuation of an earlier stage, which ended at `position` after `step` steps.
+        """Return a copy of these batches that continues an earlier stage of the run.
 
-        `ends`: sequences at which still earlier stages ended within a batch. Raises UserError if a stage cannot have
+        The earlier stage ended at `position` after `step` steps. `ends`: the sequence numbers at which the stages
+        before the earlier stage ended, for stages whose last batch was smaller. Raises UserError if no stage can have
         ended at `position`.
         """
         later = copy(self)
@@ -204,7 +206,7 @@ class Batches:
         return later
 
     def step_batch(self, step: int, rank: int, world_size: int) -> StepBatch:
-        """Return the batch of `step`, read for this rank alone; the first step is 0. Raises IndexError past the end."""
+        """Return the batch of `step`, counted from 0, for `rank`. Raises IndexError after the last step."""
         sequences = self.steps.of(step)
         first, stop = sequences.start, sequences.stop
         if not sequences:
@@ -214,7 +216,7 @@ class Batches:
         counts = [stream.counts(start, end) for stream, start, end in ranges]
         layout, groups = Layout([source.store for source in self.sources], self.format), self._groups(first, places)
         share = layout.micro_batches(groups, rank, world_size, lambda source, at: self.streams[source].sequence(at))
-        # The seed of dropout depends on the sequences alone, so that it is the same at any world size.
+        # The dropout seed depends only on the sequences, so that dropout is the same at any world size.
         micro_batches = [
             micro_batch and replace(micro_batch, seed=drawn_seed("dropout", self.seed, start))
             for start, micro_batch in share
@@ -226,8 +228,8 @@ class Batches:
     def _groups(self, first: int, places: list[tuple[int, int]]) -> list[Group]:
         """Divide a global batch into micro-batches of one source each, so that the loss of each source is known.
 
-        Smaller micro-batches come last. Otherwise, with two micro-batches of each source, one of two ranks would get
-        all full micro-batches and the other rank all remainders.
+        Smaller micro-batches come last. Otherwise, if each source gave one full and one smaller micro-batch, rank 0 of
+        two ranks would get all full micro-batches and rank 1 all smaller ones.
         """
         numbered = sorted(
             ((source, first + n, at) for n, (source, at) in enumerate(places)), key=lambda entry: entry[0]
@@ -245,18 +247,18 @@ class Batches:
 
 
 class EvalBatches:
-    """All sequences of an evaluation store once, in a fixed order. Raises UserError if there is none."""
+    """The batches of an evaluation: each sequence of `store` once, in order. Raises UserError for an empty store."""
 
     def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
         self.store, self.format, self.micro_batch_size = store, format, micro_batch_size
         self.epoch = Packing.of(store, format.length, format.packed).in_order()
-        self.predicted = int(self.epoch.predicted.sum())  # labels of all ranks, which divide the loss in the perplexity
+        self.predicted = int(self.epoch.predicted.sum())  # labels on all ranks; the perplexity divides the loss by them
 
     @classmethod
     def of(
         cls, data: Prepared, section: DataSection, size: BatchSize, packs: bool = True, fills_up: bool = False
     ) -> dict[str, Self]:
-        """Return the evaluation batches of a run by name; the name of unnamed data is ""."""
+        """Return the evaluation batches of a run by the name of their source; the name of unnamed data is ""."""
         format = SequenceFormat(section.sequence_length, data.pad_id, section.packing, packs, fills_up)
         return {name: cls(store, format, size.micro) for name, store in data.open_eval().items()}
 
@@ -269,7 +271,7 @@ class EvalBatches:
         return self._in_turns(range(self.count(world_size)), rank, world_size)
 
     def first_and_last(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        """Yield the first and the last micro-batch of this rank: packed ones may differ in length."""
+        """Yield this rank's first and last micro-batch: packed micro-batches have no other lengths than these two."""
         return self._in_turns(sorted({0, self.count(world_size) - 1}), rank, world_size)
 
     def _in_turns(self, turns: Iterable[int], rank: int, world_size: int) -> Iterator[MicroBatch | None]:
@@ -288,14 +290,14 @@ class CopiedBatch:
 
 
 class BatchCopier:
-    """Copy batches to the current GPU: `send` in the preparing thread, `receive` where kernels are launched."""
+    """Copy batches to the current GPU: the prefetch thread calls `send`, the training thread calls `receive`."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def send(self, batch: StepBatch) -> CopiedBatch:
-        """Begin to copy a batch from pinned memory, without waiting for the copy."""
+        """Start an asynchronous copy of a batch from pinned memory to the GPU."""
         with torch.cuda.stream(self._stream):
             micro_batches = [
                 None if micro_batch is None else micro_batch.with_equal_calls().to(self._device)
@@ -306,7 +308,7 @@ class BatchCopier:
         return CopiedBatch(replace(batch, micro_batches=micro_batches), arrived)
 
     def receive(self, sent: CopiedBatch) -> StepBatch:
-        """Make later kernels wait for the copy, and keep its memory until these kernels have used it."""
+        """Make later kernels wait for the copy, and hold the memory of the batch until these kernels have finished."""
         stream = torch.cuda.current_stream()
         stream.wait_event(sent.arrived)
         for micro_batch in sent.batch.micro_batches:
@@ -316,12 +318,15 @@ class BatchCopier:
 
 
 class BatchPrefetcher:
-    """Prepare this rank's batches of steps [first, stop) one step ahead, in a thread that ends with the context."""
+    """Prepare this rank's batches of steps [first, stop) one step ahead, in a thread.
+
+    The thread ends when the `with` block ends.
+    """
 
     def __init__(
         self, batches: Batches, rank: int, world_size: int, first: int, stop: int, gpu_copier: BatchCopier | None = None
     ) -> None:
-        """Begin with the batch of step `first`. `gpu_copier` is None on CPUs, where batches need no copy."""
+        """Start to prepare the batch of step `first`. `gpu_copier`: None on CPUs, where batches need no copy."""
         self._batches, self._rank, self._world_size, self._stop = batches, rank, world_size, stop
         self._gpu_copier = gpu_copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-batches")
@@ -334,7 +339,7 @@ class BatchPrefetcher:
         self._thread.shutdown(cancel_futures=True)
 
     def take(self, step: int) -> StepBatch:
-        """Return the batch of `step` and begin the next one. Raises whatever the preparation raised."""
+        """Return the batch of `step`, and start to prepare the next batch. Raises any exception of the preparation."""
         assert self._next is not None
         prepared = self._next.result()
         self._next = self._begin(step + 1)

@@ -1,10 +1,11 @@
-"""The data cache: results published under the hash of all that they are made of, and hashes of source files.
+"""The data cache: directories named by the hash of their inputs, and stored hashes of source files.
 
-A result is a directory that is written under another name and published by one rename, so that a directory that exists
-is complete. Hashes of file contents are stored between runs, so that a run does not read terabytes again to find them
-unchanged. A file counts as unchanged while its size, times and inode are the same. A file that was written a moment
-before it was hashed is hashed again, because the clock of a file system may be too coarse to show a later change; its
-ctime says when it was written, even if a program copied its mtime.
+A cached directory is written under a temporary name and published by one rename, so that every published directory is
+complete. The cache also stores hashes of file contents, so that a later run need not read terabytes to find that the
+files are unchanged. A file counts as unchanged while its size, times and inode are the same.
+
+The hash of a file that was written just before hashing is not stored. The clock of the file system may be too coarse
+to show that the file has changed again. The ctime tells when a file was written, even if a program copied the mtime.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from aliquot.tensor_io.publish import begin_alone, commit, sync
 def publishing(directory: Path) -> Iterator[Path]:
     """Yield an empty directory next to `directory`; if the block succeeds, sync the directory and rename it.
 
-    If another process published the same result first, that result stays, because the content is the same.
+    If another process publishes `directory` first, the published one stays, because both have the same content.
     """
     try:
         partial = begin_alone(directory)
@@ -70,13 +71,13 @@ def digest_of_file(path: Path) -> str:
 
 
 def _sweep(parent: Path, now: float) -> None:
-    """Remove directories that killed processes left more than a day ago.
+    """Remove temporary directories that killed processes left more than a day ago.
 
-    `now` is the time of the file system's clock, which may differ from the clock of this machine.
+    `now` comes from the clock of the file system, which may differ from the clock of this machine.
     """
     for path in parent.glob(".*"):
         with suppress(OSError):
-            # A long tokenisation creates its files first and writes to them until it ends.
+            # The files count, too: a long tokenisation changes its files, but not its directory, until it ends.
             if now - max(file.stat().st_mtime for file in (path, *path.iterdir())) > 86400:
                 shutil.rmtree(path)
 
@@ -85,10 +86,10 @@ _COARSEST_CLOCK_S = 2.0
 
 
 def digests(files: Sequence[Path], cache: Path) -> list[str]:
-    """Return the SHA-256 of each file, from `cache` if the file is unchanged. Raises OSError for an unreadable file."""
+    """Return the SHA-256 of each file: from `cache` if the file is unchanged. Raises OSError for an unreadable file."""
     places = [str(file.absolute()) for file in files]
     store = cache / "digests" / f"{hashlib.sha256(json.dumps(places).encode()).hexdigest()[:32]}.json"
-    now_ns = _now_ns(store.parent)  # before any file is looked at
+    now_ns = _now_ns(store.parent)  # read before the files' own times, so that the comparison below is safe
     stats = [file.stat() for file in files]
     states = [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in stats]
     known = _known(store)
@@ -97,7 +98,7 @@ def digests(files: Sequence[Path], cache: Path) -> list[str]:
     }
     changed = [(place, file) for place, file in zip(places, files, strict=True) if place not in digest_of]
     if changed:
-        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+        with ThreadPoolExecutor() as pool:  # hashing releases the GIL
             contents = pool.map(digest_of_file, [file for _, file in changed])
             digest_of.update(zip((place for place, _ in changed), contents, strict=True))
         stored = {
@@ -111,9 +112,9 @@ def digests(files: Sequence[Path], cache: Path) -> list[str]:
 
 
 def _now_ns(directory: Path) -> dict[int | None, int]:
-    """Return the time by the clock of the file system that holds `directory`, by its device number.
+    """Return the current time of the file system that holds `directory`, under its device number, in ns.
 
-    The key None has the time of this machine, for files of other file systems.
+    The key None holds the time of this machine, which applies to files of other file systems.
     """
     now: dict[int | None, int] = {None: time.time_ns()}
     with suppress(OSError):
@@ -125,7 +126,7 @@ def _now_ns(directory: Path) -> dict[int | None, int]:
 
 
 def _known(file: Path) -> defaultdict[str, list[Any]]:
-    """Return [state, digest] by path; [] for a file that the store lacks."""
+    """Return the stored [state, digest] of each path; [] for a path without a stored digest."""
     known: defaultdict[str, list[Any]] = defaultdict(list)
     with suppress(OSError, ValueError, TypeError):
         known.update(json.loads(file.read_text(encoding="utf-8")))

@@ -1,7 +1,8 @@
-"""Encode a record with answers: its tokens, and a mask that selects the tokens of answers for learning.
+"""Encode a record with answers as token ids, with a loss mask that is 1 at the tokens of answers.
 
-The place of an answer in the text that a chat template wrote is found by the template's own marks, or by rendering
-beginnings and other wordings of the chat.
+The mask needs the span of each answer in the text that the chat template renders. Some templates mark these spans with
+{% generation %}. For other templates, this file finds a span by rendering the chat again: cut off after a message, or
+with a message reworded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from aliquot.data.text_encoder import TextEncoder
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 5  # changes with every change of the tokens or masks that records become
+ENCODING = 5  # part of the cache key; increase it whenever a record gets other tokens or another mask
 
-# A record is encoded whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of memory
-# a character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
+# A record is encoded as a whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of
+# memory per character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
 LONGEST_BYTES = 4 << 20
 TOO_LONG = f"a record with answers of more than {LONGEST_BYTES >> 20} MiB, left out"
 NO_ANSWER = "a record without an answer, left out"
@@ -40,21 +41,21 @@ UNKNOWN_PLACE = (
 _QUESTION: dict[str, Any] = {"role": "user", "content": "x"}
 _ANSWER: dict[str, Any] = {"role": "assistant", "content": "x"}
 
-# The prompt of Stanford Alpaca, which instruction data were designed for; used if there is no chat template.
+# The prompt of Stanford Alpaca, for instruction records if there is no chat template.
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 
 
-Notes = dict[str, str]  # remarks on a record: a reason, in the same words for all such records -> details
+Notes = dict[str, str]  # remarks on a record: reason -> details; all records share the wording of a reason
 
 
 def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:
-    """Return (token ids, mask, notes) of a record that formats.py has written as `text`.
+    """Return (token ids, mask, notes) of a record; `text` is the JSON object that formats.py made of the record.
 
-    The mask is 1 at learned tokens. Notes say why a record has no tokens, which parts of the record the tokens lack,
-    and what was changed.
+    The mask is 1 at tokens to learn. Notes say why a record has no tokens, which parts of the record the tokens omit,
+    and which parts were changed.
     """
     try:
         return _encode_record(tokenizer, text, spec)
@@ -107,11 +108,12 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
 def encode_chat(
     template: ChatTemplate, messages: Messages, context: int, everything: bool, encoder: TextEncoder
 ) -> tuple[str, list[int], list[int], str | None]:
-    """Return (text, token ids, mask, changes) of `messages` as the chat template writes them.
+    """Return (text, token ids, mask, changes) of `messages`, rendered by the chat template.
 
-    The mask is 1 at tokens of assistant turns after the first `context` messages. The generation marks of the template
-    delimit these turns; without marks a turn extends from the prompt for it to the next message. A turn without words
-    is not learned, nor is a turn of which the template writes nothing. With `everything` the mask is not needed.
+    The mask is 1 at tokens of assistant turns after the first `context` messages. The {% generation %} marks of the
+    template delimit these turns; without marks, a turn extends from its generation prompt to the next message. The mask
+    is 0 at turns without words, and at turns whose words the template omits. If `everything` is learned, the mask is 1
+    at all tokens. `changes` describes how the messages were changed to fit the template, or is None.
     """
     form, changed = fit_messages(template, messages)
     if everything:
@@ -143,7 +145,7 @@ def encode_chat(
 
 
 def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
-    """Return the record as a chat, and the number of first messages that are context and never learned."""
+    """Return the messages of a record, and the number of messages at their beginning that are never learned."""
     if "messages" in record:
         return record["messages"], record["context"]
     if "prompt" in record:
@@ -176,10 +178,10 @@ def _answers(message: dict[str, Any]) -> bool:
 
 
 def _marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
-    """Return one mark for each of the assistant's `turns`; None if there are more or fewer marks than turns."""
+    """Return one marked span for each assistant turn; None if there are more or fewer marks than `turns`."""
     if len(marks) == turns:
         return marks
-    joined: list[Span] = []  # a template may mark the end of the text separately from the last answer
+    joined: list[Span] = []  # adjacent marks as one: a template may mark the end of the text apart from the answer
     for start, stop in marks:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
@@ -189,22 +191,22 @@ def _marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
 
 
 def _rendered_span(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span:
-    """Return the span of the answer that is message `index`: from after its prompt to the next message."""
+    """Return the span of an answer, message `index`: from the end of its generation prompt to the next message."""
     start = _start(template, messages, whole, index)
     if start is not None:
         end = next((end for end in _ends(template, messages, whole, index + 1) if end > start), None)
         if end is not None:
             return start, end
-    if _render_reworded(template, messages, index) == whole:  # the template writes no word of the message
+    if _render_reworded(template, messages, index) == whole:  # the template renders no word of this message
         return 0, 0
     raise LeftOut(UNKNOWN_PLACE)
 
 
 def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -> int | None:
-    """Return where the answer begins: after the prompt for it, else where its words begin.
+    """Return the index in `whole` at which an answer begins: after its generation prompt, else at its first word.
 
-    A prompt may open a thought that the answer lacks (DeepSeek-R1, Qwen3 models that always think): then the answer
-    begins after the part of the prompt that the text contains.
+    A generation prompt may open a reasoning block that the answer lacks (DeepSeek-R1, Qwen3 models that always reason).
+    The answer then begins after the longest prefix of the prompt that `whole` contains.
     """
     asked = template.attempt(messages[:index], prompt=True) if index else None
     if asked is not None and whole.startswith(asked):
@@ -220,7 +222,7 @@ def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -
 
 
 def _words(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span | None:
-    """Return the span of the text that changes if the message is reworded; None if the text stays the same."""
+    """Return the span of `whole` that changes if message `index` is reworded; None if nothing changes."""
     reworded = _render_reworded(template, messages, index)
     if reworded is None or reworded == whole:
         return None
@@ -244,13 +246,13 @@ def _common_length(first: str, second: str) -> int:
 
 
 def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) -> Iterator[int]:
-    """Yield places where the first `count` messages, the last of which is an answer, may end in the whole text."""
+    """Yield candidate indices in `whole` at which the first `count` messages end; the last of them is an answer."""
     if count == len(messages):
         yield len(whole)
         return
     yield from (len(text) for text in _beginnings(template, messages[:count]) if whole.startswith(text))
-    # Some templates leave out the thoughts of a call once its answer follows (gpt-oss); the header of the next message
-    # still shows where the call ends.
+    # Some templates omit the reasoning before a tool call once a final answer follows (gpt-oss). The header of the next
+    # message still shows where the call ends.
     rendered, continued = template.attempt(messages[:count]), template.attempt(messages[: count + 1])
     reworded = _render_reworded(template, messages[: count + 1], count)
     words = _words(template, messages, whole, count)
@@ -267,10 +269,11 @@ def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) ->
 
 
 def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
-    """Yield possible renderings of `messages`, the last of which is an answer, as the beginning of a longer chat.
+    """Yield candidate texts for `messages` as they would appear at the beginning of a longer chat.
 
-    Some templates end a chat with a special token unless they ask for an answer (Phi-3). Some templates render the last
-    answer differently from answers before a later question (Qwen3).
+    The last message is an answer. One rendering is not enough. Some templates end a chat with a special token unless
+    they add a generation prompt (Phi-3). Other templates render the last answer of a chat differently from an answer
+    that a question follows (Qwen3).
     """
     rendered, asked = template.attempt(messages), template.attempt(messages, prompt=True)
     yield from filter(None, [rendered])
@@ -278,7 +281,8 @@ def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
     if asked is not None and prompt and asked.endswith(prompt):
         yield asked.removesuffix(prompt)
     questioned = template.attempt([*messages, _QUESTION])
-    # A question after a question or, if roles must alternate, after an answer to that question.
+    # Measure how the template renders a question: after another question or, because some templates require alternating
+    # roles, after an answer to that other question.
     for inserted in ([_QUESTION], [_QUESTION, _ANSWER]):
         before, after = (template.attempt([*messages, *inserted, *further]) for further in ([], [_QUESTION]))
         if questioned is None or before is None or after is None or not after.startswith(before):
@@ -289,7 +293,7 @@ def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
 
 
 def _prompt(template: ChatTemplate) -> str:
-    """Return the text that asks for an answer; empty if the template has none or if it cannot be separated."""
+    """Return the generation prompt of the template; empty if there is none, or if it cannot be separated."""
     bare, asked = template.attempt([_QUESTION]), template.attempt([_QUESTION], prompt=True)
     if bare is None or asked is None:
         return ""

@@ -1,4 +1,4 @@
-"""The messages of a chat: check roles, contents, learning flags and calls, and compare their words with a text."""
+"""Check the messages of a chat (roles, contents, loss flags, tool calls), and whether a rendering omits any."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ALIASES = {
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
     "tool_response": "tool", "tool_call": "assistant",
 }  # fmt: skip
-_TOOLS = {"tool", "function", "ipython"}  # roles whose content may be an object
-_CALLING_ROLES = ("function_call", "tool_call")  # ShareGPT's, ms-swift's: the content is a call, as JSON
-# Keys that say whether a message is learned: OpenAI's, axolotl's, ms-swift's, and those of verl and others.
+_TOOLS = {"tool", "function", "ipython"}  # roles whose content may be any JSON value
+_CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT and ms-swift; the content is a tool call, as JSON
+# Keys that exclude a message from the loss or include it: used by OpenAI, axolotl, ms-swift, verl and others.
 _FLAGS = (
     "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
 )  # fmt: skip
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of thoughts that transformers knows
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a model's reasoning that transformers knows
 UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
 
 def text_parts(message: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a message's content, which may be a list of parts, null or absent."""
+    """Return the texts in the content of a message. The content may be text, a list of parts, null or absent."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return [content]
@@ -34,18 +34,18 @@ def text_parts(message: Mapping[str, Any]) -> list[str]:
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether the message is the assistant's and no flag of the message excludes it from learning."""
+    """Return whether the loss includes this message: its role is `assistant`, and no flag excludes it."""
     return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in _FLAGS)
 
 
 def unread_flags(message: Mapping[str, Any], template: str) -> list[str]:
-    """Return keys with true or false that neither aliquot nor the source of the chat template names."""
+    """Return the keys with a boolean value that neither aliquot nor the chat template `template` (Jinja) uses."""
     flags = (key for key, value in message.items() if isinstance(value, bool) and key not in _FLAGS)
     return [flag for flag in flags if flag not in template]
 
 
 def read_list(value: object, field: str, where: str) -> list[Any]:
-    """Return a list, decoded from JSON if the field holds text; empty if the field is null or blank."""
+    """Return the list in a field, decoded from JSON if the field holds text; an empty list if it is null or blank."""
     decoded = _decoded(value, field, where) or []
     if not isinstance(decoded, list):
         raise BadRecordError(f"field {field!r} holds {type(decoded).__name__}, not a list", where)
@@ -53,7 +53,7 @@ def read_list(value: object, field: str, where: str) -> list[Any]:
 
 
 def read_object(value: object, field: str, where: str) -> dict[str, Any]:
-    """Return an object, decoded from JSON if the field holds text; empty if the field is null or blank."""
+    """Return the object in a field, decoded from JSON if the field holds text; an empty one if it is null or blank."""
     decoded = _decoded(value, field, where) or {}
     if not isinstance(decoded, dict):
         raise BadRecordError(f"field {field!r} holds {type(decoded).__name__}, not an object", where)
@@ -73,12 +73,12 @@ def _decoded(value: object, field: str, where: str) -> object:
 
 
 def read_messages(value: object, field: str, where: str, plain: str | None = None) -> list[dict[str, Any]]:
-    """Return the messages in a field. `plain` is the role of a field that holds one text instead of messages."""
+    """Return the messages in a field. With `plain`, a field that holds text becomes one message of this role."""
     if isinstance(value, str) and plain is not None:
         return [{"role": plain, "content": value}]
     if isinstance(value, str) and not value.strip():
         return []
-    if isinstance(value, str) and value.lstrip().startswith("["):  # tables often hold it as JSON
+    if isinstance(value, str) and value.lstrip().startswith("["):  # tables often hold messages as JSON text
         value = read_list(value, field, where)
     if not isinstance(value, list):
         raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list of messages", where)
@@ -86,7 +86,10 @@ def read_messages(value: object, field: str, where: str, plain: str | None = Non
 
 
 def read_message(message: object, field: str, where: str) -> dict[str, Any]:
-    """Return the message unchanged but for names: `from` becomes `role`, `value` becomes `content`."""
+    """Return the message with the usual keys and roles: `from` becomes `role`, `value` becomes `content`.
+
+    Tool calls in JSON text are decoded. Raises BadRecordError for a message that no chat template can take.
+    """
     role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(role, str):
         raise BadRecordError(
@@ -107,7 +110,7 @@ def read_message(message: object, field: str, where: str) -> dict[str, Any]:
     _check_flags(parts, where)
     if role.lower() in _CALLING_ROLES:
         return {**parts, "content": "", "tool_calls": _calls_in("".join(text_parts(parts)))}
-    if isinstance(called := parts.get("tool_calls"), str):  # tables often hold it as JSON
+    if isinstance(called := parts.get("tool_calls"), str):  # tables often hold calls as JSON text
         parts["tool_calls"] = _calls_in(called) if called.strip() else None
     return parts
 
@@ -139,7 +142,7 @@ def _check_flags(message: Mapping[str, Any], where: str) -> None:
 
 
 def _calls_in(text: str) -> list[Any]:
-    """Return the calls that `text` holds as JSON; text that is no call stays, so that the record is left out."""
+    """Return the tool calls in JSON `text`. Anything else is returned unchanged, so that the record is left out."""
     try:
         value = decode_json(text)
     except ValueError:
@@ -149,20 +152,20 @@ def _calls_in(text: str) -> list[Any]:
 
 
 def has_readable_calls(message: Mapping[str, Any]) -> bool:
-    """Return whether each call of the message names a function."""
+    """Return whether each tool call of the message names a function."""
     called, older = message.get("tool_calls") or [], message.get("function_call")
     calls = [*called, *([older] if older else [])] if isinstance(called, list) else [None]
     return all(_is_named(_function(call)) for call in calls)
 
 
 def functions_of(message: Mapping[str, Any]) -> list[Any]:
-    """Return the functions in the `tool_calls` of a message, with their arguments."""
+    """Return the called functions, with their arguments, in the `tool_calls` of a message."""
     listed = message.get("tool_calls")
     return [_function(call) for call in listed] if isinstance(listed, list) else []
 
 
 def _function(call: object) -> Any:
-    """Return the function in a call or in a tool, by OpenAI's schema or a plain one."""
+    """Return the function in a tool call or tool definition, which OpenAI's schema nests under `function`."""
     return call.get("function", call) if isinstance(call, dict) else None
 
 
@@ -175,10 +178,10 @@ def _is_text(part: object) -> bool:
 
 
 def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) -> bool:
-    """Return whether words of `messages`, functions that they call, or names of `tools` are missing in `rendered`.
+    """Return whether `rendered` omits words of `messages`, names of called functions, or names of `tools`.
 
-    Messages must follow each other in `rendered`, so that the words of an earlier message do not count for a later
-    message. A system message may stand anywhere.
+    Each message is searched after the end of the message before it, because an earlier message may contain the same
+    words. A system message may be anywhere.
     """
     at = 0
     for message in messages:
@@ -194,14 +197,17 @@ def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) 
 
 
 def is_silent(message: dict[str, Any], rendered: str, without_special: Callable[[str], str]) -> bool:
-    """Return whether `rendered`, the text of `message`, holds no word of the message. Special tokens are not words."""
+    """Return whether `rendered`, the span of `message` in the rendered chat, holds no word of `message`.
+
+    Special tokens are not words.
+    """
     texts = [*text_parts(message), _reasoning(message), *_calls(message), *_arguments(message)]
     words, written = (without_special(word) for text in texts for word in text.split()), without_special(rendered)
     return not any(spelling in written for word in words for spelling in _spellings(word))
 
 
 def _calls(message: Mapping[str, Any]) -> list[str]:
-    """Return the names of functions that `message` calls, by `tool_calls` or by OpenAI's older `function_call`."""
+    """Return the names of the functions that `message` calls in `tool_calls` or in OpenAI's older `function_call`."""
     return [name for name in _names([*functions_of(message), message.get("function_call")]) if name]
 
 
@@ -214,7 +220,11 @@ def has_words(message: Mapping[str, Any]) -> bool:
 
 
 def in_other_words(message: dict[str, Any]) -> dict[str, Any]:
-    """Return `message` with changed first words in each text that it has; empty texts stay empty."""
+    """Return `message` with each text replaced by a single letter; empty texts stay empty.
+
+    A rendering with these texts shows where the template puts the message. The letter differs from the first letter of
+    the text that it replaces.
+    """
 
     def reworded(text: Any) -> Any:
         return ("y" if text.lstrip().startswith("x") else "x") if isinstance(text, str) and text.strip() else text
@@ -239,7 +249,7 @@ def in_other_words(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end(texts: list[str], rendered: str, start: int) -> int:
-    """Return where the last of `texts` ends in `rendered`, if all of them follow each other there; else -1."""
+    """Return the index at which the last of `texts` ends, if `rendered` has all of them in order; else -1."""
     for text in texts:
         places = ((rendered.find(spelling, start), spelling) for spelling in _spellings(text.strip()))
         end = next((at + len(spelling) for at, spelling in places if at >= 0), -1)
@@ -250,7 +260,7 @@ def _end(texts: list[str], rendered: str, start: int) -> int:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """Yield the ways in which a template may write `text`: some templates write answers of tools as JSON."""
+    """Yield the ways in which a template may write `text`: some templates write the replies of tools as JSON."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
@@ -261,7 +271,7 @@ def _reasoning(message: Mapping[str, Any]) -> str:
 
 
 def _arguments(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts in the arguments of all functions that `message` calls."""
+    """Yield all values in the arguments of the functions that `message` calls, as text."""
     waiting = [function.get("arguments") for function in functions_of(message)]
     while waiting:
         value = waiting.pop()

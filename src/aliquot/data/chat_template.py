@@ -1,4 +1,8 @@
-"""Render chats with the tokenizer's template, in the form of the record or, if the template fails, in another form."""
+"""Render chats with the chat template of a tokenizer.
+
+Templates differ in the messages that they accept. If a template fails, the chat is rendered in another form, for
+example with an empty `content` instead of a missing one.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,12 @@ _RESERVED = {
     "conversations", "messages", "tools", "times", "chat_template", "add_generation_prompt", "continue_final_message",
     "return_assistant_tokens_mask",
 }  # fmt: skip
-# Jinja drops the newline after a block (trim_blocks), so that the template itself begins on a new line.
+# Prepended to a template. Jinja drops the newline after a block (trim_blocks), so that it adds nothing to the text.
 _FIXED_CLOCK = "{% macro strftime_now(format) %}{{ times[format] }}{% endmacro %}\n"
 
 
 class LeftOut(Exception):
-    """A record that is left out: `reason` is the same for all such records, `detail` describes this record."""
+    """Raised for a record that is left out. Records are counted by `reason`; `detail` describes this record."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -41,18 +45,18 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    tokenizer: Any  # of transformers
-    source: str  # Jinja
+    tokenizer: Any  # a transformers tokenizer
+    source: str  # the template in Jinja
     tools: list[Any] | None
-    values: dict[str, Any]  # of the record, for variables of the template
-    times: dict[str, str]  # the day, by the formats that the template uses; empty if it writes no date
+    values: dict[str, Any]  # the record's values for variables of the template
+    times: dict[str, str]  # strftime format in the template -> the day in this format; empty if it writes no date
 
     @classmethod
     def of(cls, tokenizer: Any, record: Mapping[str, Any], day: str | None = None) -> ChatTemplate:
         """Return the tokenizer's chat template for the `tools` and `chat_template_kwargs` of a record.
 
-        `day` (ISO 8601) is the date that the template writes. Raises TokenizerError if the tokenizer has several
-        templates and no default, LeftOut if the record sets what aliquot sets.
+        `day` (ISO 8601) is the date that the template writes as today. Raises TokenizerError if the tokenizer has
+        several templates and no default. Raises LeftOut if the record sets a variable that aliquot sets.
         """
         tools, values = record.get("tools"), record.get("chat_template_kwargs", {})
         if reserved := _RESERVED & values.keys():
@@ -75,18 +79,19 @@ class ChatTemplate:
         return _GENERATION_MARKER.search(self.source) is not None
 
     def render(self, messages: Messages, prompt: bool = False) -> str:
-        """Return the text of `messages`, with `prompt` followed by a prompt for an answer."""
+        """Return the text of `messages`; if `prompt` is true, with a generation prompt at its end."""
         return self._render(messages, add_generation_prompt=prompt)[0]
 
     def render_marked(self, messages: Messages) -> tuple[str, list[Span]]:
-        """Return the text, and the spans that the template marks as generated.
+        """Return the text of `messages`, and the spans inside {% generation %} blocks of the template.
 
-        transformers' own token mask is wrong if a tokenizer's offsets exclude the space before a word.
+        The token mask that transformers computes is not used, because it is wrong if a tokenizer's offsets exclude the
+        space before a word.
         """
         return self._render(messages, return_assistant_tokens_mask=True)
 
     def attempt(self, messages: Messages, prompt: bool = False) -> str | None:
-        """Return the text of `messages`; None if the template refuses these messages."""
+        """Return the text of `messages`; None if the template raises an error for them."""
         try:
             return self.render(messages, prompt)
         except UserError:
@@ -106,20 +111,21 @@ class ChatTemplate:
                     times=self.times,
                     **(self.tokenizer.special_tokens_map | self.values | options),
                 )
-        except TimeoutError as error:  # the template would take as long for another form
+        except TimeoutError as error:  # other forms of the messages would take as long
             raise TokenizerError(f"the chat template fails: {error}. Set data.chat_template to another one") from error
         return texts[0], marks[0] if marks else []
 
 
 def writes_date(source: str | dict[str, str]) -> bool:
-    """Return whether a chat template, or one of several, writes a date."""
+    """Return whether a chat template writes a date; for a dict of named templates, whether any of them does."""
     return any(_CLOCK in template for template in ([source] if isinstance(source, str) else source.values()))
 
 
 def fit_messages(template: ChatTemplate, messages: Messages) -> tuple[Messages, str | None]:
     """Return the messages in a form that the template accepts, and a description of the changes.
 
-    The first form is that of `tokenizer.apply_chat_template`. Raises LeftOut with the words of the template.
+    The first form tried is the form that `tokenizer.apply_chat_template` renders; its description is None. Raises
+    LeftOut, with the error of the template if there is one, if the template accepts no form.
     """
     error: Exception | None = None
     for changes, form in _forms(messages):
@@ -141,7 +147,7 @@ Change = tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
 def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
-    """Yield (changes, messages): first the messages without nulls, then forms with more and more changes."""
+    """Yield (changes, messages) to try: first the messages without nulls, then forms with more and more changes."""
     without_nulls = [{key: part for key, part in message.items() if part is not None} for message in messages]
     yield [], without_nulls
     choices: list[list[Change | None]] = [
@@ -180,7 +186,7 @@ def _object_arguments(message: dict[str, Any]) -> dict[str, Any]:
     def as_object(arguments: Any) -> Any:
         try:
             value = decode_json(arguments)
-        except (AttributeError, ValueError):  # the first: no text
+        except (AttributeError, ValueError):  # AttributeError: not text
             return arguments
         return value if isinstance(value, dict) else arguments
 
@@ -205,7 +211,7 @@ def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> di
 
 
 def _is_python(messages: Messages, text: str) -> bool:
-    """Return whether the template wrote a list of parts, or the arguments of a call, in the notation of Python."""
+    """Return whether `text` holds parts of a content, or arguments of a call, in Python notation instead of JSON."""
     functions = [function for message in messages for function in functions_of(message)]
     values = [message.get("content") for message in messages] + [function.get("arguments") for function in functions]
     shown = [(str(value), value) for value in values if isinstance(value, (list, dict))]

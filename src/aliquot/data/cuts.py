@@ -1,18 +1,19 @@
-"""Find places where a long text may be cut so that its pieces, encoded one by one, give the tokens of the whole text.
+"""Cut a long text into pieces that, encoded one by one, give the same tokens as the whole text.
 
-Encoding needs hundreds of bytes of memory a character, so that a document of many megabytes must be cut. Cuts are
-exact for two families of tokenizers. For other tokenizers, and in long stretches without an exact place, a text is cut
-every 262,144 characters, before a space or a newline if one is near. One or two tokens at such a cut may differ from
-the tokens of the whole text, with an additional space if the tokenizer puts "▁" in front of letters.
+Encoding needs hundreds of bytes of memory per character, so that a document of many megabytes must be cut. Cuts are
+exact, which means that they do not change the tokens, for the two families of tokenizers below. For other tokenizers,
+and in long stretches without an exact cut, a text is cut every 262,144 characters, before a space or a newline if one
+is near. One or two tokens at an inexact cut may differ from the tokens of the whole text. If the tokenizer puts "▁" in
+front of letters, an inexact cut may also add a space.
 
-- Byte-level BPE whose pre-tokenizer splits by one of the patterns below. No word of these patterns looks further than
-  one character ahead. If a letter follows a newline that follows no space, a word begins at that letter. In `x y`, with
-  any letters, and in `x.y` and `x1`, a word ends at x.
+- Byte-level BPE whose pre-tokenizer splits words by one of the patterns below. These patterns look at most one
+  character beyond a word. If a newline does not follow white space and a letter follows the newline, a word begins at
+  this letter. In `x y`, where x and y are any letters, and in `x.y` and `x1`, a word ends after x.
 - BPE over whole texts with byte fallback (sentencepiece): a token ends before a character that no merge puts after a
-  letter. Such characters are the newline, mostly digits and the marks of Chinese and Japanese, and the space if no
-  token has a "▁" after another character. If the tokenizer puts "▁" in front of each encoded text (Llama 2, not Gemma),
-  that "▁" is a token of its own before these characters and is dropped (`Cut.drop_before`). A piece after a space
-  leaves the space out, because the "▁" in front stands for it.
+  letter. The newline and usually digits and Chinese and Japanese punctuation are such characters. The space is one if
+  no token has a "▁" after another character. Some tokenizers put "▁" in front of each encoded text (Llama 2, not
+  Gemma). Before the characters above, this "▁" is a separate token, which the encoder drops (`Cut.drop_before`). After
+  a cut at a space, the next piece begins after the space, because the "▁" in front represents the space.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARACTERS = 1 << 16
-LONGEST_CHARACTERS = 1 << 18  # of a piece without an exact place for a cut
-_BEYOND = 8  # characters after a place that the patterns need at most
+LONGEST_CHARACTERS = 1 << 18  # of a piece that has no exact cut
+_BEYOND = 8  # the patterns examine at most this many characters after a cut
 _NEAR = 1 << 12
 _LETTER = r"[^\W\d_]"
-_STABLE = "[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3]"  # letters that no normalization changes
+_STABLE = "[A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3]"  # letters that normalization leaves unchanged
 _MARKS = '\n0123456789.,;:!?()"/+=<>。，、；：！？（）「」《》'  # noqa: RUF001
 
-# Patterns of pre-tokenizers that split words, and patterns that may precede these.
+# Patterns by which pre-tokenizers split words (_WORDS), and patterns of further splits (_BESIDE_WORDS).
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,10 +59,10 @@ _SPACES_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": "�
 
 @dataclass(frozen=True)
 class Cut:
-    """Where to cut: at matches of `pattern`, which belong to no piece.
+    """The exact cuts of a tokenizer: at matches of `pattern`. Matched characters belong to no piece.
 
-    A later piece that begins with a character of `drop_before` has an additional first token, which must be dropped.
-    `drop_before` is None for tokenizers that add no such token.
+    A piece that is not the first of its document, and begins with a character of `drop_before`, gets an additional
+    first token, which must be dropped. `drop_before` is None for tokenizers that add no first token.
     """
 
     pattern: re.Pattern[str]
@@ -69,10 +70,10 @@ class Cut:
 
 
 def cut_of(tokenizer: str) -> Cut | None:
-    """Return the exact cut for a tokenizer, described by its tokenizer.json; None if there is none."""
+    """Return the exact cuts of a tokenizer; None if the tokenizer has none. `tokenizer`: the text of tokenizer.json."""
     spec: dict[str, Any] = json.loads(tokenizer)
     model, normalizer, splitter = spec["model"], spec["normalizer"], spec["pre_tokenizer"]
-    # Tokenizers also search added tokens in normalized text, in which spaces are "▁".
+    # Tokenizers also search for added tokens in the normalized text, in which spaces are "▁".
     added = [unicodedata.normalize("NFC", token["content"]).replace("▁", " ") for token in spec["added_tokens"]]
     plain = all(
         "\n" not in token["content"]
@@ -85,13 +86,13 @@ def cut_of(tokenizer: str) -> Cut | None:
     spaces = not any(" " in token for token in added)
     marks = set(_MARKS) - _marks_after_letters(added)
     if _is_byte_level(splitter) and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}):
-        # NFC may decompose some letters into a letter and a mark, so that they no longer end in a letter.
+        # NFC decomposes some letters into a letter and a mark. The normalized text then ends in a mark, not a letter.
         before = _LETTER if normalizer is None or normalizer["type"] != "NFC" else _STABLE
         digits = _character_class(marks, str.isdigit)
         signs = _character_class(marks, lambda mark: not mark.isspace() and not mark.isdigit())
         places = [
             rf"(?<=\S\n)(?={_LETTER})",
-            # Python counts some numbers as letters, and a word may hold both: ASCII letters alone are safe here.
+            # Only ASCII letters are safe here: Python counts some numbers as letters, and a word may hold both.
             rf"(?<=[A-Za-z])(?=[{digits}])" if digits else "",
             rf"(?<={before})(?=[{signs}])" if signs else "",
             rf"(?<={_LETTER})(?= {_LETTER})" if spaces else "",
@@ -117,7 +118,7 @@ def _either(places: list[str]) -> re.Pattern[str]:
 
 
 def _character_class(marks: set[str], selects: Callable[[str], bool]) -> str:
-    """Return the selected marks as the inside of a character class, in which none of `_MARKS` has a special meaning."""
+    """Return the selected marks for use inside [] in a regular expression, where none of `_MARKS` is special."""
     return "".join(sorted(filter(selects, marks)))
 
 
@@ -135,11 +136,11 @@ def pieces(
     longest: int = LONGEST_CHARACTERS,
     forced: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
-    """Yield `text` in pieces of slightly more than `characters`, or slightly more than `longest` without an exact cut.
+    """Yield `text` in pieces that end at the first exact cut after `characters`, or near `longest` if there is none.
 
     Args:
-        searched: characters at the beginning of the text that are known to hold no exact cut.
-        forced: called for each cut that is not exact.
+        searched: number of characters at the beginning of the text that are known to hold no exact cut.
+        forced: called for each inexact cut.
     """
     start = 0
     while len(text) - start > characters:
@@ -161,14 +162,17 @@ def pieces(
 
 
 def _near(text: str, first: int, last: int, drop_before: str | None) -> tuple[int, int]:
-    """Return (where to cut, where the next piece begins): near `last` between two words, else at `last`."""
+    """Return (end of this piece, start of the next piece) of an inexact cut.
+
+    The cut is between two words, at the last such index in [first, last], else at `last`.
+    """
     for at in range(last, first - 1, -1):
         if drop_before is None:
             if text[at] in " \n":
                 return at, at
         elif text[at] in drop_before:  # the encoder drops the "▁" in front of the next piece
             return at, at
-        elif text[at] == " " and text[at + 1] not in drop_before:  # the "▁" of the next piece stands for the space
+        elif text[at] == " " and text[at + 1] not in drop_before:  # the next piece gets a "▁" instead of the space
             return at, at + 1
     return last, last
 
@@ -202,7 +206,7 @@ def _is_without_prefix(normalizer: dict[str, Any] | None, splitter: dict[str, An
 
 
 def _falls_back_to_bytes(model: dict[str, Any]) -> bool:
-    """Return whether a character without a token becomes bytes, which never merge, and whether "▁" is a token."""
+    """Return whether "▁" is a token, and a character without a token becomes bytes, which do not merge."""
     affixes = model["ignore_merges"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]
     needed = {"▁", *(f"<0x{byte:02X}>" for byte in range(256))}
     return model["byte_fallback"] and not affixes and needed <= model["vocab"].keys()

@@ -1,4 +1,4 @@
-"""Find the files that a path of the `data` section names, and open them: plain, or compressed as the suffix says."""
+"""Find the files that a path of the `data` section names, and open plain or compressed (.gz, .zst) files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from aliquot.core.errors import DataError, one_line
 from aliquot.core.small_files import pointer_message
 
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-IN_DIRECTORIES = {".txt", ".md", ".py", *RECORD_SUFFIXES}  # suffixes that are read, also compressed
-# Files that describe records, next to the records or in a directory above them.
+IN_DIRECTORIES = {".txt", ".md", ".py", *RECORD_SUFFIXES}  # suffixes that are read in a directory, also compressed
+# Names of files that describe a data set, not documents: next to the records, or in a directory above them.
 _CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", "changelog", "dataset_info",
           "dataset_infos", "dataset_dict"}  # fmt: skip
 CARD = "a README, a license or the like next to records, left out"
 HIDDEN = "a hidden file or directory, left out"
 NO_FILE = "a device, pipe or socket, left out"
 DIRECTORY = "a directory that a pattern matches, left out"
-# Tests and tables (of characters, of help texts) are no examples of how Python is written.
+# Parts of the standard library that are no examples of good Python: tests, and tables of characters or help texts.
 NOT_OF_STDLIB = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
-_START_BYTES = 4096  # bytes at the begin of a file that show its format
+_START_BYTES = 4096  # bytes at the beginning of a file that show its format
 _ARCHIVES = {
     "gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ", "zip": b"PK\x03\x04",
     "7z": b"7z\xbc\xaf\x27\x1c", "rar": b"Rar!\x1a\x07",
@@ -43,9 +43,10 @@ _OTHERS = {
 
 
 def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
-    """Return the files of one entry of a path: a file, a directory, a glob or `stdlib`; sorted within the entry.
+    """Return the sorted files that `entry` names: a file, a directory, a glob or `stdlib` (Python's standard library).
 
-    `left_out` counts all other files by reason. Raises DataError for a dangling link, because data are missing.
+    Files that are not read are counted in `left_out`, by reason. Raises DataError for a dangling link, because its data
+    are missing. `key`: the key of the configuration that holds `entry`, for error messages.
     """
     if entry == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -97,10 +98,10 @@ def _without_cards(files: list[Path]) -> list[Path]:
 
 
 def _walk(root: Path, suffixes: set[str], left_out: Counter[str]) -> list[Path]:
-    """Return files below `root` with one of `suffixes`, sorted by relative name; follow links, but each place once.
+    """Return the files below `root` with one of `suffixes`, sorted by relative path.
 
-    `left_out` counts all other files by reason. Raises DataError for an unreadable directory, a dangling link, and a
-    dataset that `datasets` has saved.
+    Links are followed, but no directory is visited twice. Files that are not read are counted in `left_out`, by reason.
+    Raises DataError for an unreadable directory, a dangling link, or a dataset that `datasets` has saved.
     """
 
     def unreadable(error: OSError) -> None:
@@ -126,7 +127,7 @@ def _walk(root: Path, suffixes: set[str], left_out: Counter[str]) -> list[Path]:
                 files.append(file)
             else:
                 left_out[f"a file of a kind that is not read ({file.suffix.lower() or 'no suffix'}), left out"] += 1
-    left_out += Counter()  # takes reasons without a file away
+    left_out += Counter()  # removes reasons with a count of 0
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -139,16 +140,17 @@ def _is_utf8(file: Path) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix that says what a file holds: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
+    """Return the suffix of the content, without compression: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
     suffix = (Path(path.stem) if path.suffix.lower() in _CODECS else path).suffix.lower()
     return _ALIASES.get(suffix, suffix)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open a file for reading: yield (its unpacked content, a function that returns how many bytes of it were read).
+    """Open a file for reading, and yield (stream of the decompressed content, position).
 
-    Reading raises OSError if an archive is damaged or cut short. Raises UserError for UTF-16 and other formats.
+    `position()` returns how many bytes of the file on disk have been read. Reading raises OSError if a compressed file
+    is damaged or truncated. Raises UserError for UTF-16 text and for formats that are not text.
     """
     codec = _CODECS.get(path.suffix.lower())
     if codec is None:
@@ -168,16 +170,16 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise UserError if the file is a pointer of git-lfs or git-annex."""
+    """Raise UserError if the file is a pointer of git-lfs or git-annex instead of the data."""
     with path.open("rb") as file:
         if (message := pointer_message(file.read(64))) is not None:
             raise DataError(message, path)
 
 
 def _refuse_no_text(start: bytes, path: Path) -> None:
-    """Raise DataError if the `start` of a file shows UTF-16 or another format.
+    """Raise DataError if the first bytes of a file (`start`) show UTF-16 or a format that is not text.
 
-    UTF-16 without a byte order mark may be valid UTF-8, in which half of the bytes are NULs.
+    UTF-16 without a byte order mark may be valid UTF-8 in which every second byte is NUL.
     """
     if (message := pointer_message(start) or _name_of_format(start)) is not None:
         raise DataError(message, path)
@@ -194,7 +196,7 @@ def _refuse_no_text(start: bytes, path: Path) -> None:
 
 
 def _name_of_format(start: bytes) -> str | None:
-    """Return a message about the format of a file that begins with `start`; None if the file may be text."""
+    """Return an error message that names the format of a file that begins with `start`; None if it may be text."""
     if not start.startswith(b"%PDF-") and not _is_binary(start):
         return None
     for suffix, codec in _CODECS.items():
@@ -213,12 +215,12 @@ def _named(formats: dict[str, bytes], start: bytes) -> str | None:
 
 def _is_binary(start: bytes) -> bool:
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # the start may end within a character
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # incremental: may end within a character
     except UnicodeDecodeError:
         return True
     return b"\0" in start
 
 
 def not_text(error: UnicodeDecodeError, where: str, before: int = 0) -> DataError:
-    """Return the error for bytes that are not UTF-8. `before` counts the bytes before the decoded ones."""
+    """Return the error for bytes that are not UTF-8. `before`: number of bytes of the file before the decoded bytes."""
     return DataError(f"not UTF-8 text ({error.reason} at byte {before + error.start})", where)

@@ -1,9 +1,10 @@
 """The order of sequences: within one source, among several sources, and over optimizer steps.
 
-Sources are mixed by fixed arithmetic, without a state or a table. Source i with rate r_i, in sequences, has its k-th
-sequence at time (k + 1/2) / r_i, and the sequences of all sources follow each other in the order of their times. After
-any number of sequences each source has therefore had its share to within about one sequence, and bisection finds how
-many sequences of each source come before the n-th. All numbers are integers: the order is the same on every machine.
+Sources are mixed by fixed arithmetic, without a state or a table. Source i contributes sequences at the rate r_i: its
+k-th sequence gets the time (k + 1/2) / r_i. The mixture takes the sequences of all sources in ascending order of time.
+After any number of sequences, the count of each source therefore differs from its exact share by about one sequence at
+most. Bisection over time finds how many of the first n sequences come from each source. All numbers are integers, so
+that the order is the same on every machine.
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ _TIME_BITS = 60
 
 @dataclass(frozen=True)
 class Mixture:
-    rates: tuple[int, ...]  # sequences of each source, in relation to the sequences of other sources
-    ends: tuple[int | None, ...]  # sequences of a source that does not repeat; None: the source repeats
+    rates: tuple[int, ...]  # relative number of sequences that each source contributes, in fixed point
+    ends: tuple[int | None, ...]  # number of sequences of each source that does not repeat; None: the source repeats
 
     @classmethod
     def from_token_weights(
         cls, weights: Sequence[float], sequence_tokens: Sequence[Fraction], ends: Sequence[int | None]
     ) -> Self:
-        """Mix by tokens: `weights` are shares of tokens, `sequence_tokens` the mean tokens of a sequence."""
+        """Return the mixture in which each source contributes tokens in proportion to its weight.
+
+        `sequence_tokens`: the mean number of tokens in a sequence of each source.
+        """
         rates = [Fraction(weight) / mean for weight, mean in zip(weights, sequence_tokens, strict=True)]
         scale = (1 << _RATE_BITS) / sum(rates)
         return cls(tuple(max(1, round(rate * scale)) for rate in rates), tuple(ends))
 
     @property
     def total(self) -> int | None:
-        """Sequences until all sources have ended; None if a source repeats."""
+        """The number of sequences until all sources have ended; None if a source repeats."""
         known = [end for end in self.ends if end is not None]
         return sum(known) if len(known) == len(self.ends) else None
 
@@ -62,13 +66,13 @@ class Mixture:
         before, until = self._before(early), self._before(late)
         left = count - sum(before)
         for source, (earlier, later) in enumerate(zip(before, until, strict=True)):
-            drawn = min(left, later - earlier)  # sequences of the same time follow the order of the sources
+            drawn = min(left, later - earlier)  # sequences of equal time come in the order of the sources
             before[source] += drawn
             left -= drawn
         return before
 
     def between(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """Return (source, index within the source) of the sequences [first, stop)."""
+        """Return (source, index within the source) of sequences [first, stop) of the mixture."""
         ranges = zip(self.drawn(first), self.drawn(stop), strict=True)
         times = [(self._time(source, k), source, k) for source, (a, b) in enumerate(ranges) for k in range(a, b)]
         return [(source, k) for _, source, k in sorted(times)]
@@ -84,11 +88,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class TrainStore:
-    """A training source of a run, as tokens."""
+    """The tokens of one training source, with its weight in the mixture."""
 
     store: TokenStore
     name: str = ""
-    weight: float | None = None  # share of the tokens; None: the number of tokens of the source
+    weight: float | None = None  # relative share of the tokens; None: the number of tokens in the source
     repeat: bool = True
 
 
@@ -98,7 +102,7 @@ class Stream:
     def __init__(self, source: TrainStore, packing: Packing, seed: int) -> None:
         self.source = source
         self.packing = packing
-        # The name is part of the seed: otherwise two sources of one size would be shuffled alike.
+        # The seed includes the name, because two sources of equal size would otherwise be shuffled alike.
         self._seed = seed if not source.name else drawn_seed("source", seed, source.name)
         self._epochs: dict[int, Epoch] = {}
 
@@ -120,7 +124,7 @@ class Stream:
         return self.epoch(epoch).lengths(within)
 
     def counts(self, first: int, stop: int) -> tuple[int, int]:
-        """Return (labels, tokens without padding) of the sequences [first, stop)."""
+        """Return the numbers of (labels, tokens without padding) in sequences [first, stop)."""
         predicted = tokens = 0
         while first < stop:
             epoch, start = divmod(first, self.packing.sequences)
@@ -132,38 +136,39 @@ class Stream:
 
     def epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:
-            # A batch that spans two epochs needs both of them.
+            # Keep the previous epoch, because a batch may span two epochs.
             self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
             self._epochs[epoch] = self.packing.epoch(self._seed, epoch)
         return self._epochs[epoch]
 
 
 def drawn_seed(kind: str, seed: int, place: object) -> int:
-    """Return the seed of random choices of one `kind` at one `place`."""
+    """Derive a seed from the run's seed for one `kind` of random choices (such as dropout) at one `place`."""
     return int.from_bytes(hashlib.sha256(f"{kind}:{seed}:{place}".encode()).digest()[:7], "little")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Which sequences each optimizer step takes: `size` sequences a step, and fewer in the last step before `stop`.
+    """Map optimizer steps to ranges of sequences.
 
-    The last step of an earlier stage of the run may also have taken fewer sequences. `ends` are the sequences at which
-    such stages ended; the next step begins there. Without `ends` and `stop` step s takes [s * size, (s + 1) * size).
+    Without `ends` and `stop`, step s takes sequences [s * size, (s + 1) * size). The last step before `stop` may take
+    fewer sequences. The last step of an earlier stage of the run may also have taken fewer sequences. `ends` lists the
+    sequence numbers at which these stages ended; the first step of the next stage begins there.
     """
 
     size: int
-    stop: int | None = None  # the sequence before which this run ends
+    stop: int | None = None  # sequence number at which this run ends, exclusive
     ends: tuple[int, ...] = ()  # ascending
 
     def of(self, step: int) -> range:
-        """Return the sequences of `step` (the first is 0); an empty range after the last step."""
+        """Return the sequences of `step`, counted from 0; an empty range after the last step."""
         first = self.begin(step)
         later = self.ends[bisect_right(self.ends, first) :][:1]
         limits = [*later, *([] if self.stop is None else [self.stop])]
         return range(first, max(first, min([first + self.size, *limits])))
 
     def begin(self, step: int) -> int:
-        """Return the sequence at which `step` begins in a run without an end."""
+        """Return the sequence at which `step` begins if the run has no end."""
         begin = 0
         for end in self.ends:
             steps = self._steps(begin, end)
@@ -174,14 +179,14 @@ class Steps:
         return begin + step * self.size
 
     def until(self, sequence: int) -> int:
-        """Return the number of steps until `sequence`."""
+        """Return the number of steps that take all sequences before `sequence`."""
         edges = [0, *(end for end in self.ends if end < sequence), sequence]
         return sum(self._steps(begin, end) for begin, end in pairwise(edges))
 
     def continued_at(self, step: int, sequence: int) -> Self:
-        """Return the steps after an earlier stage, which ended before `sequence` after `step` steps.
+        """Return the steps of a run that continues an earlier stage.
 
-        Raises ValueError if no stage can have ended there.
+        The earlier stage ended after `step` steps, before `sequence`. Raises ValueError if these two contradict.
         """
         regular = self.begin(step)
         if sequence == regular:

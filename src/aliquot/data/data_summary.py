@@ -1,4 +1,4 @@
-"""Describe the data of a run before training: what the documents are, which tokens are learned, what is left out."""
+"""Describe the data of a run before training: kinds of documents, share of learned tokens, omitted records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
 
 
 def day_line(day: str) -> str:
-    """Describe the date that a chat template writes."""
+    """Return a log line about the date that the chat template writes."""
     return (
         f"the chat template writes a date: today is {day} for all of this run, the day on which it began;"
         " data.chat_template_date sets another"
@@ -49,7 +49,7 @@ def day_line(day: str) -> str:
 
 
 def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
-    """Warn of a run with few steps. `chosen`: the configuration sets the number of steps."""
+    """Yield a warning if the run has few steps, unless the configuration sets the number of steps (`chosen`)."""
     if total_steps < FEW_STEPS and not chosen:
         smaller = "a smaller train.global_batch_size, " if batches.global_batch_size > 1 else ""
         unpacked = ", or data.packing=false (a document is a sequence)" if batches.format.packed else ""
@@ -69,7 +69,7 @@ class Share:
 
 
 def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
-    """Return the share of each source; None for a run with one source."""
+    """Return the share of each source in the run; [None] for a run with one source."""
     if len(batches.streams) == 1:
         return [None]
     drawn = batches.mixture.drawn(batches.steps.of(total_steps - 1).stop)
@@ -97,7 +97,7 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
 
 
 def irregularities(store: TokenStore) -> Iterator[str]:
-    """Describe text that the tokens of a store lack or hold inexactly."""
+    """Yield lines about omitted records and inexact cuts in a token store."""
     if store.left_out:
         yield "; ".join(counted(store.left_out, store.firsts))
     if store.inexact_cuts:
@@ -108,7 +108,7 @@ def irregularities(store: TokenStore) -> Iterator[str]:
 
 
 def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
-    """Return (documents longer than a sequence, their pieces, pieces of all documents)."""
+    """Return the numbers of (documents longer than a sequence, pieces of these documents, pieces of all documents)."""
     longer = into = pieces = 0
     for start in range(0, store.documents, _DOCUMENTS_AT_ONCE):
         lengths = np.diff(np.asarray(store.offsets[start : start + _DOCUMENTS_AT_ONCE + 1]))
@@ -120,18 +120,18 @@ def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
 
 
 _EXAMPLES = 2
-_MAX_TOKENS = 8192  # of an example, because a document may be a file of any size
-_MAX_STRETCHES = 8  # of a shortened example
+_MAX_TOKENS = 8192  # tokens of an example; a document may be a file of any size
+_MAX_STRETCHES = 8  # stretches (learned or not) of a shortened example
 _LEARNED, _READ = "learned > ", "        | "
 
 
 def examples(
     source: TrainStore, tokenizer: Any, max_characters: int | None = None, text: bool = False
 ) -> Iterator[str]:
-    """Yield the first documents of a source as lines, with marks at learned text.
+    """Yield the first documents of a source as lines for the terminal; a prefix marks learned text.
 
-    Plain text is learned as a whole and shown if `text` is true. `max_characters` limits each stretch of text and shows
-    the first stretches alone; None shows nearly everything.
+    Plain text, which is learned as a whole, is shown only if `text` is true. `max_characters` shortens each stretch of
+    learned or unlearned text and limits the number of stretches. None shows the first 8,192 tokens in full.
     """
     store = source.store
     if store.mask is None and not text:

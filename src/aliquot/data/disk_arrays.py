@@ -1,6 +1,6 @@
-"""Arrays that the first process on a node fills in a file and all processes map, so that a node has one copy.
+"""Memory-mapped arrays: one process on a node fills them in files, all processes map the files, and share one copy.
 
-Arrays are filled where they will lie, AT_ONCE elements at a time, so that private memory does not grow with them.
+Arrays are filled in place, AT_ONCE elements at a time, so that private memory does not grow with the arrays.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ AT_ONCE = 1 << 18  # elements in private memory at one time
 
 
 class NewArrays:
-    """Make flat arrays of zeros: in files of `directory`, or in private memory if `directory` is None.
+    """Allocate flat arrays of zeros: in files of `directory`, or in private memory if `directory` is None.
 
-    Files get their space on the disk at once: writing to a mapped page of a full disk would kill the process.
+    Disk space is allocated up front, because writing to a mapped page while the disk is full would kill the process.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -41,7 +41,7 @@ class NewArrays:
         self.arrays: dict[str, Array] = {}
 
     def keep(self, name: str, count: int, dtype: npt.DTypeLike) -> Array:
-        """Make an array [count] that stays in the cache."""
+        """Allocate an array [count] that becomes part of the result."""
         if self._directory is None:
             array = np.zeros(count, dtype)
         else:
@@ -55,7 +55,7 @@ class NewArrays:
         return array
 
     def scratch(self, count: int, dtype: npt.DTypeLike) -> Array:
-        """Make a temporary array [count], in a file without a name."""
+        """Allocate a temporary array [count], in an unnamed file."""
         if self._directory is None:
             return np.zeros(count, dtype)
         check_space(self._directory, count * np.dtype(dtype).itemsize)
@@ -65,9 +65,10 @@ class NewArrays:
 
 
 def cached_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None) -> Arrays:
-    """Return the arrays that `fill` makes, from `directory` if it exists; in private memory if it cannot be written.
+    """Return the arrays in `directory`; if it does not exist, let `fill` make the arrays and publish the directory.
 
-    `most` is (pattern, count): of the directories that match the pattern the newest `count` stay.
+    If the directory cannot be written, the arrays are in private memory. `most` is (pattern, count): after publishing,
+    only the newest `count` of the directories that match the pattern are kept.
     """
     try:
         with _locked(directory.parent):
@@ -90,32 +91,38 @@ def memory_arrays(fill: Callable[[NewArrays], None]) -> Arrays:
 
 @contextmanager
 def _locked(parent: Path) -> Iterator[None]:
-    """Let one process at a time fill arrays. Without locks of the file system, processes may repeat the work."""
+    """Let one process at a time fill arrays. On a file system without locks, processes may repeat the work."""
     if not parent.is_dir():
         raise FileNotFoundError(parent)
     with ExitStack() as opened:
-        with suppress(OSError):  # also of a read-only cache
+        with suppress(OSError):  # no locks, or a read-only cache
             fcntl.flock(opened.enter_context((parent / ".lock").open("a")), fcntl.LOCK_EX)
         yield
 
 
 def _keep_newest(parent: Path, pattern: str, count: int) -> None:
-    """Remove all but the newest directories. A process that has mapped their files keeps the mapped data."""
+    """Remove all but the newest `count` directories. A process that has mapped a removed file keeps the data."""
     directories = sorted(parent.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
     for old in directories[:-count]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 class Cursors:
-    """Places for elements that arrive in parts: elements of a group lie together, in their order of arrival."""
+    """The write positions of a counting sort whose input arrives in parts.
+
+    The sort puts the elements of a group next to each other, in the order of their arrival.
+    """
 
     def __init__(self, sizes: Ints) -> None:
-        """`sizes` [groups]: elements of each group that will arrive."""
+        """`sizes` [groups]: the total number of elements of each group."""
         self._next = np.cumsum(sizes) - sizes
 
     def places(self, groups: npt.NDArray[Any]) -> tuple[Ints, Ints]:
-        """Return (places [n], order [n]) of the next elements, of groups [n]: places[k] is that of element order[k]."""
-        order = np.argsort(groups, kind="stable")  # for 16 bits numpy uses a radix sort
+        """Return (places [n], order [n]) for the next n elements: element order[k] goes to output index places[k].
+
+        `groups` [n]: the group of each element.
+        """
+        order = np.argsort(groups, kind="stable")  # numpy uses a radix sort for 16-bit integers
         sizes = np.bincount(groups, minlength=len(self._next))
         first = self._next - (np.cumsum(sizes) - sizes)
         self._next += sizes
@@ -130,9 +137,9 @@ def ascending(out: Array, _new: NewArrays, at_once: int = AT_ONCE) -> None:
 
 
 def shuffle(out: Array, new: NewArrays, at_once: int = AT_ONCE, *, seed: int, stream: int) -> None:
-    """Fill `out` [count] with a permutation that depends on (seed, stream) alone.
+    """Fill `out` [count] with a permutation of 0 .. count - 1 that depends only on (seed, stream).
 
-    The permutation is the stable order of random keys, whose stream numpy guarantees.
+    The permutation is the stable order of random keys; numpy guarantees the same keys in all versions.
     """
 
     def keys() -> Iterator[Keys]:
@@ -144,10 +151,10 @@ def shuffle(out: Array, new: NewArrays, at_once: int = AT_ONCE, *, seed: int, st
 
 
 def stable_order(keys: Callable[[], Iterable[Keys]], out: Array, new: NewArrays, at_once: int = AT_ONCE) -> None:
-    """Fill `out` [count] with the stable order of `keys`, which arrive in parts and are read twice.
+    """Fill `out` [count] with the indices that stably sort `keys`. `keys` yields the keys in parts and is called twice.
 
-    Keys and their indices go to buckets by the highest bits of the key; then each bucket is sorted. Buckets have about
-    `at_once` elements if keys are evenly spread.
+    The highest bits of a key choose a bucket for the key and its index; then each bucket is sorted. Buckets have about
+    `at_once` elements if the keys are evenly distributed.
     """
     bits = min(16, max(1, (len(out) // at_once).bit_length()))
 
@@ -169,7 +176,10 @@ def stable_order(keys: Callable[[], Iterable[Keys]], out: Array, new: NewArrays,
 
 
 def _stable_argsort(keys: Keys) -> Ints:
-    """Return the stable order of keys: an unstable sort is twice as fast, and random keys of 64 bits rarely tie."""
+    """Return the indices that stably sort `keys`.
+
+    The unstable sort is tried first: it is twice as fast, and random keys of 64 bits are rarely equal.
+    """
     order = np.argsort(keys)
     ascending_keys = keys[order]
     tied = (ascending_keys[1:] == ascending_keys[:-1]).any()

@@ -1,4 +1,4 @@
-"""Documents, reasons to leave records out, and reading of plain text files. Everything streams."""
+"""The document type, the reasons for which records are left out, and a streaming reader of plain text files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aliquot.data.data_files import not_text, opened
 
 Unit = Literal["file", "line", "block", "field"]
 Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
-PART_BYTES = 16 << 20  # a longer document comes in parts of this size
+PART_BYTES = 16 << 20  # a longer document is yielded in parts of this size
 NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
 HOLDS_NUL = "a text with NUL characters, left out"
 NO_RECORD = "a line or an element that is no JSON record, left out"
@@ -30,7 +30,7 @@ UNUSABLE_FLAG = "a record with a message flag that cannot be obeyed, left out"
 
 
 class BadRecordError(DataError, id="data"):
-    """A record that cannot be read. A run counts the record by `reason` and goes on with the next record."""
+    """Raised for a record that cannot be read. A run counts the record by `reason` and continues with the next one."""
 
     def __init__(self, message: str, where: str | Path | None = None, reason: str = WRONG_TYPE) -> None:
         super().__init__(message, where)
@@ -38,14 +38,14 @@ class BadRecordError(DataError, id="data"):
 
 
 class Document(NamedTuple):
-    """A document, or a part of a long one: text, or a record as JSON (formats.py); blank for a blank record."""
+    """A document, or a part of a long one. `text` is plain text, a record as JSON (see formats.py), or blank."""
 
     text: str
     kind: Kind
-    done_bytes: int  # bytes of the source that had been read
+    done_bytes: int  # bytes of the source that have been read so far, for progress
     ended: bool = True  # False: the next document continues this one
     reason: str | None = None  # why a blank document is left out
-    where: str = ""  # of a record: file and line, or row; of an unreadable record also the error
+    where: str = ""  # the record's file and line, or row; for an unreadable record, its error message
 
     @property
     def blank(self) -> bool:
@@ -53,17 +53,20 @@ class Document(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        """Whether this stands for a record that cannot be read."""
+        """Whether this document replaces a record that cannot be read."""
         return self.reason is not None and self.where != ""
 
 
 def left_out(error: BadRecordError, done_bytes: int) -> Document:
-    """Return the document that stands for a record that cannot be read."""
+    """Return the blank document that replaces a record that cannot be read."""
     return Document("", "text", done_bytes, reason=error.reason, where=str(error))
 
 
 def refuse_bad_alone(documents: Iterator[Document], at_least: int = 1) -> Iterator[Document]:
-    """Pass documents on. Raises the error of the first bad record if `at_least` are bad and there is nothing else."""
+    """Yield `documents`. At the end, raise the first bad record's error if no document is usable.
+
+    Fewer than `at_least` bad records raise no error.
+    """
     first, bad, usable = "", 0, False
     for document in documents:
         bad += document.is_bad
@@ -81,7 +84,7 @@ def text_documents(path: Path, unit: Unit) -> Iterator[Document]:
 
 
 def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[Document]:
-    """Yield the whole file, in parts if it is long."""
+    """Yield the whole file as one document, in parts if it is long."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with_newlines = io.IncrementalNewlineDecoder(decoder, translate=True)
     read_bytes, text = 0, ""
@@ -94,7 +97,7 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
             raise not_text(error, str(path), read_bytes - len(waiting)) from error
         if (at := block.find(b"\0")) >= 0:
             nul = BadRecordError(f"a NUL byte at byte {read_bytes + at}: {NO_TEXT}", path, HOLDS_NUL)
-            if read_bytes or len(block) == PART_BYTES:  # an earlier part may be in use already
+            if read_bytes or len(block) == PART_BYTES:  # an earlier part may already have been yielded
                 raise nul
             yield left_out(nul, position())
             return
@@ -107,11 +110,11 @@ def _parts(file: BinaryIO, position: Callable[[], int], path: Path) -> Iterator[
 
 
 def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) -> Iterator[Document]:
-    """Yield each line, or each block of lines between blank lines; in parts if it is long."""
-    waiting: list[str] = []  # lines of the document after its last part
-    characters, begun = 0, False  # whether a part of the document was yielded
+    """Yield each line, or each block of lines between blank lines, as a document; in parts if it is long."""
+    waiting: list[str] = []  # lines of the document that have not been yielded
+    characters, begun = 0, False  # begun: a part of the document has been yielded
     number = 0
-    line_is_blank = True  # as far as the line has been read
+    line_is_blank = True  # so far; a long line is read in parts
     nul: int | None = None  # the line with the document's first NUL character
 
     def documents(ended: bool) -> Iterator[Document]:
@@ -148,7 +151,7 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
 
 
 def _parts_of_lines(file: BinaryIO, path: Path) -> Iterator[tuple[str, bool, bool]]:
-    """Yield (text, whether the text begins a line, whether it ends a line), of at most PART_BYTES each."""
+    """Yield (text, whether the text begins a line, whether it ends a line); each text has at most PART_BYTES."""
     decoder, number, first = codecs.getincrementaldecoder("utf-8")(), 1, True
     while data := file.readline(PART_BYTES):
         last = data.endswith(b"\n") or len(data) < PART_BYTES

@@ -1,7 +1,7 @@
 """Encode texts as token ids, in this process or in a worker process.
 
-A worker is a fresh interpreter: a fork would inherit the parent's threads, and multiprocessing's spawn would import the
-user's script again. A worker ends when its parent dies.
+A worker is a fresh Python interpreter, because a fork would inherit the parent's threads, and multiprocessing's spawn
+would import the user's script again. A worker ends when its parent dies.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ HOLDS_SPECIAL = "a text or a piece of a text with special tokens, encoded as spe
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts to encode; a text that is not `first` or not `last` is a piece of a longer document."""
+    """A batch of texts to encode: whole documents, or pieces of a document, of which `first` and `last` are marked."""
 
     texts: list[str]
     first: npt.NDArray[np.bool_]  # [texts]
     last: npt.NDArray[np.bool_]  # [texts]
 
 
-Note = tuple[int, int, str]  # (number of texts, index of the first of them, details of the first)
+Note = tuple[int, int, str]  # (number of texts with this remark, index of the first such text, details about it)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Encoded:
     counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document that is left out
     ids: npt.NDArray[np.uint32]  # [sum of counts]
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
-    text_bytes: int | None  # UTF-8 bytes of the text behind all tokens but the first of each document, if known
+    text_bytes: int | None  # UTF-8 bytes of the text of all tokens except each document's first token; None: unknown
     notes: dict[str, Note] = field(default_factory=dict)  # remarks on texts, by reason
 
 
@@ -60,7 +60,7 @@ class Encoder:
             from tokenizers import Tokenizer
 
             self.tokenizer: Any = Tokenizer.from_file(str(Path(spec.tokenizer, "tokenizer.json")))
-            self.tokenizer.no_truncation()  # a tokenizer.json may set both
+            self.tokenizer.no_truncation()  # a tokenizer.json may turn on truncation and padding
             self.tokenizer.no_padding()
             self.tokenizer.encode_special_tokens = spec.special_tokens_as_text
             added = self.tokenizer.get_added_tokens_decoder()
@@ -101,9 +101,9 @@ class Encoder:
             if not first and self.spec.drop_before is not None:
                 if batch.texts[index][0] in self.spec.drop_before:
                     row = row[1:]
-                else:  # the text was cut at a space, which the token in front stands for
+                else:  # the cut removed a space, which the first token represents
                     text_bytes += 1
-            if row or not first:  # the last piece may be blank
+            if row or not first:  # the last piece of a document may be blank
                 rows[index] = (prefix if first else []) + row + (suffix if last else [])
         encoded = _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
         return (
@@ -127,7 +127,7 @@ class Encoder:
 
 
 def _groups(batch: Texts) -> Iterator[Texts]:
-    """Yield groups of about AT_ONCE_CHARACTERS, because a tokenizer needs hundreds of bytes a character."""
+    """Yield groups of about AT_ONCE_CHARACTERS, because a tokenizer needs hundreds of bytes per character."""
     start = characters = 0
     for index, text in enumerate(batch.texts):
         characters += len(text)
@@ -138,7 +138,7 @@ def _groups(batch: Texts) -> Iterator[Texts]:
 
 
 def _joined(parts: list[Encoded]) -> Encoded:
-    """Join the results of texts without answers."""
+    """Concatenate the results of several groups of texts without answers."""
     counts, ids = ([getattr(part, name) for part in parts] for name in ("counts", "ids"))
     sizes = [part.text_bytes for part in parts if part.text_bytes is not None]
     known = len(sizes) == len(parts)
@@ -159,7 +159,7 @@ def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | No
 
 
 class EncoderProcess:
-    """An Encoder in a worker process, for one batch at a time: `send`, wait for `connection`, `receive`."""
+    """An Encoder in a worker process. For one batch at a time: call `send`, wait for `connection`, call `receive`."""
 
     def __init__(self, spec: EncoderSpec) -> None:
         self.connection, theirs = Pipe()
@@ -172,7 +172,7 @@ class EncoderProcess:
             env={**os.environ, **settings},
         )
         theirs.close()
-        self.connection.send(spec)  # small enough not to block
+        self.connection.send(spec)  # does not block: the spec fits into the pipe's buffer
 
     def send(self, batch: Texts) -> None:
         """Send a batch. Raises TrainingError if the worker has died."""
@@ -182,7 +182,7 @@ class EncoderProcess:
             raise self._lost() from error
 
     def receive(self) -> Encoded:
-        """Receive the result. Raises the UserError of the worker, and TrainingError if the worker has died."""
+        """Return the result of the batch. Raises the worker's UserError, or TrainingError if the worker has died."""
         try:
             result: Encoded | tuple[type[UserError], str] = self.connection.recv()
         except (EOFError, ConnectionError) as error:
@@ -203,7 +203,10 @@ class EncoderProcess:
 
 
 def serve(descriptor: int) -> None:
-    """Run a worker: receive the spec once, then batches until the parent closes its end or dies."""
+    """Run the worker process: receive the spec, then encode batches until the parent closes the pipe or dies.
+
+    `descriptor`: the file descriptor of the worker's end of the pipe.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     connection = Connection(descriptor)
     encoder = Encoder(connection.recv())

@@ -1,11 +1,14 @@
 """Detect the format of records by the names of their fields: text, chat, prompt with completion, instruction.
 
-A record with an answer becomes one JSON object, which chat.py encodes:
-`{"messages": [...], "context": n}` (the first n are not learned), `{"prompt": ..., "completion": ...}`, or
-`{"instruction": ..., "input": ..., "output": ...}`; with `"system": ...`, `"tools": [...]` and
-`"chat_template_kwargs": {...}` if the record has them.
-Messages stay unchanged, because the chat template decides how to write them. A chat that cannot be learned as its
-author means it has `"left_out": reason`.
+A record with an answer becomes a JSON object in one of three forms, which chat.py encodes:
+
+- `{"messages": [...], "context": n}`, where the first n messages are not learned,
+- `{"prompt": ..., "completion": ...}`,
+- `{"instruction": ..., "input": ..., "output": ...}`.
+
+The object also has `"system"`, `"tools"` and `"chat_template_kwargs"` if the record has them. Messages stay unchanged,
+because the chat template decides how to render them. A chat with a tool call that cannot be read gets
+`"left_out": reason`, so that the chat is counted and not learned.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ TITLES: dict[str, str] = {
     "prompt": "prompts with completions",
     "instruction": "instructions (Alpaca)",
 }
-_INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # names of Alpaca and of Dolly
+_INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # field names in Alpaca's and in Dolly's format
 _CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs")  # optional fields of all formats with answers
 
 
@@ -46,10 +49,10 @@ class Format:
     kind: Kind
     fields: tuple[str, ...]  # fields that a record must have
     optional: tuple[str, ...] = ()  # fields that a record may have
-    elsewhere: tuple[tuple[str, ...], ...] = field(default=(), repr=False)  # fields of other formats
+    elsewhere: tuple[tuple[str, ...], ...] = field(default=(), repr=False)  # required fields of each other format
 
     def check(self, names: Iterable[str], where: str | Path) -> None:
-        """Raise UserError that names the first missing field."""
+        """Raise UserError if a required field is missing from `names`, the fields of a record."""
         present = list(names)
         missing = next((name for name in self.fields if name not in present), None)
         foreign = next((fields for fields in self.elsewhere if set(fields) <= set(present)), None)
@@ -64,7 +67,7 @@ class Format:
             raise BadRecordError(f"no field {missing!r}; there are {present_names}", where, MISSING_FIELD)
 
     def read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
-        """Return (document, kind); the document of an empty record is empty.
+        """Return (document, kind) of a record; the document is "" if the record is empty.
 
         Raises BadRecordError for a record that cannot be read, and DataError for a record of another format.
         """
@@ -92,13 +95,13 @@ class Format:
         return _instructed(self.fields[1], record, where), self.kind
 
     def columns(self, names: Iterable[str]) -> list[str]:
-        """Return the columns of a table that `read` uses."""
+        """Return those columns of a table (`names`) that `read` uses."""
         fields = {*self.fields, *self.optional, *(name for fields in self.elsewhere for name in fields)}
         return [name for name in names if name in fields]
 
 
 def words(text: str, kind: Kind) -> list[str]:
-    """Return the texts in a document."""
+    """Return the texts in a document that `Format.read` returned: the contents of messages, or the fields."""
     if kind == "text" or not text:
         return [text]
     record = json.loads(text)
@@ -108,7 +111,10 @@ def words(text: str, kind: Kind) -> list[str]:
 
 
 def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) -> Format:
-    """Return the format that `section` names, else the format of records with fields `names`. Raises UserError."""
+    """Return the record format that `section` configures, else detect it by the names of the fields (`names`).
+
+    Raises UserError if a configured field is missing, or if no format fits.
+    """
     present = list(names)
     if section.text_field is not None:
         named = Format("text", (section.text_field,))
@@ -211,7 +217,7 @@ def _chat(value: object, record: Mapping[str, object], field: str, where: str) -
 
 
 def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], where: str) -> list[dict[str, Any]]:
-    """Return the messages with the record's `system` in front, unless they begin with the same text."""
+    """Return the messages with the record's `system` in front, unless the first message has the same text."""
     content = record.get("system")
     if not messages or not content:
         return messages
@@ -233,14 +239,17 @@ def _as_json(record: dict[str, Any]) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """Return a value of a table that JSON lacks (times, dates, decimals, bytes) as text."""
+    """Return as text a table value of a type that JSON lacks (time, date, decimal, bytes)."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
 def _template_values(record: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return what the record gives its chat template beside messages, as TRL does; tables often hold it as JSON."""
+    """Return the record's `tools` and `chat_template_kwargs` for the chat template, as TRL does.
+
+    Tables often hold both as JSON text.
+    """
     tools = read_list(record.get("tools"), "tools", where)
     values = read_object(record.get("chat_template_kwargs"), "chat_template_kwargs", where)
     return {name: value for name, value in (("tools", tools), ("chat_template_kwargs", values)) if value}

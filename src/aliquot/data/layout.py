@@ -1,4 +1,4 @@
-"""Lay sequences of tokens out as rows of micro-batches."""
+"""Build micro-batches from sequences: token ids, labels, positions and padding of one row."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.head_loss import IGNORE
 from aliquot.nn.product_shapes import filler
 
-Pieces = list[tuple[int, int]]  # (start, length) in the store of each piece of a sequence
+Pieces = list[tuple[int, int]]  # (start, length) in the token store of each piece of a sequence
 
 
 @dataclass(frozen=True)
 class Group:
-    """The sequences of a micro-batch."""
+    """The sequences of one micro-batch, all from one source."""
 
     source: int
-    first: int  # the first sequence, in the order of all sources
-    sequences: Sequence[int]  # in the order of the source
+    first: int  # index of the first sequence in the mixture of all sources
+    sequences: Sequence[int]  # indices within the source
 
 
 @dataclass(frozen=True)
 class SequenceFormat:
-    """How documents become sequences, and sequences the rows that a model reads.
+    """The settings by which documents become sequences, and sequences become rows of micro-batches.
 
     Args:
-        length: tokens of a sequence, at most.
-        pad_id: the token that fills padding; its labels are ignored.
+        length: maximum number of tokens in a sequence.
+        pad_id: the token id of padding, which has no labels.
         packed: whether several documents share a sequence.
-        model_packs: whether the model takes several documents in one call; else each document is a call.
-        fills_up: whether rows of sequences that are not packed are filled up to one of a few lengths.
+        model_packs: whether one forward pass takes several documents; otherwise each document is a forward pass.
+        fills_up: whether rows of unpacked sequences are padded to one of a few lengths.
     """
 
     length: int
@@ -51,13 +51,13 @@ class SequenceFormat:
 
     @property
     def fills_rows(self) -> bool:
-        """Whether documents of padding fill a row up, so that oneDNN meets few shapes."""
+        """Whether rows are padded to one of a few lengths, because oneDNN keeps a compiled kernel for each shape."""
         return self.fills_up and self.model_packs and not self.packed
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Lay sequences out as micro-batches: each micro-batch is one row, with padding on the right of each sequence."""
+    """Build micro-batches from sequences. Each micro-batch is one row; padding follows on the right of a sequence."""
 
     stores: Sequence[TokenStore]
     format: SequenceFormat
@@ -65,14 +65,16 @@ class Layout:
     def micro_batches(
         self, groups: Iterable[Group], rank: int, world_size: int, sequence: Callable[[int, int], Pieces]
     ) -> Iterator[tuple[int, MicroBatch | None]]:
-        """Yield (first sequence, micro-batch) of this rank, the same number on every rank; None without sequences.
+        """Yield (index of the first sequence, micro-batch) for this rank; group m goes to rank m % world_size.
 
-        If each document is a call of the model, a rank without sequences gets a micro-batch that only makes the calls.
+        Every rank gets the same number of micro-batches. A rank for which no group is left gets None. If each document
+        is a forward pass, this rank instead gets an empty micro-batch, so that all ranks join the same number of
+        collectives. `sequence(source, index)` returns the pieces of a sequence.
         """
         coming = iter(groups)
         while turn := list(islice(coming, world_size)):
             calls = 0
-            if not self.format.model_packs:  # every rank must make the same number of calls
+            if not self.format.model_packs:  # every rank must run the same number of forward passes
                 calls = max(sum(len(sequence(group.source, at)) for at in group.sequences) for group in turn)
             if rank < len(turn):
                 group = turn[rank]

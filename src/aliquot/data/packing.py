@@ -1,12 +1,12 @@
-"""Cut documents into pieces and pack pieces into sequences, all as flat arrays.
+"""Cut documents into pieces, and pack the pieces into sequences.
 
-A packing fixes which lengths share a sequence. Each epoch shuffles which pieces of these lengths share a sequence, and
-the order of sequences. Every epoch therefore has the same number of sequences, and the place of a step in the data
-follows without a look at earlier epochs.
+A packing decides once which lengths of pieces share a sequence. Each epoch then shuffles the pieces of equal length,
+and the order of the sequences. Every epoch therefore has the same number of sequences, so that the position of a step
+in the data can be computed without building earlier epochs.
 
-All pieces of one length are placed in a few range operations, and arrays are filled `at_once` elements at a time with
-counting sorts. Work and private memory therefore grow with the number of different lengths, not with the number of
-pieces or sequences.
+All pieces of one length are placed in a few range operations. Flat arrays are filled by counting sorts, `at_once`
+elements at a time. The Python work and the private memory therefore grow with the number of different lengths, not with
+the number of pieces or sequences.
 """
 
 from __future__ import annotations
@@ -37,36 +37,39 @@ from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import MAPPED_PIECES
 
 Ints = npt.NDArray[np.int64]
-Order = Callable[[Array, NewArrays, int], None]  # fills an array [n] with a permutation of n
+Order = Callable[[Array, NewArrays, int], None]  # fills an array [n] with a permutation of 0 .. n - 1
 
-_CACHED_EPOCHS = 4  # epochs of a packing on disk: two runs with two epochs each
-_MASK_AT_ONCE = 1 << 22  # tokens whose mask is summed at once, as int32
+_CACHED_EPOCHS = 4  # epochs of a packing that stay on disk: enough for two runs that need two epochs each
+_MASK_AT_ONCE = 1 << 22  # tokens whose mask is read at once to count labels
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """P runs of tokens of a store, in its order. `predicted` counts the labels of each piece."""
+    """P pieces of documents, in the order of the token store. Each piece is a contiguous run of tokens."""
 
     start: Ints  # [P], index of the first token in the store
     length: npt.NDArray[np.int32]  # [P], 2 .. sequence_length
-    predicted: npt.NDArray[np.int32]  # [P], >= 1
+    predicted: npt.NDArray[np.int32]  # [P], number of labels, >= 1
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which lengths share a sequence, alike in every epoch. A slot is a place for a piece; slots descend in length."""
+    """The assignment of slots to S sequences, the same in every epoch.
+
+    A slot takes one piece of a fixed length. Slots are numbered in descending order of length.
+    """
 
     pieces: Pieces
-    slots: npt.NDArray[Any]  # [P], slots of pieces, sequence after sequence
-    edges: Ints  # [S + 1]; sequence s has slots[edges[s] : edges[s + 1]]
+    slots: npt.NDArray[Any]  # [P], slot numbers, grouped by sequence
+    edges: Ints  # [S + 1]; sequence s consists of slots[edges[s] : edges[s + 1]]
     tokens: Ints  # [S], tokens without padding
-    epoch_cache: Path | None  # directory for arrays of epochs; None: memory
+    epoch_cache: Path | None  # directory for the arrays of epochs; None: in private memory
 
     @classmethod
     def of(cls, store: TokenStore, sequence_length: int, packing: bool) -> Packing:
-        """Pack the pieces of a store; without `packing` each piece is a sequence.
+        """Pack the pieces of a token store; without `packing`, each piece is a sequence of its own.
 
-        Raises UserError if there is no label.
+        Raises UserError if no token of the store is a label.
         """
         max_pieces = store.documents + int(store.offsets[-1]) // (sequence_length - 1)
         cache = store.path if max_pieces > MAPPED_PIECES else None
@@ -81,12 +84,12 @@ class Packing:
         return len(self.tokens)
 
     def epoch(self, seed: int, epoch: int) -> Epoch:
-        """Return the sequences of `epoch`, shuffled by (seed, epoch)."""
+        """Return the sequences of `epoch`; (seed, epoch) determines the shuffle."""
         shuffles = partial(shuffle, seed=seed, stream=2 * epoch), partial(shuffle, seed=seed, stream=2 * epoch + 1)
         return self._filled(f"epoch-{seed}-{epoch}", lambda new: fill_epoch(new, self, *shuffles))
 
     def in_order(self) -> Epoch:
-        """Return the sequences without a shuffle."""
+        """Return the sequences in a fixed order, without a shuffle."""
         return self._filled("in-order", lambda new: fill_epoch(new, self, ascending, ascending))
 
     def _filled(self, name: str, fill: Callable[[NewArrays], None]) -> Epoch:
@@ -102,16 +105,16 @@ def _arrays_of(
 
 @dataclass(frozen=True)
 class Epoch:
-    """All pieces once, in S sequences."""
+    """The S sequences of one epoch, which contain each piece once."""
 
     packing: Packing
-    piece: npt.NDArray[Any]  # [P], in the order of packing.edges
-    order: Ints  # [S]: the i-th sequence of the epoch is packing's sequence order[i]
-    predicted: Ints  # [S], labels of the i-th sequence
-    tokens: Ints  # [S], tokens of the i-th sequence, without padding
+    piece: npt.NDArray[Any]  # [P], index of the piece in each slot, in the order of packing.slots
+    order: Ints  # [S]; the i-th sequence of the epoch is sequence order[i] of the packing
+    predicted: Ints  # [S], number of labels in the i-th sequence
+    tokens: Ints  # [S], number of tokens in the i-th sequence, without padding
 
     def sequence(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, length) in the store of each piece of the `index`-th sequence."""
+        """Return (start, length) in the token store of each piece of the `index`-th sequence."""
         piece, pieces = self._piece(index), self.packing.pieces
         return list(zip(pieces.start[piece].tolist(), pieces.length[piece].tolist(), strict=True))
 
@@ -126,15 +129,15 @@ class Epoch:
 
 
 def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> Iterator[Pieces]:
-    """Yield pieces of documents, at most `at_once` at a time.
+    """Cut documents into pieces of at most `sequence_length` tokens, and yield at most `at_once` pieces at a time.
 
-    Pieces overlap by one token, so that each token of a document but the first is predicted exactly once. A run without
-    labels is no piece: a document of one token, or a stretch outside of the assistant's turns.
+    Consecutive pieces of a document overlap by one token, so that each token except the document's first is a label
+    exactly once. Pieces without labels are dropped: a document of one token, or text outside the assistant's turns.
     """
     size = at_once if store.mask is None else max(1, min(at_once, _MASK_AT_ONCE // sequence_length))
     for first in range(0, store.documents, at_once):
         offsets = np.asarray(store.offsets[first : first + at_once + 1])
-        # Pieces of each document; 0 for a document of one token.
+        # Number of pieces of each document; 0 for a document of one token.
         counts = -(-(np.diff(offsets) - 1) // (sequence_length - 1))
         stops = np.cumsum(counts)
         for start in range(0, int(stops[-1]), size):
@@ -148,10 +151,10 @@ def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> It
 
 
 def _counted(store: TokenStore, start: Ints, length: Ints) -> Pieces:
-    """Count the labels of pieces that follow each other, and drop pieces without labels."""
+    """Count the labels of consecutive pieces, and drop pieces without labels."""
     if store.mask is None:
         return Pieces(start, length.astype(np.int32), (length - 1).astype(np.int32))
-    # The labels of a piece are its tokens but the first: disjoint, ascending ranges, which reduceat sums.
+    # The labels of a piece are all its tokens except the first: disjoint, ascending ranges, as reduceat needs.
     base, end = int(start[0]), int(start[-1] + length[-1])
     mask = np.append(store.mask[base:end], np.uint8(0))
     ranges = np.stack([start + 1, start + length], axis=1).ravel() - base
@@ -161,7 +164,7 @@ def _counted(store: TokenStore, start: Ints, length: Ints) -> Pieces:
 
 
 class Placement(NamedTuple):
-    """`per_sequence` pieces of `length` go to each of the sequences [first, stop)."""
+    """A decision of the packing: `per_sequence` pieces of `length` go to each of the sequences [first, stop)."""
 
     first: int
     stop: int
@@ -170,9 +173,10 @@ class Placement(NamedTuple):
 
 
 def best_fit(histogram: Ints, sequence_length: int) -> list[Placement]:
-    """Return placements of all pieces, in descending order of length; `histogram[n]` pieces have length n.
+    """Place all pieces by best-fit decreasing, and return the placements in descending order of length.
 
-    Each piece goes to a sequence in which it leaves the least room. Sequences with equal room form ranges of numbers.
+    Each piece goes to the sequence in which the least free space remains. Sequences with equal free space are handled
+    as ranges of sequence numbers. `histogram[n]`: the number of pieces of length n.
     """
     rooms = _Rooms()
     rooms.add(sequence_length, 0, int(histogram.sum()))  # one sequence for each piece always suffices
@@ -191,7 +195,7 @@ def best_fit(histogram: Ints, sequence_length: int) -> list[Placement]:
 
 
 def one_per_sequence(histogram: Ints) -> list[Placement]:
-    """Return placements with one piece per sequence, in descending order of length."""
+    """Place each piece in a sequence of its own; return the placements in descending order of length."""
     lengths = np.flatnonzero(histogram)[::-1]
     stops = np.cumsum(histogram[lengths]).tolist()
     firsts = [0, *stops[:-1]]
@@ -199,7 +203,7 @@ def one_per_sequence(histogram: Ints) -> list[Placement]:
 
 
 class _Rooms:
-    """Ranges of sequences by the room that is left in a sequence."""
+    """Ranges of sequence numbers, sorted by the free space (`room`, in tokens) in each sequence of a range."""
 
     def __init__(self) -> None:
         self.ascending: list[int] = []
@@ -214,7 +218,7 @@ class _Rooms:
         self.ranges[room].append((first, stop))
 
     def take(self, length: int) -> tuple[int, int, int]:
-        """Remove and return (room, first, stop) of a range with the least room that `length` fits."""
+        """Remove and return a range (room, first, stop) with the least room for a piece of `length`."""
         at = bisect_left(self.ascending, length)
         room = self.ascending[at]
         first, stop = self.ranges[room].pop()
@@ -227,7 +231,7 @@ class _Rooms:
 def fill_packing(
     new: NewArrays, store: TokenStore, sequence_length: int, packing: bool, at_once: int = AT_ONCE
 ) -> None:
-    """Fill all arrays of a `Packing`. Raises UserError if no piece has a label."""
+    """Compute the arrays of a `Packing`. Raises UserError if no piece has a label."""
     histogram = np.zeros(sequence_length + 1, np.int64)
     for part in split(store, sequence_length, at_once):
         histogram += np.bincount(part.length, minlength=len(histogram))
@@ -245,17 +249,17 @@ def fill_packing(
 
 
 def _fill_slots(new: NewArrays, placements: list[Placement], count: int, at_once: int) -> None:
-    """Fill the slots [count] of all sequences. Slots are numbered in the order of placements."""
+    """Compute `slots` [count], `edges` and `tokens` of a `Packing`; slots are numbered in the order of placements."""
     sequences = max(placement.stop for placement in placements)
     slots, tokens = new.keep("slots", count, _index_dtype(count)), new.keep("tokens", sequences, np.int64)
     edges = new.keep("edges", sequences + 1, np.int64)
     for first, stop, per_sequence, length in placements:
-        edges[first + 2 : stop + 2] += per_sequence  # the number of slots of the sequence before
+        edges[first + 2 : stop + 2] += per_sequence  # shifted by 2, so that edges[s + 1] becomes the start of s
         tokens[first:stop] += per_sequence * length
     for start in range(1, len(edges), at_once):
         part = edges[start : start + at_once]
         part[:] = edges[start - 1] + np.cumsum(part)
-    places = edges[1:]  # the next free place of each sequence; at the end, the end of the sequence
+    places = edges[1:]  # next free index in `slots` of each sequence; finally, the end of the sequence
     slot = 0
     for first, stop, per_sequence, _ in placements:
         size = max(1, at_once // per_sequence)
@@ -270,14 +274,18 @@ def _fill_slots(new: NewArrays, placements: list[Placement], count: int, at_once
 def fill_epoch(
     new: NewArrays, packing: Packing, order_pieces: Order, order_sequences: Order, at_once: int = AT_ONCE
 ) -> None:
-    """Fill all arrays of an `Epoch`: among pieces of one length, the first in their order takes the first slot."""
+    """Compute the arrays of an `Epoch`.
+
+    `order_pieces` fills an array with an order of all pieces, in which pieces of equal length take their slots.
+    `order_sequences` fills an array with the order of the sequences.
+    """
     lengths, labels = map(np.asarray, (packing.pieces.length, packing.pieces.predicted))
     slots, edges, tokens = map(np.asarray, (packing.slots, packing.edges, packing.tokens))
     piece = new.keep("piece", len(slots), _index_dtype(len(slots)))
-    order_pieces(piece, new, at_once)  # a temporary order, replaced below
+    order_pieces(piece, new, at_once)  # temporary: the loop below overwrites `piece`
     piece_of_slot = new.scratch(len(slots), piece.dtype)
     _sort_by_length(piece_of_slot, lengths, piece, at_once)
-    labels_of_sequence = new.scratch(len(tokens), np.int64)  # labels of the sequences of the packing
+    labels_of_sequence = new.scratch(len(tokens), np.int64)  # in the packing's order of sequences
     for low, high in _runs(edges, at_once):
         start, stop = int(edges[low]), int(edges[high])
         pieces_here = piece_of_slot[slots[start:stop]]
@@ -292,9 +300,9 @@ def fill_epoch(
 
 
 def _sort_by_length(out: Array, lengths: npt.NDArray[np.int32], order: Array, at_once: int) -> None:
-    """Fill `out` [P] with the pieces of `order` [P] by descending length; pieces of one length stay in order."""
+    """Fill `out` [P] with the pieces in `order` [P], stably sorted by descending length."""
     longest = int(lengths.max())
-    dtype = np.uint16 if longest < 1 << 16 else np.int32  # numpy sorts uint16 by a radix sort
+    dtype = np.uint16 if longest < 1 << 16 else np.int32  # numpy uses a radix sort for uint16
     counts = np.zeros(longest + 1, np.int64)
     for start in range(0, len(lengths), at_once):
         counts += np.bincount(longest - lengths[start : start + at_once], minlength=len(counts))
@@ -306,7 +314,7 @@ def _sort_by_length(out: Array, lengths: npt.NDArray[np.int32], order: Array, at
 
 
 def _runs(edges: Ints, at_once: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences [low, high) with at most `at_once` pieces, or of one sequence."""
+    """Yield ranges of sequences [low, high) with at most `at_once` pieces in total, or with a single sequence."""
     low = 0
     while low < len(edges) - 1:
         fit = np.searchsorted(edges, edges[low] + at_once, side="right")

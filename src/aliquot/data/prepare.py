@@ -1,4 +1,7 @@
-"""Prepare the data once a node: sources -> tokenizer -> tokens in the cache, which all ranks open by path."""
+"""Prepare the data of a run, once per node: read sources, get the tokenizer, and write tokens into the data cache.
+
+All ranks of a node then open the tokens by their path.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +41,19 @@ from aliquot.data.tokenizer import (
 from aliquot.distributed.ranks import Ranks
 from aliquot.models.model_files import trained_tokens
 
-NamedProgress = Callable[[str, int, int], None]  # (the work in progress, bytes done, bytes of the source)
+NamedProgress = Callable[[str, int, int], None]  # (name of the work in progress, bytes done, bytes of the source)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Paths of prepared data, small enough to send to other ranks as JSON."""
+    """The paths and settings of prepared data, which rank 0 sends to other ranks as JSON."""
 
-    train: dict[str, str]  # directories of token stores by the name of the source, which is "" for unnamed data
+    train: dict[str, str]  # name of the source ("" for unnamed data) -> directory of its token store
     eval: dict[str, str]
     tokenizer: str  # a directory that save_pretrained wrote
     pad_id: int
-    prefix: tuple[int, ...]  # before each document
-    chat_prefix: tuple[int, ...]  # before each record with answers; a template may write it itself
+    prefix: tuple[int, ...]  # token ids before each document
+    chat_prefix: tuple[int, ...]  # token ids before each record with answers, unless the chat template writes them
     day: str | None  # the date that the chat template writes, in ISO 8601; None if it writes none
 
     def to_json(self) -> str:
@@ -68,7 +71,7 @@ class Prepared:
         return {name: TokenStore.open(Path(store)) for name, store in self.eval.items()}
 
     def load_tokenizer(self) -> Any:
-        """Return the transformers tokenizer, as the export has it."""
+        """Return the transformers tokenizer that the run will export."""
         return load_tokenizer(self.tokenizer)
 
 
@@ -89,14 +92,14 @@ def prepare(
     added: AddedTokens = AddedTokens(),
     adapter_dir: Path | None = None,
 ) -> Prepared:
-    """Find the tokens of `section` in the cache, or make them.
+    """Find the tokenizer and the tokens for `section` in the data cache, or create them.
 
     Args:
-        model_dir: the directory with the model's own tokenizer; None from scratch.
+        model_dir: the directory with the model's own tokenizer; None for a model from scratch.
         vocab_size: rows of the model's embedding, before the `added` tokens extend it.
-        progress: called while something is made; never if all is cached.
+        progress: called while data are tokenised or a tokenizer is trained; not called if everything is cached.
         config: the fields of the config.json next to which the tokenizer will be exported.
-        adapter_dir: a trained adapter, whose prefix of documents precedes the model's.
+        adapter_dir: a trained adapter; the tokens that it expects before each document override the model's.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
         raise TokenizerError(
@@ -119,11 +122,11 @@ def prepare(
     give_template(tokenizer, section.chat_template)
     has_more = len(tokenizer) > tokens_before
     rows = vocab_size
-    if has_more and model_dir is not None:  # rows of added tokens follow all rows of the model's own tokens
+    if has_more and model_dir is not None:  # the rows of added tokens follow the rows of the model's tokens
         rows = (max(vocab_size, tokens_before) if is_own_tokenizer else vocab_size) + len(tokenizer) - tokens_before
     all_have_rows = check_vocabulary(tokenizer, rows, is_own_tokenizer and not has_more)
     directory = publish_tokenizer(tokenizer, root)
-    # An export states its prefix in token ids, which hold for the tokenizer in the same directory alone.
+    # An export states its prefix in token ids, which are valid only for the tokenizer in the same directory.
     exports = [adapter_dir, model_dir] if is_own_tokenizer else [section.tokenizer and Path(section.tokenizer)]
     prefixes = (trained_tokens(export, "prefix") for export in exports if export)
     trained = next((prefix for prefix in prefixes if prefix is not None), None)
@@ -134,7 +137,7 @@ def prepare(
         reports = {name: partial(report, f"{what} {name}".strip()) for name in sources}
         return {name: str(builder.store(source, reports[name])) for name, source in sources.items()}
 
-    # Evaluation data come first: they are smaller, so that errors in them appear before the long work.
+    # Evaluation data come first, because they are smaller: their errors appear before the long work on training data.
     eval_stores = stores(evaluated, "tokenising what is held out")
     train_stores = stores(train, "tokenising")
     store_paths = [*train_stores.values(), *eval_stores.values()]
@@ -152,9 +155,9 @@ def prepare(
 
 
 def prepare_together(ranks: Ranks, prepare_node: Callable[[], Prepared]) -> Prepared:
-    """Call `prepare_node` once a node. Collective.
+    """Call `prepare_node` once per node, and return its result on every rank. Collective.
 
-    Rank 0 prepares first; then one rank of each further node, which finds the results of rank 0 in a shared cache.
+    Rank 0 runs first, then one rank of each other node. On a shared cache, these ranks find the results of rank 0.
     """
 
     def build() -> str:
@@ -174,10 +177,10 @@ class _Builder:
     tokenizer: Any
     tokenizer_directory: Path
     root: Path
-    trained: list[int] | None  # token ids that the model saw before each document, if its directory says so
+    trained: list[int] | None  # prefix of documents in the model's training; None: unknown
 
     def store(self, source: Source, progress: Progress) -> Path:
-        """Return the directory with the tokens of `source`; make it if the cache has none."""
+        """Return the token store of `source`; create it if the cache has none."""
         section = self.section
         conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
         ingredients = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
@@ -186,7 +189,7 @@ class _Builder:
         answers_path = self._path([*ingredients, "answers", ENCODING, as_text, self.day])
         if answers_path.is_dir():
             return answers_path
-        if text_path.is_dir() and TokenStore.open(text_path).mask is None:  # older caches hold answers there, too
+        if text_path.is_dir() and TokenStore.open(text_path).mask is None:  # older caches hold answers here, too
             return text_path
         return self._make(source, text_path, answers_path, progress)
 
@@ -234,7 +237,7 @@ class _Builder:
 
     @property
     def day(self) -> str | None:
-        """The date that the chat template writes; None if it writes none."""
+        """The date that the chat template writes; None if it writes no date."""
         if not self._has_template or not writes_date(self.tokenizer.chat_template):
             return None
         return (self.section.chat_template_date or date.today()).isoformat()
@@ -244,7 +247,7 @@ class _Builder:
         return self.section.chat_template != "none" and self.tokenizer.chat_template is not None
 
     def convention(self, answers: bool) -> Convention:
-        """Return how documents begin and end."""
+        """Return the tokens before and after each document; `answers`: for records with answers."""
         add_bos, add_eos = self.section.add_bos, self.section.add_eos
         templated = answers and self._has_template
         if templated:  # the template writes bos and eos itself; an explicit setting adds missing ones

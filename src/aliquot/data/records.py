@@ -1,4 +1,4 @@
-"""Read records from JSON lines, JSON arrays, CSV and parquet: one document a record. Everything streams."""
+"""Stream records from JSON lines, JSON arrays, CSV and parquet files, and turn each record into a document."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from aliquot.data.documents import (
 )
 from aliquot.data.formats import Format, format_of
 
-LONGEST_RECORD = 1 << 26  # bytes or characters, because a record is held as a whole
-LONGEST_BYTES = 64 << 20  # of an object over several lines, which is read as a whole
+LONGEST_RECORD = 1 << 26  # bytes or characters of a record, which is in memory as a whole
+LONGEST_BYTES = 64 << 20  # of a file with one JSON object over several lines, which is read as a whole
 _BLOCK_CHARACTERS = 1 << 20
-_ROWS, _BATCH_BYTES = 512, 16 << 20  # of a table that are read at once
-_NEAR_THE_END = 16  # characters: the longest JSON value but strings
+_ROWS, _BATCH_BYTES = 512, 16 << 20  # rows of a table to read at once, and their bytes
+_NEAR_THE_END = 16  # characters: as long as the longest JSON value except strings
 
 
 def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """Yield one document a record of a .jsonl, .json, .csv or .parquet file, also for blank records.
+    """Yield one document for each record, even a blank one, of a .jsonl, .json, .csv or .parquet file.
 
-    A record that cannot be read becomes a blank document with a reason. Raises UserError for a file with a broken
-    layout or a missing part, and for a record of another format.
+    A record that cannot be read becomes a blank document with a reason. Raises UserError for a malformed or truncated
+    file, and for a record of another format than the first one.
     """
     return RECORDS[suffix_of(path)](path, section)
 
 
 @dataclass
 class RecordReader:
-    """Turns the records of a file or table into documents; the first record decides their format."""
+    """Turns the records of a file or table into documents. The first readable record decides the format of all."""
 
     section: RecordsSection
     form: Format | None = None
 
     def document(self, record: Callable[[], object], where: str, done_bytes: int) -> Document:
-        """Return the document in a record; if the record cannot be read, a blank document with a reason."""
+        """Return the document of a record; if the record cannot be read, a blank document with the reason."""
         try:
             text, kind = self._read(record(), where)
             text.encode()  # JSON may escape half of a surrogate pair
@@ -78,7 +78,10 @@ class RecordReader:
 
 
 def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
-    """Return the format of a record. Raises as `format_of`, with advice for an object that holds a list of records."""
+    """Return the format of a record. Raises the errors of `format_of`.
+
+    For an object that holds a list of records, the error says how to extract the list.
+    """
     try:
         return format_of(section, record, where)
     except BadRecordError as error:
@@ -95,7 +98,7 @@ def _format_of(section: RecordsSection, record: dict[str, Any], where: str) -> F
 
 
 def _may_be_record(item: object) -> bool:
-    return isinstance(item, dict) and not {"role", "from"} & item.keys()  # no message of a chat
+    return isinstance(item, dict) and not {"role", "from"} & item.keys()  # a dict with these keys is a chat message
 
 
 def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -104,7 +107,7 @@ def _jsonl(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 
 def _json(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """Yield the records of an array, of lines, or the one record of a file over several lines."""
+    """Yield the records of a .json file: a JSON array, one record per line, or one object over several lines."""
     with opened(path) as (file, _):
         start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(b"{") and (whole := _whole_object(path, start)) is not None:
@@ -127,7 +130,7 @@ def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section
 def _record_in(line: bytes, where: str) -> object:
     keys = UniqueKeys()
     try:
-        text = line.removeprefix(codecs.BOM_UTF8).decode()  # json.loads would accept encoded surrogates in bytes
+        text = line.removeprefix(codecs.BOM_UTF8).decode()  # json.loads would accept surrogates encoded in bytes
         record = decode_json(text, object_pairs_hook=keys)
     except UnicodeDecodeError as error:
         raise not_text(error, where) from error
@@ -144,7 +147,7 @@ def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
 
 
 def _unambiguous(record: object, repeated: str, where: str) -> object:
-    """Return the record. Raises BadRecordError with the message `repeated`, unless the message is empty."""
+    """Return the record. Raises BadRecordError if `repeated`, the message about a repeated key, is not empty."""
     if repeated:
         raise BadRecordError(repeated, where, KEY_TWICE)
     return record
@@ -165,7 +168,10 @@ def _refuse_repeated(columns: list[str], path: Path) -> None:
 
 
 def _bounded(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
-    """Yield the lines of `file`. Raises DataError at a line longer than LONGEST_RECORD: a small archive may hold it."""
+    """Yield the lines of `file`.
+
+    Raises DataError at a line longer than LONGEST_RECORD, because even a small compressed file may hold a huge line.
+    """
     for number in itertools.count(1):
         line = file.readline(LONGEST_RECORD + 1)
         if len(line) > LONGEST_RECORD:
@@ -180,9 +186,10 @@ def _too_long(where: str | Path) -> DataError:
 
 
 def _whole_object(path: Path, start: bytes) -> tuple[object, str] | None:
-    """Return (the only JSON object of a file over several lines, a message about a repeated key).
+    """Return (object, message about a repeated key) of a file that is one JSON object over several lines.
 
-    None if the first line is a record, or if the file is no JSON object. Raises DataError for several such objects.
+    The message is empty if no key is repeated. Returns None if the first line is a record, or if the file is not a JSON
+    object. Raises DataError if the file holds several objects.
     """
     line, ended, _ = start.partition(b"\n")
     if not ended or _is_json(line):
@@ -222,7 +229,7 @@ def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
-    """Yield the elements of one JSON array, each with a message about a repeated key, which is empty without one."""
+    """Yield (element, message about a repeated key) of a JSON array; the message is empty if no key is repeated."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     keys = UniqueKeys()
     scan = json.JSONDecoder(object_pairs_hook=keys).raw_decode
@@ -244,9 +251,9 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
                 raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
             if len(text) - at > LONGEST_RECORD:
                 raise _too_long(path) from None
-            block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # twice the text, because it is scanned again
+            block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # doubles the text: all of it is scanned again
             text, at, ended = text[at:] + decode(block, final=not block), 0, not block
-            check_json_depth(f"[{text}" if number else text)  # only the first text begins with the bracket of the array
+            check_json_depth(f"[{text}" if number else text)  # after the first read, `text` lacks the opening bracket
         except UnicodeDecodeError:
             raise
         except ValueError as error:  # such as an integer of thousands of digits
@@ -308,7 +315,7 @@ def _parquet(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 
 def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file, as many at once as fit into memory by the unpacked size of their group."""
+    """Yield the rows of a parquet file. The uncompressed size of a row group limits how many rows are read at once."""
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
         at_once = rows_at_once(group.total_byte_size, group.num_rows)
@@ -317,12 +324,18 @@ def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def rows_at_once(size_bytes: int, rows: int) -> int:
-    """Return how many rows of a table to read at once: memory holds them twice, as a table and as Python objects."""
+    """Return how many rows to read at once, of a table of `rows` rows and `size_bytes` bytes uncompressed.
+
+    The rows are in memory twice: as a table and as Python objects.
+    """
     return max(1, min(_ROWS, _BATCH_BYTES * rows // max(size_bytes, 1)))
 
 
 def as_written(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without nulls in lists: a table gives each structure the keys of all structures in a column."""
+    """Return a row as its author wrote it, without the nulls that a table adds to objects inside fields.
+
+    A table gives each object in a column the keys of all objects in this column.
+    """
 
     def without_nulls(value: Any) -> Any:
         if isinstance(value, list):

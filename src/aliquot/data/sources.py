@@ -1,6 +1,6 @@
 """Turn the `data` section into ordered streams of documents, from local files or from Hugging Face's `datasets`.
 
-A source is read whole, or divided into a part that is held out for evaluation and the rest.
+With data.eval_fraction, each source is divided into a part that is held out for evaluation and a part for training.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 class Source(Protocol):
     @property
     def label(self) -> str:
-        """The name of the source in messages."""
+        """The name of the source in error messages."""
 
     @property
     def total_bytes(self) -> int:
-        """The end of `Document.done_bytes`."""
+        """The value of `Document.done_bytes` at the end of the source, for progress."""
 
     @property
     def digest(self) -> str:
-        """Hash of the content and of the division into documents, but not of names, times or places."""
+        """Hash of the content and of its division into documents, independent of paths and times."""
 
     def documents(self) -> Iterator[Document]:
-        """Yield all documents, blank records among them, always in the same order."""
+        """Yield all documents, including blank records, always in the same order."""
 
 
 def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], dict[str, Source]]:
-    """Return the training and the evaluation sources by name, which is "" for unnamed data. Raises as `source_of`."""
+    """Return (training sources, evaluation sources), each by name; the name of unnamed data is "".
+
+    Raises UserError as `source_of` does, or if two evaluation sources have the same name.
+    """
     if section.sources is None:
         train = {"": source_of(section, cache)}
     else:
@@ -67,14 +70,15 @@ def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], di
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """Return one source with all documents of `sources`, in order."""
+    """Return one source that yields the documents of all `sources` in turn."""
     return sources[0] if len(sources) == 1 else Joined(tuple(sources))
 
 
 def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
-    """Return the source that `key` of a configuration describes; `cache` stores the digests of files.
+    """Return the source that a section of the configuration describes.
 
-    Raises UserError if there is nothing to read, or if `document` does not fit the files.
+    `cache`: the directory in which digests of files are stored. `key`: the key of the section, for error messages.
+    Raises UserError if there is nothing to read, or if the setting `document` does not fit the files.
     """
     if section.path is not None:
         return FileSource.find(section, cache, f"{key} path" if key else "data.path")
@@ -84,16 +88,19 @@ def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
 @dataclass(frozen=True)
 class FileSource:
     files: tuple[Path, ...]
-    units: tuple[Unit, ...]  # what a document is, for each file
+    units: tuple[Unit, ...]  # for each file: whether a document is the file, a line, a block or a field
     section: RecordsSection
     label: str
     total_bytes: int
-    cache: Path  # directory of digests
-    left_out: Mapping[str, int] = field(default_factory=dict)  # other files at the paths, by reason
+    cache: Path  # directory of stored digests
+    left_out: Mapping[str, int] = field(default_factory=dict)  # reason -> number of files that are not read
 
     @classmethod
     def find(cls, section: RecordsSection, cache: Path, key: str) -> FileSource:
-        """Find the files at the paths of the section, which `key` names. Raises UserError for a file named twice."""
+        """Find the files at the paths of `section`. Raises UserError if a file is named twice.
+
+        `key`: the key of the paths in the configuration, for error messages.
+        """
         left_out: Counter[str] = Counter()
         files = [file for entry in section.paths for file in find_files(entry, key, left_out)]
         times = Counter(file.absolute() for file in files)
@@ -128,7 +135,10 @@ class FileSource:
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """Yield all documents. Raises UserError if no record of all files, or of a file with several, can be read."""
+        """Yield all documents.
+
+        Raises UserError if no record can be read, in all files or in one file with several records.
+        """
         return refuse_bad_alone(self._documents())
 
     def _documents(self) -> Iterator[Document]:
@@ -168,8 +178,8 @@ class HubSource:
     form: Format
     label: str
     total_bytes: int
-    tables: tuple[Path, ...]  # files that `datasets` made of a dataset from a local directory
-    cache: Path  # directory of digests
+    tables: tuple[Path, ...]  # the dataset's Arrow files, if it comes from a local directory; else empty
+    cache: Path  # directory of stored digests
 
     @classmethod
     def load(cls, section: RecordsSection, cache: Path, key: str) -> HubSource:
@@ -200,7 +210,7 @@ class HubSource:
 
     @cached_property
     def digest(self) -> str:
-        # The fingerprint identifies what a hub published; of a local directory it also depends on place and times.
+        # The fingerprint identifies a dataset of the hub. For a local directory, the path and times also change it.
         content = [self.dataset._fingerprint]
         if self.tables:
             content = [self.section.split, *digests(self.tables, self.cache)]
@@ -226,7 +236,7 @@ class HubSource:
 
 
 def _saved_tables(directory: Path) -> list[str]:
-    """Return the tables of a directory that `Dataset.save_to_disk` wrote, in order; none for another directory."""
+    """Return the Arrow files of a directory that `Dataset.save_to_disk` wrote, in order; [] for other directories."""
     try:
         state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
         return [str(directory / file["filename"]) for file in state["_data_files"]]
@@ -236,10 +246,10 @@ def _saved_tables(directory: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The documents of `source` with a hash below `fraction`, or the rest of them.
+    """One side of a source that is divided into a held-out part and the rest, by a hash of each document.
 
-    The side depends on the content of a document alone: neither the order nor the number of documents matters, and
-    equal documents are never on both sides.
+    A document is held out if its hash, scaled to [0, 1), is below `fraction`. The side depends only on the content of
+    the document, not on the order or number of documents. Equal documents are therefore on the same side.
     """
 
     source: Source
@@ -261,7 +271,7 @@ class HeldOut:
     def documents(self) -> Iterator[Document]:
         limit, begins, held_out = int(self.fraction * 2**64), True, False
         for document in self.source.documents():
-            if begins:  # the first part of a long document decides
+            if begins:  # the first part of a long document decides for the whole document
                 content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
                 held_out = int.from_bytes(content, "little") < limit
             begins = document.ended

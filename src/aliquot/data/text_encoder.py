@@ -1,6 +1,6 @@
-"""Encode one text and mask the tokens of some of its stretches.
+"""Encode the text of one record as token ids, with a loss mask for given spans of the text.
 
-Special tokens written out by the author of a record are distinguished from special tokens of the chat template.
+Special tokens that the author of a record spelled out are distinguished from special tokens of the chat template.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
 
 AS_TEXT = "a record whose texts hold special tokens, encoded as text"
 AS_TOKENS = "a record with special tokens in its texts, encoded as special tokens"
-_MARKS = "\ue000\ue001"  # put around special tokens of the author
+_MARKS = "\ue000\ue001"  # private-use characters, put around special tokens that the author spelled out
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
     tokenizer: str  # a directory that save_pretrained wrote
-    fast: bool  # whether a tokenizer.json exists, which needs no transformers
+    fast: bool  # whether a tokenizer.json exists, which is used without transformers
     prefix: tuple[int, ...]  # token ids before each document
     suffix: tuple[int, ...]  # token ids after each document
-    drop_before: str | None = None  # first characters of later pieces that get an additional first token; see cuts.py
-    answers: bool = False  # whether texts are records with answers, as formats.py writes them
-    templated: bool = False  # whether the tokenizer's chat template renders them
+    drop_before: str | None = None  # see `Cut.drop_before` in cuts.py
+    answers: bool = False  # whether texts are records with answers, in the JSON of formats.py
+    templated: bool = False  # whether the tokenizer's chat template renders the records
     train_on: Literal["completions", "all"] = "completions"
-    special_tokens_as_text: bool = False  # encode special tokens in texts as text; those of a template stay special
+    special_tokens_as_text: bool = False  # for special tokens spelled out in texts, not for the template's
     day: str | None = None  # the date that a chat template writes, in ISO 8601
 
 
 class TextEncoder:
-    """Encodes the text of one record, which formats.py has written as `record`.
+    """Encodes the text of one record. `record` is the JSON of the record, in which special tokens are searched.
 
-    With `as_text` special tokens in the record's texts are encoded letter by letter.
+    If `as_text` is true, special tokens that the record's author spelled out are encoded as ordinary text.
     """
 
     def __init__(self, tokenizer: Any, record: str, as_text: bool) -> None:
@@ -52,11 +52,11 @@ class TextEncoder:
         self.notes = {} if written is None else {AS_TEXT if self._as_text else AS_TOKENS: repr(written[0])}
 
     def without_special(self, text: str) -> str:
-        """`text` without special tokens."""
+        """Return `text` without special tokens."""
         return self._special.sub("", text)
 
     def ends(self, ids: list[int], mask: list[int]) -> bool:
-        """Whether a learned stretch ends with a special token, but for blanks behind it."""
+        """Return whether a learned stretch ends with a special token. White space after the token does not count."""
         words_follow = False
         for number, bit in zip(reversed(ids), reversed(mask), strict=True):
             if not bit or words_follow:
@@ -68,17 +68,20 @@ class TextEncoder:
         return False
 
     def encode(self, text: str, spans: list[Span] | None) -> tuple[list[int], list[int]]:
-        """Return (token ids, mask) of a text of the record's author."""
+        """Return (token ids, mask) of a text that no chat template rendered."""
         return self._encode(text, spans, [(0, len(text))] if self._as_text else [])
 
     def encode_chat(
         self, text: str, spans: list[Span] | None, template: ChatTemplate, messages: Messages
     ) -> tuple[list[int], list[int]]:
-        """Return (token ids, mask) of the `text` that `template` made of `messages`."""
+        """Return (token ids, mask) of `text`, the rendering of `messages` by `template`."""
         return self._encode(text, spans, self._stretches(text, template, messages) if self._as_text else [])
 
     def _stretches(self, text: str, template: ChatTemplate, messages: Messages) -> list[Span]:
-        """Return spans of `text`, between special tokens of the template, that hold special tokens of the author."""
+        """Return the spans of `text` to encode as ordinary text.
+
+        Such a span lies between special tokens of the template, and holds a special token that the author spelled out.
+        """
 
         def marked(value: Any) -> Any:
             as_json = json.dumps(value, ensure_ascii=False)
@@ -107,9 +110,9 @@ class TextEncoder:
         return [(start, stop) for start, stop in edges if any(start <= author < stop for author in authors)]
 
     def _encode(self, text: str, spans: list[Span] | None, stretches: list[Span]) -> tuple[list[int], list[int]]:
-        """Return the tokens of `text` and a mask of tokens that reach into one of `spans`; without spans all ones.
+        """Return (token ids, mask) of `text`. The mask is 1 at tokens that overlap `spans`; at all tokens for None.
 
-        Special tokens in `stretches` are encoded as text.
+        Special tokens inside `stretches` are encoded as ordinary text.
         """
         if spans is None and not self._tokenizer.is_fast:
             ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -127,15 +130,15 @@ class TextEncoder:
         if spans is None:
             return ids, [1] * len(ids)
         starts, stops = zip(*sorted(span for span in spans if span[0] < span[1]), (math.inf, math.inf), strict=True)
-        # Spans follow each other: a token can only reach into the first span that ends after the token begins.
+        # Spans are disjoint and sorted: a token can only overlap the first span that ends after the token begins.
         reaches = [starts[bisect_right(stops, begin)] < end for begin, end in places]
         return ids, [int(bit) for bit in reaches]
 
     def _piece(self, text: str, as_text: bool, inside: bool) -> list[tuple[int, Span]]:
-        """Return tokens with their places.
+        """Return (token id, (start, stop) in `text`) of each token.
 
-        Text `inside` a longer text is encoded after a newline, if the newline is a token: some tokenizers
-        (SentencePiece) would put a space in front of the text otherwise.
+        `as_text`: encode special tokens as ordinary text. Such text `inside` a longer text is encoded after a newline
+        if the newline is a separate token, because some tokenizers (SentencePiece) would put a space in front of it.
         """
         for before in ["\n", ""] if inside and as_text else [""]:
             encoded = self._tokenizer(
@@ -152,13 +155,16 @@ class TextEncoder:
 
 @lru_cache(maxsize=8)
 def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of all `contents`, the longest first."""
+    """Return a pattern that matches any of `contents`, and prefers longer matches."""
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
 
 
 @contextmanager
 def _whole_offsets(tokenizer: Any) -> Iterator[None]:
-    """Switch the post-processor of a tokenizer off: it may trim spaces off offsets, and spaces alone have no place."""
+    """Disable the post-processor of a tokenizer in the block, because it may trim spaces from token offsets.
+
+    A token of spaces alone would then have an empty span.
+    """
     backend = tokenizer.backend_tokenizer
     processor, backend.post_processor = backend.post_processor, None
     try:

@@ -1,8 +1,8 @@
-"""A token store: a directory with all tokens of a source one after the other, memory-mapped.
+"""Write and read token stores: a token store is a directory with all tokens of a source, in memory-mapped files.
 
 tokens.bin is uint16 for vocabularies of less than 65536 tokens, else uint32. offsets.bin is int64 [documents + 1].
-mask.bin, uint8, exists for records with answers alone: 1 at tokens to predict. store.json describes the other files,
-the formats of the documents, and records that are left out, by reason.
+mask.bin is uint8 and 1 at tokens to learn; it exists only for records with answers. store.json describes the other
+files, the formats of the documents, and the records that are left out, by reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aliquot.core.errors import DataCacheError
 from aliquot.data.encoder import Encoded
 
 FORMAT = 3
-_READ_TOKENS = 1 << 24  # tokens at the beginning of a store that are searched for ends of answers
+_READ_TOKENS = 1 << 24  # `answer_ends` examines only this many tokens, at the beginning of a store
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class TokenStore:
     path: Path
     tokens: npt.NDArray[Any]  # uint16 or uint32 [tokens]
     offsets: npt.NDArray[np.int64]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]]
-    mask: npt.NDArray[np.uint8] | None  # [tokens]
-    # UTF-8 bytes of the predicted text, which excludes the first token of each document (a bos has no text). None for
-    # records with answers.
+    mask: npt.NDArray[np.uint8] | None  # [tokens], 1 at tokens to learn
+    # UTF-8 bytes of the text to predict, without each document's first token (a bos has no text). None for records with
+    # answers.
     text_bytes: int | None = None
-    formats: Mapping[str, int] = field(default_factory=dict)  # number of documents of each format
-    left_out: Mapping[str, int] = field(default_factory=dict)  # number of records that are left out, by reason
-    inexact_cuts: int = 0  # cuts of long documents at which a token may differ
-    firsts: Mapping[str, str] = field(default_factory=dict)  # place of the first record of each reason
+    formats: Mapping[str, int] = field(default_factory=dict)  # format -> number of documents
+    left_out: Mapping[str, int] = field(default_factory=dict)  # reason -> number of records that are left out
+    inexact_cuts: int = 0  # cuts of long documents at which tokens may differ from those of the whole text; see cuts.py
+    firsts: Mapping[str, str] = field(default_factory=dict)  # reason -> place of the first such record
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
-        """Map the store in `path`.
+        """Map the files of the token store in directory `path`.
 
-        Raises UserError if it is missing or its files have other lengths than they should.
+        Raises UserError if the store is missing, or if a file has the wrong length.
         """
         try:
             facts = json.loads((path / "store.json").read_text())
@@ -65,17 +65,17 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Write the files of a token store, in order."""
+    """Write the files of a token store, document after document."""
 
     def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool) -> None:
         self.directory, self.dtype, self.answers = directory, dtype, answers
         self.formats: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
-        self.firsts: dict[str, str] = {}  # place of the first record of each reason, with details
+        self.firsts: dict[str, str] = {}  # reason -> place of the first such record, with details
         self.tokens = self.documents = 0
         self.inexact_cuts = 0
-        self.useful = 0  # documents with a token to predict
-        self.end = 0  # of the last complete document
+        self.useful = 0  # number of documents with a token to predict
+        self.end = 0  # index of the token after the last complete document
         self.text_bytes: int | None = 0
         self.files: dict[str, BinaryIO] = {}
 
@@ -93,15 +93,15 @@ class StoreWriter:
         self.inexact_cuts += 1
 
     def leave_out(self, reason: str, count: int, first: str) -> None:
-        """Count records that are left out for `reason`; `first` is the place of the first of them."""
+        """Count `count` records that are left out for `reason`; `first` is the place of the first one."""
         self.left_out[reason] += count
         if first:
             self.firsts.setdefault(reason, first)
 
     def write(self, encoded: Encoded, last: npt.NDArray[np.bool_], places: list[str]) -> None:
-        """Append the tokens of texts from `places`. `last` [texts] marks texts that end a document.
+        """Append the tokens of a batch of texts. A document without tokens is not stored.
 
-        A document without tokens is not stored.
+        `last` [texts] marks texts that end a document. `places`: the file and line of each text that is a record.
         """
         ends = self.tokens + np.cumsum(encoded.counts)[last]
         lengths = np.diff(ends, prepend=self.end)
@@ -120,7 +120,7 @@ class StoreWriter:
         self.end = int(ends[-1]) if len(ends) else self.end
 
     def finish(self) -> None:
-        """Write store.json; called when the other files are closed."""
+        """Write store.json; call this after the other files are closed."""
         names = ("documents", "tokens", "text_bytes", "answers", "formats", "left_out", "inexact_cuts", "firsts")
         facts = {"dtype": self.dtype.name, **{name: getattr(self, name) for name in names}}
         (self.directory / "store.json").write_text(json.dumps(facts))
@@ -131,20 +131,22 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def counted(reasons: Mapping[str, int], firsts: Mapping[str, str]) -> Iterator[str]:
-    """Yield the number of records of each reason, with the place of the first one."""
+    """Yield a line for each reason: the number of records, and the place of the first one if known."""
     for reason, count in reasons.items():
         yield f"{count:,} x {reason}{f' (the first: {firsts[reason]})' if firsts.get(reason) else ''}"
 
 
 def answer_ends(stores: Iterable[TokenStore], tokenizer: Any, learns_all: bool) -> tuple[int, ...]:
-    """Return the added tokens (and eos) that are learned as the last token of an answer, in ascending order.
+    """Return the token ids with which a trained model ends an answer, in ascending order.
 
-    White space behind the token belongs to the answer (ChatML's newline). A token that also stands inside learned
-    answers does not end them: GPT-OSS ends its thoughts, too. Of a text without answers only eos counts.
+    These are the added tokens, or eos, that the training documents teach as the last token of an answer. White space
+    after such a token is skipped (ChatML's newline). A token that also occurs inside learned answers is excluded:
+    GPT-OSS ends its reasoning with such a token. In a text without answers, only eos counts.
 
     Args:
         stores: the training documents.
-        learns_all: whether the masks span whole chats, so that the end of one turn stands inside.
+        learns_all: whether masks cover whole chats. Tokens that occur inside are then not excluded, because each turn
+            but the last ends inside.
     """
     added = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder} - {None}
     ends: set[int] = set()
@@ -162,7 +164,7 @@ def answer_ends(stores: Iterable[TokenStore], tokenizer: Any, learns_all: bool) 
 
 
 def _answers(store: TokenStore) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Return (tokens, whether they are learned, index of the last token of each answer) of the first documents."""
+    """Return (tokens, whether each is learned, index of each answer's last token) of the first documents of a store."""
     documents = max(1, int(np.searchsorted(store.offsets, _READ_TOKENS, side="right")) - 1)
     offsets = np.asarray(store.offsets[: documents + 1])
     tokens = np.asarray(store.tokens[: offsets[-1]])

@@ -1,4 +1,4 @@
-"""Encode documents with several processes into a token store, in the order of the documents."""
+"""Encode documents in several processes, and write the tokens to a token store in the order of the documents."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes of the source)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
-_ENCODER_BYTES = 256 << 20  # memory of one encoder with its queue; records of megabytes with answers need 1 GiB more
-AHEAD = 4  # chunks for each process that may wait for an earlier chunk to be written
+_ENCODER_BYTES = 256 << 20  # of one encoder process with its queue; records of megabytes with answers need 1 GiB more
+AHEAD = 4  # chunks per worker process that may be in memory at once
 
 
 @dataclass(frozen=True)
 class Chunk:
     texts: Texts
-    places: list[str]  # file and line of each text that is a record
+    places: list[str]  # file and line of each text that comes from a record
     done_bytes: int
 
 
@@ -47,11 +47,11 @@ def tokenize(
 ) -> StoreWriter:
     """Encode `documents` into the files of a token store in `directory`, and return its writer.
 
-    Documents that fit one chunk are encoded in this process.
+    If all documents fit into one chunk, this process encodes the chunk without worker processes.
 
     Args:
-        num_proc: processes that encode chunks (default: the physical cores that this process may use).
-        progress: called with the bytes of the source that are written.
+        num_proc: number of worker processes. Default: the physical cores that this process may use, if memory suffices.
+        progress: called with the number of bytes of the source that have been encoded and written.
     """
     with ExitStack() as stack:
         writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers))
@@ -67,7 +67,7 @@ def tokenize(
 def _encode(
     chunks: Iterator[Chunk], spec: EncoderSpec, num_proc: int, stack: ExitStack
 ) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yield chunks with their tokens, in order; a bounded number of chunks is in memory."""
+    """Yield chunks with their tokens, in order; at most AHEAD chunks per worker process are in memory."""
     if num_proc == 0:
         encoder = Encoder(spec)
         for chunk in chunks:
@@ -100,13 +100,13 @@ def _encode(
 
 
 def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
-    """Yield chunks of about CHUNK_CHARACTERS, and let `writer` count formats of documents and left-out documents.
+    """Yield chunks of texts with about CHUNK_CHARACTERS; long documents are cut into pieces (see cuts.py).
 
-    Long documents are cut at exact places, or anywhere if they grow too long.
+    `writer` counts the formats of documents, the documents that are left out, and inexact cuts.
     """
     texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0
-    held: list[str] = []  # parts of a document whose end has not been read
+    held: list[str] = []  # text of the current document that has not been put into a chunk
     searched = 0
     begins = True
     for document in documents:
@@ -124,7 +124,7 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
         if not answers:
             parts = list(pieces("".join(held), cut, searched=searched, forced=writer.cut_anywhere))
         held = [] if document.ended else [parts.pop()]
-        # The held text was searched for cuts, but for a match that its last character may begin.
+        # `pieces` has searched the held text: an exact cut can only begin at the last character.
         searched = len(held[0]) - 1 if held and len(held[0]) > PIECE_CHARACTERS else 0
         before_bytes, length, done_characters = done_bytes, max(1, sum(map(len, parts))), 0
         for index, part in enumerate(parts):
@@ -149,5 +149,5 @@ def _chunk(texts: list[tuple[str, bool, bool, str]], done_bytes: int) -> Chunk:
 
 
 def _cores() -> int:
-    """Return the number of encoders: the cores that a container may use, if there is memory for them."""
+    """Return the default number of worker processes: the cores of the container, limited by its memory."""
     return max(1, min(read_cpu().usable_cores, memory_limit() // _ENCODER_BYTES))

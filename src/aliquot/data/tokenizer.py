@@ -1,4 +1,4 @@
-"""Load or train the tokenizer of a run, and find the tokens that its model expects around a document."""
+"""Load or train the tokenizer of a run, and find the tokens that the model expects before and after a document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from aliquot.models.source import DESCRIPTION_FILES
 from aliquot.models.untrusted_code import without_code
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-# Texts in which tokenizers that split words differently give different tokens.
+# Texts that show whether two tokenizers with the same vocabulary split words in the same way.
 _SAMPLE_TEXTS = (
     "It's 12345 o'clock,\n\n  isn't it?\tYES!  ",
     "def f(x):\n    return x**2 # caf\u00e9 \u00bd \uff21 \u338f \u65e5\u672c\u8a9e",
@@ -53,7 +53,7 @@ def load_tokenizer(name: str | Path) -> Any:
             return without_code(AutoTokenizer.from_pretrained)(str(name))
         with _without_marks(path) as directory:
             return without_code(AutoTokenizer.from_pretrained)(directory)
-    except UnsupportedModelError as error:  # which names the directory
+    except UnsupportedModelError as error:  # its message names the directory
         raise TokenizerError(str(error)) from error
     except Exception as error:  # tokenizers raises plain Exception
         for file, start in _starts(path):
@@ -76,7 +76,7 @@ def _reason(error: Exception) -> str:
 
 
 def _starts(path: Path) -> list[tuple[Path, bytes]]:
-    """Return the small files of a tokenizer at `path`, a directory or a file, with their first bytes."""
+    """Return (file, first bytes) of each small file of the tokenizer at `path`, which is a directory or a file."""
     files = [file for pattern in DESCRIPTION_FILES for file in path.glob(pattern)] if path.is_dir() else [path]
     starts = []
     for file in files:
@@ -87,7 +87,10 @@ def _starts(path: Path) -> list[tuple[Path, bytes]]:
 
 
 def _needs_sentencepiece(directory: Path) -> bool:
-    """Return whether a tokenizer needs sentencepiece: its .model file is not tiktoken's (lines of base64 and rank)."""
+    """Return whether loading the tokenizer in `directory` needs the package sentencepiece, which is not installed.
+
+    A .model file of tiktoken, whose lines are base64 and a rank, does not need sentencepiece.
+    """
     if (directory / "tokenizer.json").exists() or importlib.util.find_spec("sentencepiece") is not None:
         return False
     models = [start for file, start in _starts(directory) if file.suffix == ".model"]
@@ -96,7 +99,7 @@ def _needs_sentencepiece(directory: Path) -> bool:
 
 @contextmanager
 def _without_marks(directory: Path) -> Iterator[Path]:
-    """Yield `directory`, or a copy without byte order marks, which transformers does not accept in JSON."""
+    """Yield `directory`, or a temporary copy without byte order marks, which transformers rejects in JSON files."""
     starts = _starts(directory)
     if not any(start.startswith(codecs.BOM_UTF8) for _, start in starts):
         yield directory
@@ -110,10 +113,10 @@ def _without_marks(directory: Path) -> Iterator[Path]:
 def trained_tokenizer(
     source: Source, vocab_size: int, root: Path, progress: Callable[[int, int], None] | None = None
 ) -> Any:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `source`, or take it from the cache.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `source`, or load it from the data cache.
 
-    The tokenizer puts `<|bos|>` in front of a text, as Llama's does, and has `<|eos|>`. Equal documents give equal
-    tokenizers.
+    The tokenizer puts `<|bos|>` in front of a text, as Llama's does, and has an `<|eos|>` token. Training on the same
+    documents gives the same tokenizer. `root`: the directory of the data cache.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -145,7 +148,7 @@ def trained_tokenizer(
 
 
 def _texts(source: Source, cut: Cut | None, progress: Callable[[int, int], None] | None) -> Iterator[str]:
-    """Yield texts in pieces, because counting the words of a text needs tens of bytes of memory a character."""
+    """Yield all texts in pieces, because BPE training needs tens of bytes of memory per character of a text."""
     for document in source.documents():
         for text in words(document.text, document.kind):
             yield from pieces(text, cut)
@@ -160,7 +163,7 @@ def configured_tokenizer(
     root: Path,
     progress: Callable[[int, int], None] | None,
 ) -> Any:
-    """Return the tokenizer that `data.tokenizer` or `data.tokenizer_vocab_size` sets, else the model's own."""
+    """Return the tokenizer that `data.tokenizer` or `data.tokenizer_vocab_size` sets, else the model's tokenizer."""
     if section.tokenizer_vocab_size is not None:
         return trained_tokenizer(source, section.tokenizer_vocab_size, root, progress)
     if section.tokenizer is not None:
@@ -171,7 +174,10 @@ def configured_tokenizer(
 
 
 def give_template(tokenizer: Any, template: str | None) -> None:
-    """Set the chat template of `tokenizer`, from its text or its path. Raises UserError for a missing file."""
+    """Set the chat template of `tokenizer`; `template` is the text or the path of a template.
+
+    Raises UserError if the file cannot be read.
+    """
     if template is None or template == "none":
         return
     if "{" not in template:
@@ -184,16 +190,16 @@ def give_template(tokenizer: Any, template: str | None) -> None:
 
 
 def largest_token(tokenizer: Any) -> int:
-    """Return the largest token id, because vocabularies may have holes."""
+    """Return the largest token id. It may exceed the number of tokens, because ids may have gaps."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return max(len(tokenizer) - 1, *vocabulary.values())
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, is_models_own: bool = False) -> bool:
-    """Return whether all tokens have a row in the model's embedding of `vocab_size` rows.
+    """Return whether every token has a row in the model's embedding, which has `vocab_size` rows.
 
-    Raises UserError for tokens without a row, unless they are added tokens of the model's own tokenizer
-    (`is_models_own`): the last token of Gemma 3 has no row and stands in no text.
+    Raises UserError for tokens without a row. Added tokens of the model's own tokenizer (`is_models_own`) may lack a
+    row: the last token of Gemma 3 does, and occurs in no text.
     """
     needed = largest_token(tokenizer) + 1
     outside = {token for token, number in tokenizer.get_vocab().items() if number >= vocab_size}
@@ -208,7 +214,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, is_models_own: bool = Fals
 
 
 def check_ids(stores: Iterable[str], tokenizer: Any, vocab_size: int) -> None:
-    """Raise UserError if texts hold a token without a row in the model's embedding of `vocab_size` rows."""
+    """Raise UserError if a token store holds a token without a row in the model's embedding (`vocab_size` rows)."""
     for store in stores:
         largest = int(TokenStore.open(Path(store)).tokens.max(initial=0))
         if largest >= vocab_size:
@@ -220,7 +226,7 @@ def check_ids(stores: Iterable[str], tokenizer: Any, vocab_size: int) -> None:
 
 
 def publish_tokenizer(tokenizer: Any, root: Path) -> Path:
-    """Save `tokenizer` in the cache and return its directory, which is named by the hash of its files."""
+    """Save `tokenizer` in the data cache and return its directory, whose name is the hash of the saved files."""
     with tempfile.TemporaryDirectory() as scratch:
         save_tokenizer(tokenizer, Path(scratch))
         directory = root / "tokenizers" / digest_of_directory(Path(scratch))
@@ -231,10 +237,10 @@ def publish_tokenizer(tokenizer: Any, root: Path) -> Path:
 
 
 def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
-    """Return `tokenizer` as AutoTokenizer will load it next to a config.json of these fields; training must use it.
+    """Return `tokenizer` as users of the export will load it: by AutoTokenizer, next to a config.json of these fields.
 
-    For some model types transformers builds a tokenizer of a special class from the vocabulary, which splits words in
-    another way than tokenizer.json says.
+    Training must use the returned tokenizer. For some model types, transformers builds a tokenizer of a special class
+    from the vocabulary, and this class splits words differently from tokenizer.json.
     """
     from transformers import AutoTokenizer
 
@@ -254,7 +260,10 @@ def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Convention:
-    """Tokens around each document, and the token of padding, which is masked by position and never by its id."""
+    """The token ids before and after each document, and the id for padding.
+
+    `pad_id` may also occur in documents, because padding is masked by position, not by id.
+    """
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -264,11 +273,11 @@ class Convention:
 def convention_of(
     tokenizer: Any, add_bos: bool | None, add_eos: bool | None, trained: Sequence[int] | None = None
 ) -> Convention:
-    """Return the model's convention, as its tokenizer shows it, unless `add_bos` or `add_eos` say otherwise.
+    """Return the tokens that the model expects around a document, unless `add_bos` or `add_eos` override them.
 
-    The prefix is the one that the model was trained with (`trained`), else the one that the tokenizer puts in front of
-    a text. eos ends each document, even if the tokenizer itself would not add it (Llama): a model learns to end a
-    document only from documents that end.
+    The prefix is `trained`, the prefix in the model's training, or else the tokens that the tokenizer puts in front of
+    a text. eos ends each document, even if the tokenizer does not add eos (Llama), because a model learns to end a
+    document only from documents that end with eos.
     """
     probe = "a b"
     bare = list(tokenizer.encode(probe, add_special_tokens=False))

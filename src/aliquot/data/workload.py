@@ -1,6 +1,7 @@
-"""The work of a step: sizes of batches, and statistics of the data that decide memory and time.
+"""The workload of an optimizer step for the planner: batch sizes, and statistics of the data.
 
-Statistics are measured after tokenisation and assumed before. This module needs no torch, because plans use it.
+The statistics decide memory and time. They are measured after tokenisation and assumed before. This module does not
+import torch, because the planner runs without it.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ from typing import NamedTuple, Self
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.nn.product_shapes import filler
 
-Edges = tuple[int, ...]  # 0 = e0 < e1 < ... = the length of a sequence
-_INDEX_BYTES = 48  # of packing and of the order of one epoch, for each piece of a document
-_PROBABILITIES_PER_TOKEN = 1000  # attention probabilities that cost as much as the rest of a token, in a 125 M model
-MAPPED_PIECES = 1 << 20  # with more pieces the index is in mapped files, whose memory the kernel can reclaim
+Edges = tuple[int, ...]  # boundaries of documents in a sequence: 0 = e0 < e1 < ... = its length
+_INDEX_BYTES = 48  # memory of the packing and the order of one epoch, per piece of a document
+_PROBABILITIES_PER_TOKEN = 1000  # attention probabilities that take as long as all other work for a token (125 M model)
+MAPPED_PIECES = 1 << 20  # with more pieces, the packing is in mapped files, whose memory the kernel can reclaim
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Sizes in sequences."""
+    """Batch sizes, in sequences."""
 
-    total: int  # of an optimizer step over all ranks
-    micro: int  # of one rank's forward pass
+    total: int  # sequences of an optimizer step over all ranks
+    micro: int  # sequences of one rank's forward pass
 
     def micro_batches(self, world_size: int, sources: int = 1) -> int:
-        """Return the most micro-batches of a rank per optimizer step; a micro-batch comes from one of `sources`."""
+        """Return the maximum number of micro-batches of a rank per optimizer step.
+
+        Each micro-batch holds sequences of only one of the `sources`.
+        """
         all_ranks = min(self.total, -(-self.total // self.micro) + sources - 1)
         return -(-all_ranks // world_size)
 
     def sequences(self, world_size: int, sources: int = 1) -> int:
-        """Return the most sequences of a rank in an optimizer step to which the `sources` contribute equally."""
+        """Return the maximum number of sequences of a rank per optimizer step, if all `sources` contribute equally."""
         per_source = [self.total // sources + (source < self.total % sources) for source in range(sources)]
         whole = sum(count // self.micro for count in per_source)
         remainders = sorted((count % self.micro for count in per_source), reverse=True)
@@ -45,7 +49,7 @@ class BatchSize:
 
 
 def batch_size(train: TrainSection, world_size: int) -> BatchSize:
-    """Return the batch sizes of the section `train` at `world_size` ranks."""
+    """Return the batch sizes that the section `train` sets for `world_size` ranks."""
     total, steps = train.global_batch_size, train.gradient_accumulation_steps
     if total is None:
         micro = train.per_device_train_batch_size
@@ -56,26 +60,26 @@ def batch_size(train: TrainSection, world_size: int) -> BatchSize:
 
 
 def micro_batch_tokens(config: RunConfig, world_size: int) -> int:
-    """Return the most tokens of one rank's forward pass."""
+    """Return the maximum number of tokens in one rank's forward pass."""
     return batch_size(config.train, world_size).micro * config.data.sequence_length
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Mean counts per sequence, and sample sequences. None means not known before the data are read."""
+    """Statistics of the data: mean counts per sequence, and sample sequences. None: unknown until the data are read."""
 
     samples: tuple[Edges, ...]  # document edges of consecutive sequences, padded tails included
-    tokens: float  # without padding
-    predicted: float  # tokens with a label
-    sequences: int | None  # of one epoch
-    pieces: int  # of documents, in the data's index; 0: not known
-    source: str  # of these numbers, for the reader
-    eval_sequences: int | None = None  # of one evaluation; None also without evaluation
-    fills_up: int | None = None  # the sequence length, if sequences are not packed and micro-batches are padded
+    tokens: float  # mean tokens of a sequence, without padding
+    predicted: float  # mean labels of a sequence
+    sequences: int | None  # sequences of one epoch
+    pieces: int  # pieces of documents in the packing; 0: unknown
+    source: str  # where these numbers come from, as text for the user
+    eval_sequences: int | None = None  # sequences of one evaluation; None also without evaluation
+    fills_up: int | None = None  # the sequence length, if unpacked micro-batches are padded to one of a few lengths
 
     @classmethod
     def assumed(cls, config: RunConfig, document_tokens: int | None = None) -> Self:
-        """Return the workload of equal documents of `document_tokens`, by default as long as a sequence."""
+        """Return the workload of documents of equal length: `document_tokens`, by default the sequence length."""
         length = config.data.sequence_length
         document = min(document_tokens or length, length)
         count = length // document if config.data.packing else 1
@@ -87,22 +91,22 @@ class Workload:
 
     @property
     def index_bytes(self) -> int:
-        """The memory of the data's index on a rank."""
+        """The private memory of a rank for the packing of the data."""
         return self.pieces * _INDEX_BYTES if self.pieces <= MAPPED_PIECES else 0
 
     def row_lengths(self, sequences: int) -> int:
-        """Return the number of different lengths, in tokens, of rows of `sequences` sequences."""
+        """Return the number of different lengths of rows that hold `sequences` consecutive samples."""
         return len({window.tokens for window in _windows(self, sequences)})
 
     def heaviest(self, sequences: int) -> Row:
-        """Return the row of `sequences` sequences among the samples that needs the most memory."""
+        """Return the row of `sequences` consecutive samples that needs the most memory."""
         return self._row(_heaviest(_windows(self, sequences)), sequences)
 
     def typical(self, sequences: int, ranks: int = 1, between: int = 1) -> tuple[tuple[float, Row], ...]:
-        """Return (weight, row) of one or two rows whose weighted time approximates the slowest of `ranks` ranks.
+        """Return one or two rows as (weight, row) whose weighted time approximates the time of the slowest rank.
 
-        Ranks wait for all others after every `between` rows. The heaviest row is one of the two if possible, because
-        the planner traces it anyway.
+        A row holds `sequences` sequences. The `ranks` ranks wait for each other after every `between` rows. One of the
+        two is the heaviest row if possible, because the planner traces the heaviest row anyway.
         """
         windows = _windows(self, sequences)
         target = _mean(windows) * self.waiting(sequences, ranks, between)
@@ -112,7 +116,7 @@ class Workload:
         def distance(window: _Window) -> tuple[bool, float]:
             return (window.weight > target) == is_above and window.weight != target, abs(window.weight - target)
 
-        second = min(windows, key=distance)  # on the other side of the target, if there is such a window
+        second = min(windows, key=distance)  # on the other side of the target, if any window is
         difference = heaviest.weight - second.weight
         share = (target - second.weight) / difference if difference else 1.0
         if not 0 < share < 1:
@@ -120,9 +124,9 @@ class Workload:
         return (share, self._row(heaviest, sequences)), (1 - share, self._row(second, sequences))
 
     def waiting(self, sequences: int, ranks: int, between: int) -> float:
-        """Return the time of the slowest of `ranks` ranks as a multiple of the mean."""
+        """Return the time of the slowest of `ranks` ranks between two synchronisations, as a multiple of the mean."""
         windows = _windows(self, sequences)
-        # The relative spread of a sum of rows is smaller than that of a row by the square root of their number.
+        # The relative spread of the sum of n rows is smaller than the spread of one row by a factor of sqrt(n).
         return 1 + (_mean_largest(windows, ranks) / _mean(windows) - 1) / math.sqrt(between)
 
     def _row(self, window: _Window, sequences: int) -> Row:
@@ -139,23 +143,23 @@ class Workload:
 
 @dataclass(frozen=True)
 class Row:
-    """Consecutive sequences, where the first follows the last, and their padding."""
+    """A row of consecutive samples with its padding. After the last sample, the row continues with the first."""
 
     edges: Edges
     labels: int
 
 
 class _Window(NamedTuple):
-    """The first sequence of a row and its approximate cost, in tokens."""
+    """A candidate row: the number of its first sample, and its approximate costs."""
 
     first: int
     tokens: int
-    weight: float  # its time; its memory for the backward pass follows from its tokens
+    weight: float  # time of the row, in tokens of equal time; `tokens` decide the memory for the backward pass
 
 
 @lru_cache(maxsize=256)
 def _windows(workload: Workload, sequences: int) -> tuple[_Window, ...]:
-    """Return a window for every sample as the first."""
+    """Return one candidate row for each sample, which is the first sample of the row."""
     samples = workload.samples
     costs = [(edges[-1], _probabilities(edges)) for edges in samples]
     windows = []
@@ -178,14 +182,14 @@ def _mean(windows: tuple[_Window, ...]) -> float:
 
 
 def _mean_largest(windows: tuple[_Window, ...], count: int) -> float:
-    """Return the expected largest weight of `count` windows drawn at random."""
+    """Return the expected maximum of the weights of `count` windows drawn at random."""
     total = len(windows)
     ordered = enumerate(sorted(window.weight for window in windows), 1)
     return sum(weight * ((place / total) ** count - ((place - 1) / total) ** count) for place, weight in ordered)
 
 
 def _probabilities(edges: Edges) -> int:
-    """Return the attention probabilities of a query head that nn/attention/tiled_attention.py computes."""
+    """Return how many attention probabilities nn/attention/tiled_attention.py computes for a query head of a row."""
     count = 0
     for start, stop in pairwise(edges):
         length = stop - start
