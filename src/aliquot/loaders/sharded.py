@@ -1,4 +1,4 @@
-"""Load weights into a model sharded by FSDP2, for scripts outside of aliquot: each rank reads only its rows."""
+"""Load weights into a model sharded by FSDP2, for users' own scripts: each rank reads only its own rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Prefixes that wrappers of modules add to the names of weights.
+# Prefixes that module wrappers (activation checkpointing, torch.compile, FSDP1) add to the names of weights.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -38,22 +38,25 @@ def load_sharded(
     dtype: torch.dtype | None = None,
     watch: Watch | None = None,
 ) -> nn.Module:
-    """Load the safetensors in `directory` into a sharded model on the meta device, and return it. Collective.
+    """Load the safetensors files in `directory` into a sharded model, and return the model. Collective.
 
-    Buffers that checkpoints hold are read by every rank; other buffers are computed. Tied weights stay tied. Without a
-    process group this process loads the whole model.
+    Every rank reads all persistent buffers; non-persistent buffers are computed. Tied weights stay tied. Without a
+    process group, this process loads the whole model.
 
     Args:
-        model: a model on the meta device after `fully_shard` on any mesh: each parameter is a DTensor with Shard(0) on
-            at most one mesh dimension and Replicate on the others (other parameters are read whole). Or the
-            configuration of a causal language model, which is built; each decoder layer and the root are sharded.
-        mesh: for a configuration: one dimension, or (replicate, shard). Its device type has the memory.
-        dtype: of the parameters; by default unchanged, or that of the configuration. Files may have any dtype.
-        watch: called with this rank's progress.
+        model: a model on the meta device, or the configuration of a causal language model. `fully_shard` must have
+            sharded a given model, on any mesh. Each DTensor parameter has Shard(0) on at most one mesh dimension and
+            Replicate on the others. Every rank reads parameters that are not DTensors as a whole. From a configuration,
+            the model is built, and each decoder layer and the root module are sharded.
+        mesh: the mesh for a model that is built from a configuration. It has one dimension, or two: (replicate, shard).
+            The parameters are on its device type.
+        dtype: the dtype of the parameters. Default: the dtype of the given model or of the configuration. The files may
+            have any float dtype.
+        watch: called with this rank's progress after each piece.
 
     Raises:
-        UserError: on every rank: files are missing or malformed, tensors do not fit the model (all names listed),
-            placements are not supported, or buffers cannot be computed.
+        UserError: on every rank, if files are missing or malformed, tensors do not fit the model, placements are not
+            supported, or buffers cannot be computed. The message names the first tensors that do not fit.
     """
     built = model if isinstance(model, nn.Module) else _build(model, mesh, dtype)
     tied = tied_weights(built)
@@ -71,7 +74,7 @@ def load_sharded(
 
 
 class HeldWeights:
-    """This rank's parts of a model's weights, flat, as a store for loading and export."""
+    """A part store (see tensor_io/parts.py) over this rank's weights, as flat tensors, for loading and export."""
 
     def __init__(self, held: Iterable[tuple[Part, Tensor]]) -> None:
         self._held = {part: values for part, values in held if part.numel}
@@ -91,14 +94,14 @@ class HeldWeights:
 
 
 class ShardedWeights(HeldWeights):
-    """This rank's rows of the weights of a sharded model."""
+    """A part store over this rank's rows of the weights of a sharded model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(_held(name, weight) for name, weight in _stored(model))
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
-    """Return names and whole shapes of weights and of buffers that a checkpoint holds, each once."""
+    """Return (name, unsharded shape) of all parameters and persistent buffers; tied weights appear once."""
     return [(_plain(name), tuple(weight.shape)) for name, weight in _stored(model)]
 
 
@@ -107,7 +110,7 @@ def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class Members:
-    """The ranks of the default process group, whatever its backend."""
+    """The ranks of the default process group, with any backend."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank = dist.get_rank()
@@ -138,12 +141,12 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 
 def whole(name: str, values: Tensor) -> tuple[Part, Tensor]:
-    """Return a tensor that every rank holds as a whole, as a flat part."""
+    """Return (part, flat values) of a tensor that every rank holds as a whole."""
     return Part(_plain(name), tuple(values.shape), "weight", 0, values.numel()), values.detach().view(-1)
 
 
 def _held(name: str, weight: Tensor) -> tuple[Part, Tensor]:
-    """Return this rank's part of a weight, and its flat values."""
+    """Return (part, flat values) of this rank's rows of a weight."""
     if not isinstance(weight, DTensor):
         return whole(name, weight)
     shape, start = tuple(weight.shape), 0
@@ -159,7 +162,7 @@ def _held(name: str, weight: Tensor) -> tuple[Part, Tensor]:
 
 
 def _plain(name: str) -> str:
-    """Return the name of a weight without prefixes of wrappers."""
+    """Return the name of a weight without the prefixes in `WRAPPERS`."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

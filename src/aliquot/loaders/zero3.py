@@ -1,8 +1,9 @@
-"""A model under DeepSpeed ZeRO-3 without full-size parameters: meta parameters become partitions, filled from files.
+"""Load a model under DeepSpeed ZeRO-3 without full-size parameters: files fill partitions of meta parameters.
 
-Stock `deepspeed.zero.Init` gives every parameter its full size on each rank, broadcasts it from rank 0 and keeps
-1/N. DeepSpeed has no extension point for anything else, so `MetaInit` overrides one private method. It is used only
-with versions it was tested with and after it has proved itself on two small parameters; otherwise stock Init runs.
+Stock `deepspeed.zero.Init` allocates every parameter at full size on each rank, broadcasts the parameter from rank 0,
+and keeps 1/N. DeepSpeed has no extension point to avoid this, so `MetaInit` overrides private methods of Init.
+`MetaInit` runs only with tested versions of DeepSpeed, after a check on two small parameters. With other versions,
+stock Init runs.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ def load_zero3(
 ) -> PreTrainedModel:
     """Load a causal language model partitioned for ZeRO-3; each rank reads only its own bytes. Collective.
 
-    It replaces `AutoModelForCausalLM.from_pretrained(directory)` in a script of DeepSpeed or HF Trainer: give the
-    returned model to `deepspeed.initialize` or `Trainer`. Call deepspeed.init_distributed() before. The peak of private
-    memory is the rank's partitions + 64 MiB. With an untested version of DeepSpeed the largest tensor comes in addition
-    (a warning says so).
+    This function replaces `AutoModelForCausalLM.from_pretrained(directory)` in a script that uses DeepSpeed or HF
+    Trainer. Call `deepspeed.init_distributed()` first, and pass the returned model to `deepspeed.initialize` or
+    `Trainer`. The peak of a rank's private memory is its partitions + 64 MiB. With an untested version of DeepSpeed,
+    the peak also includes the largest tensor, and a warning is logged.
 
     Args:
-        model: a directory of safetensors, or a configuration whose weights are in `directory`.
-        config: DeepSpeed's JSON or its path, which says where partitions lie; by default that of HF Trainer
+        model: a directory of safetensors files, or a configuration whose weights are in `directory`.
+        config: DeepSpeed's JSON or its path, which decides the device of partitions. Default: the JSON of HF Trainer
             (`TrainingArguments(deepspeed=...)` or `HfDeepSpeedConfig`), if there is one.
         dtype: the dtype in which DeepSpeed trains.
-        options: of transformers (`attn_implementation`).
+        options: `attn_implementation`, as in transformers.
 
     Raises:
         UserError: files are missing or malformed, tensors do not fit the model, or DeepSpeed is not installed.
@@ -84,9 +85,9 @@ def load_zero3(
 
 
 class ZeroWeights(HeldWeights):
-    """This rank's partitions of a model under ZeRO-3; buffers that checkpoints hold are whole on every rank.
+    """A part store over this rank's ZeRO-3 partitions of a model. Every rank holds all persistent buffers.
 
-    DeepSpeed's partition is elements [rank x P, (rank + 1) x P) of the flat tensor, P = ceil(numel / ranks).
+    DeepSpeed's partition of a flat tensor is elements [rank x P, (rank + 1) x P), where P = ceil(numel / ranks).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -95,10 +96,10 @@ class ZeroWeights(HeldWeights):
 
 
 def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:
-    """Put the meta parameters of `model` under ZeRO-3 without values, and its buffers on the device of gathered
-    weights.
+    """Turn the meta parameters of `model` into ZeRO-3 partitions without values, and return the compute device.
 
-    Returns that device. `settings`: DeepSpeed's JSON; None: partitions are on the same device.
+    The compute device is the device on which DeepSpeed gathers weights. Buffers move to this device. `settings`:
+    DeepSpeed's JSON; with None, partitions are on the compute device.
     """
     deepspeed = import_deepspeed()
     if deepspeed.__version__ not in _TESTED:
@@ -124,7 +125,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed with its log at level warning. Raises UserError if it is not installed."""
+    """Import DeepSpeed and set its log level to WARNING. Raises UserError if DeepSpeed is not installed."""
     try:
         import deepspeed
     except ModuleNotFoundError as error:
@@ -134,13 +135,13 @@ def import_deepspeed() -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
-    # torch 2.13 says it at each of DeepSpeed's collectives.
+    # torch 2.13 repeats this warning at each of DeepSpeed's collectives.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     return deepspeed
 
 
 def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the flat range of a tensor on `rank` in DeepSpeed, without padding; the last ranges may be empty."""
+    """Return DeepSpeed's partition of a flat tensor on `rank`, without padding; the last partitions may be empty."""
     share = -(-numel // world_size)
     return min(rank * share, numel), min((rank + 1) * share, numel)
 
@@ -149,7 +150,7 @@ def _meta_init_class() -> Any:
     from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus
 
     class MetaInit(Init):  # type: ignore[misc]
-        """zero.Init for a module on the meta device: each parameter becomes a partition and is never whole."""
+        """zero.Init for a module on the meta device: turns each parameter into a partition, without its full size."""
 
         def _convert_to_zero_parameters(self, param_list: Any) -> None:
             for param in param_list:
@@ -169,12 +170,12 @@ def _meta_init_class() -> Any:
             start, stop = partition_range(
                 param.ds_numel, self._partition_rank(param), self._partition_world_size(param)
             )
-            shard[stop - start :].zero_()  # the padding, which stock Init leaves as it comes
+            shard[stop - start :].zero_()  # the padding, which stock Init leaves uninitialised
             shard.requires_grad = False
             shard.ds_numel, shard.status, shard.final_location = share, PartitionedParamStatus.AVAILABLE, None
             param.ds_tensor, param.ds_numel_aligned = shard, aligned
-            # A meta tensor cannot be exchanged for one with memory through `.data`; swapping keeps the object, which
-            # modules and tied names refer to.
+            # Assigning `.data` cannot give memory to a meta tensor. Swapping does, and keeps the parameter object, to
+            # which modules and tied names refer.
             attributes = dict(param.__dict__)
             torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
                 param, nn.Parameter(torch.empty(0, dtype=param.dtype, device=self.local_device), param.requires_grad)
@@ -186,9 +187,9 @@ def _meta_init_class() -> Any:
 
 
 def _prove(init: Any) -> None:
-    """Check on a small module that `init` and stock Init give the same partitions and attributes, and can gather.
+    """Check on two small parameters that `init` sets the same attributes as stock Init, and that a gather is correct.
 
-    Raises UserError if DeepSpeed has changed.
+    Raises UserError otherwise, because DeepSpeed has changed.
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -212,12 +213,12 @@ def _prove(init: Any) -> None:
             if not torch.equal(ours.data.cpu(), torch.arange(float(math.prod(shape))).view(shape)):
                 raise DeepspeedConfigError("this DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8")
             ours.partition()
-    finally:  # give back the ids that these parameters took: those of the model begin where they would have
+    finally:  # reset DeepSpeed's counter, so that the ids of the model's parameters begin where they would have
         Init.param_id = before
 
 
 def _partition_whole(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:
-    """Run stock zero.Init, with one parameter at full size at a time."""
+    """Run stock zero.Init on one parameter at a time, so that only one parameter has its full size."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     init = Init(config_dict_or_path=None if settings is None else dict(settings), mem_efficient_linear=False)
@@ -237,7 +238,10 @@ def _only(name: str, weight: nn.Parameter) -> nn.Module:
 
 
 def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, object]) -> PreTrainedModel:
-    """Build the model by its class, because from_config would run stock zero.Init under HF's DeepSpeed settings."""
+    """Build the model from its class.
+
+    `AutoModelForCausalLM.from_config` would run stock zero.Init if HF's DeepSpeed integration is active.
+    """
     from transformers import AutoModelForCausalLM
 
     if "attn_implementation" in options:
@@ -252,7 +256,10 @@ def _construct(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, 
 
 
 def _settings(config: dict[str, Any] | Path | str | None) -> dict[str, Any] | None:
-    """Return the settings of zero.Init in DeepSpeed's JSON, whose batch may still be "auto"; None without JSON."""
+    """Return the settings of DeepSpeed's JSON that zero.Init needs; None without JSON.
+
+    The JSON itself cannot be passed to zero.Init, because its batch size may still be "auto".
+    """
     from transformers.integrations.deepspeed import deepspeed_config
 
     deepspeed_json: dict[str, Any] | None = config if isinstance(config, dict) else deepspeed_config()
