@@ -1,4 +1,4 @@
-"""The byte map of a directory: the location of every tensor, read from the safetensors headers and their index."""
+"""Map a directory of safetensors files: the file, offset, dtype and shape of every tensor, read from the headers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True)
 class ByteMap:
-    """Tensor entries by name, and the length in bytes of the header of each file."""
+    """The location of each tensor by its name, and the header length of each file."""
 
     entries: Mapping[str, TensorEntry]
     header_bytes: Mapping[Path, int]
 
     @classmethod
     def from_directory(cls, directory: Path, stem: str = "model") -> ByteMap:
-        """Map `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists. Raises UserError."""
+        """Map `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists.
+
+        Raises UserError if files are missing or malformed, or if both exist and differ.
+        """
         single, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
         if not single.exists() and not index.exists():
             raise WeightsFileError(_absent(directory, stem), directory)
@@ -37,7 +40,7 @@ class ByteMap:
         if index.exists():
             weight_map = _weight_map(index)
             shards = {str(name) for name in weight_map.values()} - {single.name}
-            # An index without any of its shards is merely old: they have been merged into one file.
+            # An index without any of its shards is a harmless remainder: the shards have been merged into one file.
             if any((directory / name).exists() for name in shards):
                 byte_map._check_same(cls._from_index(index, weight_map), single, index)
         return byte_map
@@ -74,7 +77,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _sample(entry: TensorEntry) -> tuple[Any, ...]:
-    """Return dtype, shape, first and last bytes of a tensor; equal tensors have equal samples."""
+    """Return (dtype, shape, first bytes, last bytes) of a tensor, by which copies in different files are compared."""
     size_bytes = entry.numel * entry.itemsize
     with reading(entry.file), entry.file.open("rb") as file:
         file.seek(entry.offset)
@@ -86,7 +89,11 @@ def _sample(entry: TensorEntry) -> tuple[Any, ...]:
 def check_tensors(
     expected: Sequence[tuple[str, Shape]], entries: Mapping[str, TensorEntry], where: Path, extra: Iterable[str] = ()
 ) -> None:
-    """Raise one UserError that lists missing tensors, `extra` ones, and those of the wrong shape or dtype."""
+    """Compare the tensors of a model with those of its files.
+
+    Raises one UserError that lists missing tensors, `extra` tensors, and tensors of the wrong shape or dtype. `where`:
+    the directory, for the error message.
+    """
     shapes = dict(expected)
     missing = [name for name in shapes if name not in entries]
     wrong = [
@@ -102,7 +109,7 @@ def check_tensors(
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join the first five names and the number of further ones."""
+    """Return the first five names and the number of further names, as text for an error message."""
     shown = ", ".join(ascii(name[:200])[1:-1] for name in names[:MAX_SHOWN])
     return shown if len(names) <= MAX_SHOWN else f"{shown} and {len(names) - MAX_SHOWN} more"
 

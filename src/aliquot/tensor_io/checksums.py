@@ -1,7 +1,7 @@
-"""Block checksums of files that several ranks read or write in pieces.
+"""Checksums of the blocks of files that several ranks read or write in pieces.
 
-Every rank computes checksums of its own bytes once. The checksums of the pieces combine to the checksum of each block,
-so no rank reads a block again.
+Each rank computes checksums of the pieces that it reads or writes. The checksums of pieces are then combined into the
+checksum of each block, so that no rank reads a block again.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Piece = tuple[str, int, int, int]  # file name, offset, length in bytes, crc32; 
 
 
 class BlockChecksums:
-    """The checksums of the pieces that this rank has read or written. Several threads may call `add` at once."""
+    """Collects checksums of the pieces that this rank reads or writes. Several threads may call `add` at once."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
         self._pieces: list[Piece] = []
 
     def add(self, file: str, offset: int, data: memoryview) -> None:
-        """Add `data`, the bytes at `offset` of `file`."""
+        """Add the checksum of `data`, the bytes of `file` from `offset`."""
         while data:
             room = self.block_bytes - offset % self.block_bytes
             self._pieces.append((file, offset, len(data[:room]), zlib.crc32(data[:room])))
@@ -35,7 +35,10 @@ class BlockChecksums:
             data = data[room:]
 
     def add_headers(self, header_bytes: Mapping[Path, int]) -> None:
-        """Read the header of each file, which has the given length in bytes, and add it. Raises OSError."""
+        """Read the header of each file and add its checksum. Raises OSError.
+
+        `header_bytes`: the length in bytes of the header of each file.
+        """
         for path, count in header_bytes.items():
             with path.open("rb") as file:
                 self.add(path.name, 0, memoryview(file.read(count)))
@@ -47,9 +50,9 @@ class BlockChecksums:
 def combine_pieces(
     pieces: Iterable[Piece], file_bytes: Mapping[str, int], block_bytes: int = BLOCK_BYTES
 ) -> dict[str, list[int]]:
-    """Compute the crc32 of every block of each file from the pieces of all ranks, in any order.
+    """Compute the crc32 of every block of each file from the pieces of all ranks, which may be in any order.
 
-    Raises ValueError if the pieces omit or repeat a byte, because the ranks' parts do not divide the tensors.
+    Raises ValueError if the pieces omit or repeat bytes. The ranks' shards then do not cover each tensor exactly once.
     """
     pieces_of: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for file, offset, length, crc in pieces:
@@ -71,9 +74,9 @@ def combine_pieces(
     return blocks
 
 
-# CRC-32 of a concatenation from the CRCs of its pieces, without the bytes: zlib's crc32_combine in Python. A CRC is a
-# polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n) (zlib 1.2.12, crc32.c). Bits are reflected:
-# the highest bit of the word is the coefficient of x^0.
+# zlib's crc32_combine in Python: compute the CRC-32 of a concatenation from the CRCs of its pieces. A CRC is a
+# polynomial over GF(2) modulo P; appending n bytes multiplies the polynomial by x^(8n) (zlib 1.2.12, crc32.c). Bits are
+# reflected: the highest bit of the word is the coefficient of x^0.
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
@@ -94,7 +97,7 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-@lru_cache(maxsize=4096)  # pieces have few different lengths
+@lru_cache(maxsize=4096)  # pieces have few different lengths, so that the cache hits often
 def _shift(length_bytes: int) -> int:
     """Compute x^(8 length) modulo P."""
     result = _ONE

@@ -1,7 +1,7 @@
-"""Lay out safetensors files: names, headers and offsets of a set of tensors before any byte of them exists.
+"""Plan the layout of safetensors files: file names, headers and tensor offsets, before any tensor is written.
 
-The layout depends on names, shapes, dtypes and the size limit alone, as in transformers. Every rank therefore knows the
-offsets of its own ranges, and the files do not depend on the world size.
+The layout depends only on names, shapes, dtypes and the size limit of a file, as in transformers. Every rank therefore
+knows the offsets at which to write its shards, and the files do not depend on the world size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from aliquot.tensor_io.publish import write_file
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """A tensor to lay out."""
+    """A tensor to store in a safetensors file."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
-    same_file: bool = False  # as the tensor before it
+    same_file: bool = False  # whether the tensor must be in the same file as the tensor before
 
     @property
     def size_bytes(self) -> int:
@@ -37,7 +37,7 @@ class LayoutEntry:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: its header as bytes, then `tensors` back to back."""
+    """The layout of one file: the header, then `tensors` back to back."""
 
     name: str
     header: bytes
@@ -47,7 +47,10 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class FilesLayout:
-    """All files of one stem; `index` is `{"<stem>.safetensors.index.json": content}`, empty for a single file."""
+    """The layout of all files whose names begin with `stem`, such as "model".
+
+    `index` is `{"<stem>.safetensors.index.json": content}`, or empty for a single file.
+    """
 
     stem: str
     files: tuple[FileLayout, ...]
@@ -55,7 +58,7 @@ class FilesLayout:
 
     @classmethod
     def from_entries(cls, tensors: Sequence[LayoutEntry], max_shard_bytes: int, stem: str) -> FilesLayout:
-        """Lay out the tensors in their order; a file ends where the next tensor would exceed `max_shard_bytes`."""
+        """Lay out the tensors in the given order; a new file begins where a tensor would exceed `max_shard_bytes`."""
         shards: list[list[LayoutEntry]] = [[]]
         shard_bytes = 0
         for tensor in tensors:
@@ -75,7 +78,7 @@ class FilesLayout:
         return sum(file.file_bytes for file in self.files)
 
     def byte_map(self, directory: Path) -> ByteMap:
-        """Return what `ByteMap.from_directory` would read from the finished files."""
+        """Return the location of every tensor, as `ByteMap.from_directory` would read it from the finished files."""
         entries = {}
         for file in self.files:
             offset = len(file.header)
@@ -86,7 +89,7 @@ class FilesLayout:
         return ByteMap(entries, {directory / file.name: len(file.header) for file in self.files})
 
     def create_files(self, directory: Path) -> None:
-        """Write headers and index, and give every file its final size. Raises UserError."""
+        """Write the headers and the index of all files, and extend every file to its final size. Raises UserError."""
         for file in self.files:
             path = directory / file.name
             with writing(path), path.open("xb") as out:

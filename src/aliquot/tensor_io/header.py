@@ -1,6 +1,7 @@
-"""Read and check the header of a safetensors file: the location of every tensor. The file may be malformed.
+"""Read the header of a safetensors file, which locates every tensor, and check the header because files are untrusted.
 
-Layout: 8 bytes little-endian header length, that many bytes of JSON, then the tensors back to back.
+A safetensors file has 8 bytes of little-endian header length, a JSON header of this length, then the tensors back to
+back.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The location of a tensor: `numel * itemsize` bytes from `offset` of `file`, in row-major order."""
+    """The location of a tensor: `numel * itemsize` bytes of `file` from `offset`, in row-major order."""
 
     name: str
     dtype: torch.dtype
@@ -60,14 +61,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All tensors of one file in the order of their bytes; the first begins at byte `header_bytes`."""
+    """The locations of all tensors of one file, by ascending offset; the first tensor begins at byte `header_bytes`."""
 
     entries: dict[str, TensorEntry]
     header_bytes: int
 
 
 def read_header(path: Path) -> Header:
-    """Parse and check the header of `path`. Raises UserError that names the file and the malformed tensor."""
+    """Read and check the header of the file `path`. Raises UserError that names the file and the malformed tensor."""
     # O_NONBLOCK: a named pipe in place of a file must not block; the flag has no effect on a regular file.
     with reading(path), os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
@@ -103,7 +104,7 @@ def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]
 
 
 def _position(entry: TensorEntry) -> tuple[int, int]:
-    return entry.offset, entry.numel  # an empty tensor precedes the tensor at the same offset
+    return entry.offset, entry.numel  # an empty tensor comes before the tensor at the same offset
 
 
 def _entry(name: str, field: Any, path: Path, file_bytes: int, start: int) -> TensorEntry:

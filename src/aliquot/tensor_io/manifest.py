@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: size and block checksums of every file.
+"""The manifest of a checkpoint, which lists the size and the block checksums of every file.
 
-It is written last: a checkpoint directory is complete if and only if it has a valid manifest.
+A checkpoint directory is complete if and only if it has a valid manifest, because the manifest is written last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Manifest(BaseModel):
     version: Literal[1] = 1
     block_bytes: Literal[16777216] = BLOCK_BYTES  # type: ignore[assignment]
     files: dict[str, FileRecord]
-    config_files: list[str]  # files next to the weights of a Hugging Face directory
+    config_files: list[str]  # the files of a Hugging Face model directory other than weights, such as config.json
 
     def record(self, name: str) -> FileRecord:
         """Return the record of file `name`. Raises DamagedCheckpoint if there is no record."""
@@ -51,13 +51,13 @@ class Manifest(BaseModel):
 
 
 def checksum(data: bytes) -> FileRecord:
-    """Compute the record of a file that holds `data`."""
+    """Compute the size and checksums of a file with the content `data`."""
     blocks = range(0, len(data), BLOCK_BYTES)
     return FileRecord(bytes=len(data), crc32=[zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
 
 
 def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str]) -> bytes:
-    """Encode the manifest, including its own checksum."""
+    """Encode a manifest as JSON, with a checksum of its fields."""
     fields = Manifest(files=dict(files), config_files=list(config_files)).model_dump()
     return json.dumps({**fields, "crc32": _fields_crc32(fields)}, indent=1).encode()
 
@@ -78,7 +78,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(data: bytes, path: str | Path) -> Manifest:
-    """Parse `data`, the content of `path`. Raises DamagedCheckpoint."""
+    """Parse and check a manifest. Raises DamagedCheckpoint. `path`: the source of `data`, for error messages."""
     try:
         fields = parse_json(data, path)
         if fields.pop("crc32", None) != _fields_crc32(fields):
@@ -107,9 +107,9 @@ def verify(directory: Path) -> Manifest:
 
 
 def verify_descriptions(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Verify the headers of safetensors files and the whole content of other files, before anybody parses them.
+    """Verify the headers of safetensors files and the whole content of other files, before they are parsed.
 
-    A damaged header is often still valid and then looks like the header of another model. Raises DamagedCheckpoint.
+    A damaged header may still be valid, and describe another model. Raises DamagedCheckpoint.
     """
     for name in names:
         verify_file(directory, manifest, name, only_header=name.endswith(".safetensors"))
@@ -122,7 +122,7 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
     header_end = 0
     try:
         with (directory / name).open("rb") as file:
-            while count := file.readinto(block):  # the whole block, unless the file ends
+            while count := file.readinto(block):  # reads a whole block, or less at the end of the file
                 blocks.append(zlib.crc32(memoryview(block)[:count]))
                 header_end = header_end or 8 + int.from_bytes(block[:8], "little")
                 if only_header and len(blocks) * BLOCK_BYTES >= header_end:
@@ -134,9 +134,10 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
 
 
 def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece]) -> None:
-    """Compare the safetensors files that all ranks have read with the manifest. Raises DamagedCheckpoint.
+    """Compare the checksums of safetensors files that all ranks have read with the manifest. Raises DamagedCheckpoint.
 
-    `header_bytes`: the length of each file's header, which no rank has read into a tensor; `pieces`: of all ranks.
+    `header_bytes`: the header length of each file; headers are read here, because no rank reads them with its tensors.
+    `pieces`: the checksums of the pieces that all ranks have read.
     """
     headers = BlockChecksums()
     headers.add_headers(header_bytes)
@@ -145,7 +146,10 @@ def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, 
 
 
 def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:
-    """Compare the crc32 of all blocks of some files with the manifest. Raises DamagedCheckpoint."""
+    """Compare the crc32 of all blocks of the given files with the manifest. Raises DamagedCheckpoint.
+
+    `blocks`: file name -> crc32 of each block.
+    """
     for name, actual in blocks.items():
         recorded = manifest.files[name].crc32
         if actual != recorded:

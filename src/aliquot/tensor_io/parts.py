@@ -1,6 +1,7 @@
-"""A part: a flat range of a named tensor. Ranks hold, read and write their shards of the state in parts.
+"""Parts and part stores. A part is a flat range of a named tensor: a rank's shard of a weight or of a moment.
 
-Parts move between files and tensors in pieces. The planner counts the buffers of pieces, so this file imports no torch.
+Loading and saving transfer parts between files and tensors in pieces. This file does not import torch, because the
+planner, which runs without torch, counts the memory of these pieces.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
 
-DEPTH = 6  # pieces in progress: two more than threads, so that none waits while the calling thread converts
-PIECE_BYTES = 4 << 20  # of a file; DEPTH buffers of this size are all the memory that a pipeline has
-MEMORY_BYTES = (DEPTH + 4) * PIECE_BYTES  # the buffers of a pipeline, and a piece of bytes as fp32
+DEPTH = 6  # pieces in progress: two more than threads, so that no thread idles while the calling thread converts
+PIECE_BYTES = 4 << 20  # bytes of a piece in the file; a pipeline has DEPTH buffers of this size
+MEMORY_BYTES = (DEPTH + 4) * PIECE_BYTES  # a pipeline's buffers, and one piece of 1-byte elements as fp32
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Part:
 
 
 def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return each rank's flat range by FSDP2's dim-0 rule: ceil(rows / ranks) rows; later ranks get fewer or none."""
+    """Return the flat range of each rank by FSDP2's rule: ceil(rows / ranks) rows; the last ranks may get none."""
     rows = shape[0] if shape else 1
     row_numel, share = math.prod(shape[1:]), -(-rows // ranks)
     edges = [min(rank * share, rows) * row_numel for rank in range(ranks + 1)]
@@ -46,36 +47,36 @@ def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...
 
 
 class PartSource(Protocol):
-    """A source of parts. Callers read values as fp32 CPU tensors, piece by piece."""
+    """A source of this rank's parts. Callers read values as fp32 CPU tensors, piece by piece."""
 
     def parts(self) -> Sequence[Part]:
-        """Return the parts of this rank. The parts of all ranks together cover each (name, kind) exactly once."""
+        """Return this rank's parts. The parts of all ranks cover each element of each (name, kind) exactly once."""
         ...
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
-        """Copy elements [start, start + out.numel()) of the tensor, all inside `part`, into flat fp32 `out`."""
+        """Copy elements [start, start + out.numel()) of the full tensor, all inside `part`, into flat fp32 `out`."""
         ...
 
 
 class PartStore(PartSource, Protocol):
-    """A source of parts that also accepts values; every engine is one."""
+    """A source of parts whose values can also be written; every engine is a part store."""
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
-        """Set elements [start, start + values.numel()) of the tensor, all inside `part`, from flat fp32 `values`."""
+        """Set elements [start, start + values.numel()) of the full tensor, all inside `part`, to flat fp32 `values`."""
         ...
 
 
 @runtime_checkable
 class ViewableStore(Protocol):
-    """A store that gives access to the memory of its parts. Parts of any other store are copied, as fp32."""
+    """A part store that can expose the memory of its parts, so that a transfer need not copy them as fp32."""
 
     def view(self, part: Part) -> Tensor | None:
-        """Return the memory of the part: flat, contiguous, on the CPU, of any float dtype. None: not available."""
+        """Return the memory of a part: a flat, contiguous CPU tensor of any float dtype. None: not available."""
         ...
 
 
 class SelectedParts:
-    """The parts of `store` that belong to tensors of these names, for example those of an adapter."""
+    """A part store with only those parts of `store` whose tensors are in `names`, for example those of an adapter."""
 
     def __init__(self, store: PartStore, names: Collection[str]) -> None:
         self._store = store

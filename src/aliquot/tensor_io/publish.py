@@ -1,7 +1,9 @@
 """Publish directories atomically: write under a temporary name, fsync, rename. Removal also begins with a rename.
 
-`.NAME.partial-1a2b3c4d` is incomplete, `NAME` is published, `.NAME.trash-1a2b3c4d` is about to be removed, and
-`.NAME.former-1a2b3c4d` is about to be replaced.
+- `NAME`: published and complete.
+- `.NAME.partial-1a2b3c4d`: being written.
+- `.NAME.former-1a2b3c4d`: the earlier `NAME`, while a new one replaces it.
+- `.NAME.trash-1a2b3c4d`: being removed.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ def publish_together(
     replace: bool = False,
     keep_former: Callable[[Path], bool] = lambda former: False,
 ) -> None:
-    """Make the directory `target`: rank 0 prepares it, every rank writes, rank 0 finishes and renames it. Collective.
+    """Publish the directory `target`, to which all ranks write. Collective.
 
-    `write` returns a JSON value; `finish` receives the values of all ranks. An error on any rank is raised on every
-    rank, and nothing of the directory is left. Without `replace` an existing directory that is not empty is an error.
+    Rank 0 calls `prepare`, every rank calls `write`, and rank 0 calls `finish` and renames the directory. `write`
+    returns a JSON value; `finish` receives the values of all ranks. An error on any rank is raised on every rank, and
+    the unfinished directory is removed. If `target` exists and is not empty, `replace` must be true. For `keep_former`
+    see `commit`.
     """
 
     def publish(written: list[T]) -> None:
@@ -52,12 +56,12 @@ def publish_together(
 
 
 def begin(target: Path, ranks: RankGroup, prepare: Callable[[Path], None]) -> Path:
-    """Let rank 0 make and prepare a directory that `commit` will rename to `target`; return its path. Collective."""
+    """Let rank 0 create and prepare the temporary directory of `target`, and return its path. Collective."""
     return Path(run_on_rank_0(ranks, lambda: str(_prepared(target, prepare))))
 
 
 def begin_alone(target: Path) -> Path:
-    """Make an empty directory that `commit` will rename to `target`, for one process. Raises OSError."""
+    """Create the temporary directory of `target`, which `commit` will rename, in one process. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = _temporary_path(target, "partial")
     partial.mkdir()
@@ -67,10 +71,11 @@ def begin_alone(target: Path) -> Path:
 def commit(
     partial: Path, target: Path, replace: bool = False, keep_former: Callable[[Path], bool] = lambda former: False
 ) -> None:
-    """Rename `partial`, whose files are fsynced, to `target`. The directory is complete from then on.
+    """Rename the temporary directory `partial`, whose files are already fsynced, to `target`.
 
-    `keep_former` receives the new path of the replaced directory and returns whether to keep the directory. After an
-    OSError `target` does not exist, or is still the directory that was to be replaced.
+    With `replace`, an existing `target` is renamed first and removed after the commit. `keep_former` receives the new
+    path of this former directory, and returns whether to keep the directory. After an OSError, `target` does not exist,
+    or is still the former directory.
     """
     sync(partial)
     former = set_aside(target, "former") if replace and target.exists() else None
@@ -79,7 +84,7 @@ def commit(
         try:
             sync(target.parent)
         except OSError:
-            # The disk may not have the name. The rename is undone, so that nobody uses a directory whose commit failed.
+            # The new name may not be on the disk. Undo the rename, so that nobody uses a directory whose commit failed.
             with contextlib.suppress(OSError):
                 target.rename(partial)
             raise
@@ -94,7 +99,7 @@ def commit(
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or the names in a directory. Raises OSError."""
+    """Fsync a file, or the entries of a directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,7 +108,7 @@ def sync(path: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether `name` is a file name without separators, `..` and control characters."""
+    """Return whether `name` is a plain file name: no separators, no control characters, not `.` or `..`."""
     return name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 
@@ -123,7 +128,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = None) -> None:
-    """Raise UserError if `needed_bytes` are not free; remove the directory `instead_of` if that frees enough."""
+    """Raise UserError if `needed_bytes` are not free on the file system of `directory`.
+
+    `instead_of`: a directory that is removed if this frees enough space.
+    """
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize
     if not status.f_blocks or free_bytes >= needed_bytes:  # some network file systems report nothing
@@ -140,13 +148,13 @@ def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = No
 
 
 def set_aside(directory: Path, suffix: str = "trash") -> Path:
-    """Rename a directory such that `clean_leftovers` removes it; return its new path. Raises OSError."""
+    """Rename a directory to a temporary name, which `clean_leftovers` removes; return its new path. Raises OSError."""
     name = match["name"] if (match := _LEFTOVER.fullmatch(directory.name)) else directory.name
     return directory.rename(_temporary_path(directory.with_name(name), suffix))
 
 
 def restore_former(parent: Path) -> None:
-    """Rename directories back that a killed process set aside and did not replace. Raises OSError."""
+    """Undo unfinished replacements of killed processes: rename each `former` directory back. Raises OSError."""
     for path in list(parent.glob(".*.former-*")):
         match = _LEFTOVER.fullmatch(path.name)
         if match and not (parent / match["name"]).exists():
@@ -154,13 +162,19 @@ def restore_former(parent: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a directory such that a kill leaves no part of it under its name. Errors are ignored."""
+    """Remove a directory: rename it first, so that a kill leaves no incomplete directory under its name.
+
+    Errors are ignored.
+    """
     with contextlib.suppress(OSError):
         shutil.rmtree(set_aside(directory), ignore_errors=True)
 
 
 def clean_leftovers(parent: Path, names: re.Pattern[str]) -> None:
-    """Remove temporary directories of killed processes if the published name matches `names`. Raises OSError."""
+    """Remove temporary directories in `parent` that killed processes left, if their NAME matches `names`.
+
+    Raises OSError.
+    """
     for path in list(parent.iterdir()) if parent.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
         if match and names.fullmatch(match["name"]):

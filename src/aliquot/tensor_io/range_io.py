@@ -1,4 +1,4 @@
-"""Read and write flat ranges of tensors: exactly those bytes of the file, straight from or into the caller's memory."""
+"""Read and write flat ranges of tensors in safetensors files: only these bytes, directly from or to tensors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ BUFFER_BYTES = 8 << 20
 
 
 class SourceFile:
-    """A file open for reading by several threads at once. Every method raises UserError.
+    """A safetensors file that several threads read at once. Every method raises UserError.
 
-    `entry`: any tensor of the file; `drop`: remove bytes from the page cache after they are read.
+    `entry`: any tensor of the file. `drop`: whether to remove bytes from the page cache after reading.
     """
 
     def __init__(self, entry: TensorEntry, checksums: BlockChecksums | None = None, drop: bool = False) -> None:
@@ -39,12 +39,12 @@ class SourceFile:
             raise WeightsFileError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", self.path)
 
     def announce(self, entry: TensorEntry, start: int, numel: int) -> None:
-        """Ask the kernel to read these elements ahead."""
+        """Ask the kernel to prefetch elements [start, start + numel) of a tensor into the page cache."""
         offset = entry.offset + start * entry.itemsize
         os.posix_fadvise(self._descriptor, offset, numel * entry.itemsize, os.POSIX_FADV_WILLNEED)
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
-        """Read elements [start, start + out.numel()) into flat, contiguous CPU `out` of the stored dtype."""
+        """Read elements [start, start + out.numel()) into `out`, a flat, contiguous CPU tensor of the stored dtype."""
         memory, offset = bytes_of(out), offset_of(entry, start, out)
         done = 0
         while done < len(memory):
@@ -63,7 +63,7 @@ class SourceFile:
 
 
 class RangeReader:
-    """Reads ranges sequentially and converts them to any float dtype; one file is open at a time."""
+    """Reads ranges of tensors one after another, and converts values to any float dtype. Only one file is open."""
 
     def __init__(self, checksums: BlockChecksums | None = None) -> None:
         self._checksums = checksums
@@ -77,7 +77,7 @@ class RangeReader:
         self._close()
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
-        """Read elements [start, start + out.numel()) into `out`, flat on the CPU, of any float dtype.
+        """Read elements [start, start + out.numel()) into `out`, a flat CPU tensor of any float dtype.
 
         Raises UserError if the file cannot be read, or if its size changed after its header was read.
         """
@@ -107,10 +107,10 @@ class RangeReader:
 
 
 class TargetFile:
-    """A file of final size, open for writing by several threads at once.
+    """A safetensors file of final size that several threads write at once. Every method raises UserError.
 
-    Written bytes leave the page cache once the disk has them: nobody reads them soon, and writes into pages that were
-    just freed are twice as fast. Every method raises UserError.
+    Written bytes are removed from the page cache after they reach the disk, because nobody reads them soon. Writes into
+    pages that were just freed are also twice as fast.
     """
 
     def __init__(self, path: Path, checksums: BlockChecksums | None = None) -> None:
@@ -120,7 +120,7 @@ class TargetFile:
             self._descriptor = os.open(path, os.O_WRONLY)
 
     def write(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
-        """Write elements [start, start + values.numel()) from flat, contiguous CPU `values` of the stored dtype."""
+        """Write elements from `start` on; `values` is a flat, contiguous CPU tensor of the stored dtype."""
         memory, offset = bytes_of(values), offset_of(entry, start, values)
         done = 0
         with writing(self.path):
@@ -128,8 +128,8 @@ class TargetFile:
                 done += os.pwrite(self._descriptor, memory[done:], offset + done)
         if self._checksums is not None:
             self._checksums.add(self.path.name, offset, memory)
-        # The kernel begins to write the dirty pages now. Otherwise they reach the limit at which it slows down every
-        # writer, and a save takes twice as long (measured).
+        # This call makes the kernel write the dirty pages now. Otherwise dirty pages reach the limit at which the
+        # kernel slows down every writer, and a save takes twice as long (measured).
         os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
     def sync_and_close(self) -> None:
@@ -141,7 +141,7 @@ class TargetFile:
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the file if the body raises."""
+        """Close the file if the `with` block raises an exception."""
         try:
             yield
         except BaseException:
@@ -150,7 +150,10 @@ class TargetFile:
 
 
 def offset_of(entry: TensorEntry, start: int, values: torch.Tensor) -> int:
-    """Return the offset of elements [start, start + values.numel()). Raises ValueError if they exceed the tensor."""
+    """Return the file offset of element `start` of a tensor.
+
+    Raises ValueError if elements [start, start + values.numel()) exceed the tensor.
+    """
     if start < 0 or start + values.numel() > entry.numel:
         raise ValueError(f"[{start}, {start + values.numel()}) is not inside {entry.name}, {entry.numel} elements")
     return entry.offset + start * entry.itemsize
@@ -162,10 +165,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def mapped_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a temporary buffer, zeros [numel], in a mapping that returns to the kernel with the tensor.
+    """Allocate a tensor of zeros [numel] in an anonymous mapping, which is unmapped when the tensor is freed.
 
-    In the heap such buffers would lie between the blocks of a training step and fragment it: the process would grow
-    with every checkpoint.
+    On the heap, such temporary buffers would fragment the memory of a training step: the process would grow with every
+    checkpoint.
     """
     if numel == 0:
         return torch.empty(0, dtype=dtype)
@@ -176,7 +179,7 @@ def mapped_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def exceeds_page_cache(entries: Iterable[TensorEntry]) -> bool:
     """Return whether the files of `entries` together are larger than half of the available memory.
 
-    Such files leave the page cache after use, because they would evict everything else from it.
+    Bytes of such files should be dropped from the page cache after use, because they would evict all other pages.
     """
     sizes = {entry.file: entry.file_bytes for entry in entries}
     return sum(sizes.values()) > min(psutil.virtual_memory().available, memory_limit()) // 2

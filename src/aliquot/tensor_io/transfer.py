@@ -1,4 +1,4 @@
-"""Transfer parts between files and a store in bounded pieces: `fill` reads the store's parts, `drain` writes them."""
+"""Transfer parts (see parts.py) in bounded pieces: `fill` copies from files to a store, `drain` the other way."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.parts import DEPTH, PIECE_BYTES, Kind, Part, PartSource, PartStore, ViewableStore
 from aliquot.tensor_io.range_io import SourceFile, TargetFile, exceeds_page_cache, mapped_tensor
 
-THREADS = 4  # more bring nothing on a local disk; a network file system needs several requests at once
+THREADS = 4  # more threads are not faster on a local disk; a network file system needs several requests at once
 
-Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # the tensors of each kind to transfer
+Maps = Mapping[Kind, Mapping[str, TensorEntry]]  # kind -> name -> location of each tensor to transfer
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of this rank, in bytes of files."""
+    """The progress of this rank's transfer, in bytes of files."""
 
     done_bytes: int
     total_bytes: int
@@ -46,13 +46,14 @@ def fill(
     watch: Watch | None = None,
     check: Callable[[TensorEntry, int, Tensor], None] = lambda entry, start, values: None,
 ) -> int:
-    """Read all parts of `store` with a kind in `maps`; return the number of bytes read. Raises UserError.
+    """Read the values of all parts of `store` whose kind is in `maps` from files; return the number of bytes read.
 
-    Only the calling thread uses `store`, in the order of the elements of each part. `check` receives the values of each
-    piece as the store holds them, flat, from element `start` of the tensor; an exception ends the transfer.
+    Only the calling thread accesses `store`, in the order of the elements of each part. `check` receives each piece
+    (location of the tensor, first element, flat values in the dtype of the store); an exception ends the transfer.
+    Raises UserError.
     """
     work = _Transfer(store, maps, watch)
-    values = mapped_tensor(PIECE_BYTES, torch.float32)  # stored values may be as small as one byte
+    values = mapped_tensor(PIECE_BYTES, torch.float32)  # a piece may hold one-byte elements
 
     def store_piece(piece: _Piece, stored: Tensor) -> None:
         if piece.view is None:
@@ -78,10 +79,10 @@ def fill(
 
 
 def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
-    """Write all parts of `store` with a kind in `maps`, and fsync; return the number of bytes written.
+    """Write the values of all parts of `store` whose kind is in `maps` to files, and fsync the files.
 
-    Only the calling thread uses `store`, in the order of the elements of each part. Raises UserError, also for values
-    that overflow the dtype of the file.
+    Returns the number of bytes written. Only the calling thread accesses `store`, in the order of the elements of each
+    part. Raises UserError, also for values that overflow the dtype of the file.
     """
     work = _Transfer(store, maps, watch)
     values = mapped_tensor(PIECE_BYTES, torch.float32)
@@ -96,8 +97,8 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
             _round(piece, values[: piece.numel], stored)
 
     with ThreadPoolExecutor(1, thread_name_prefix="aliquot-fsync") as disk:
-        synced = []  # the disk thread fsyncs a file while this thread writes the next one
-        # Ranks begin at different files, because local file systems serialize the writers of one file.
+        synced = []  # another thread fsyncs a file while the next file is written
+        # Ranks begin with different files, because local file systems serialize writers of the same file.
         for pieces in work.pieces_of_files(spread=True):
             file = TargetFile(pieces[0].entry.file, checksums)
             with file.closed_on_error(), Pipeline() as pipeline:
@@ -115,22 +116,22 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, start + numel) of a part."""
+    """Elements [start, start + numel) of the tensor of `part`, transferred at once."""
 
     part: Part
     entry: TensorEntry
     start: int
     numel: int
-    view: Tensor | None  # memory of the piece in the store
+    view: Tensor | None  # memory of the piece in the store; None: not available
 
     @property
     def direct(self) -> Tensor | None:
-        """The memory of the piece if the store holds it in the dtype of the file: it needs no buffer."""
+        """The memory of the piece in the store if the file has the same dtype, so that no buffer is needed."""
         return self.view if self.view is not None and self.view.dtype == self.entry.dtype else None
 
 
 class _Transfer:
-    """The parts to transfer, and the number of bytes transferred."""
+    """The parts to transfer, divided into pieces, and the number of bytes transferred."""
 
     def __init__(self, store: PartSource, maps: Maps, watch: Watch | None) -> None:
         pairs = [(part, maps[part.kind][part.name]) for part in store.parts() if part.kind in maps]
@@ -142,9 +143,10 @@ class _Transfer:
         self.done_bytes = 0
 
     def pieces_of_files(self, spread: bool = False) -> Iterator[list[_Piece]]:
-        """Yield the pieces of each file, in the order of their offsets.
+        """Yield a list of pieces for each file, by ascending offset.
 
-        `spread`: begin at another file on each rank: ranks with later ranges of tensors begin at later files.
+        `spread`: let each rank begin with a different file. A rank with later ranges of tensors begins with a later
+        file.
         """
         files = [list(pairs) for _, pairs in groupby(self._pairs, key=lambda pair: pair[1].file)]
         if spread and files:
@@ -159,7 +161,7 @@ class _Transfer:
         view = self._view(part)
         start = part.start
         while start < part.stop:
-            # Pieces end at multiples of their size in the file: on page boundaries, and within one checksum block.
+            # Pieces end at multiples of PIECE_BYTES in the file: on page boundaries, and within one checksum block.
             room_bytes = PIECE_BYTES - (entry.offset + start * entry.itemsize) % PIECE_BYTES
             numel = min(part.stop - start, max(1, room_bytes // entry.itemsize))
             piece_view = None if view is None else view[start - part.start :][:numel]
@@ -173,9 +175,9 @@ class _Transfer:
 
 
 def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
-    """Round to the dtype of the file. Raises UserError if a number becomes infinite: such a model computes NaN."""
+    """Round `values` to the dtype of the file. Raises UserError if a value becomes infinite, which leads to NaN."""
     stored.copy_(values)
-    # The other dtypes have the range of fp32 for all practical weights.
+    # Only float16 is checked: the range of the other dtypes suffices for all practical weights.
     if stored.dtype == torch.float16 and bool((stored.isinf() & values.isfinite()).any()):
         raise UsageError(
             f"{piece.part.name} has values of up to {float(values.abs().max()):.6g}, and float16 ends at 65504: choose"
@@ -184,10 +186,10 @@ def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
 
 
 class Pipeline:
-    """Reads or writes pieces in threads: at most `DEPTH` pieces are in progress.
+    """Reads or writes pieces in threads, with at most `DEPTH` pieces in progress.
 
-    `add` starts the work of a piece in a thread; its `end` runs in the calling thread, in the order of the pieces. Only
-    the calling thread therefore touches the store.
+    `add` starts the `work` of a piece in a thread. The `end` of each piece runs in the calling thread, in the order of
+    the pieces, so that only the calling thread accesses the store.
     """
 
     def __init__(self) -> None:
@@ -207,9 +209,12 @@ class Pipeline:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
     def buffer(self, piece: _Piece) -> Tensor:
-        """Return memory for the next piece, in the dtype of the file, until it ends. Raises errors of old pieces."""
+        """Return a buffer for the next piece in the dtype of the file. Raises errors of earlier pieces.
+
+        The buffer is valid until the `end` of the piece has run.
+        """
         self._end_down_to(DEPTH - 1)
-        index = self._pieces % DEPTH  # pieces end in order: the buffer's last piece has ended
+        index = self._pieces % DEPTH  # pieces end in order, so that the previous piece in this buffer has ended
         if not self._buffers[index].numel():
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 # Only copies between a GPU and pinned memory reach the full speed of the bus.
@@ -219,7 +224,7 @@ class Pipeline:
         return self._buffers[index].view(piece.entry.dtype)[: piece.numel]
 
     def add(self, work: Callable[[], None], end: Callable[[], None]) -> None:
-        """Start the next piece. Raises errors of older pieces."""
+        """Start the next piece. Raises errors of earlier pieces."""
         self._end_down_to(DEPTH - 1)
         self._in_progress.append((self._threads.submit(work), end))
         self._pieces += 1
