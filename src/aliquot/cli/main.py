@@ -88,7 +88,7 @@ def run() -> None:
         # A terminal may lack characters that a model prints. Streams of a test or notebook may not be reconfigured.
         with suppress(OSError, AttributeError):
             cast(io.TextIOWrapper, stream).reconfigure(errors="replace")
-    # Skip the garbage collection at exit. It would search a million objects of torch and transformers for cycles, half a
-    # second on a Xeon at 2.6 GHz, although the operating system frees the memory anyway.
+    # Skip the garbage collection at exit, because the operating system frees the memory anyway. A search for cycles
+    # among a million objects of torch and transformers would take half a second on a Xeon at 2.6 GHz.
     atexit.register(gc.freeze)
     app()

@@ -124,7 +124,7 @@ class Display:
         left_s = seconds / done * (total - done) if done else None
         if self._is_live:
             if "training" in self._tasks:
-                self._bars.update(self._tasks["training"], eta="")  # an ETA that does not change
+                self._bars.update(self._tasks["training"], eta="")  # hide the ETA, which does not change
             self._bar("evaluating", done, total, left_s)
             return
         turn = int(seconds // _EVALUATING_INTERVAL_S)

@@ -1,7 +1,7 @@
 """The memory ledger: the measured memory of each rank at the end of each phase, and the sizes of its known tensors.
 
 Here and in plans, the memory of a rank is its PSS: its private memory, plus its share of memory that several processes
-share. The sum of the PSS of all ranks is the memory of a node that the ranks use.
+share. The PSS of all ranks of a node adds up to the memory that the ranks use.
 """
 
 from __future__ import annotations

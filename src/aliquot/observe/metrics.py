@@ -106,7 +106,7 @@ class TensorBoard:
                 while len(rest):
                     rest = rest[self._file.write(rest) :]
             except OSError:
-                self._file.truncate(self._end)  # because readers never read beyond a truncated record
+                self._file.truncate(self._end)  # readers never continue after a truncated record
                 raise
         self._end += size
 

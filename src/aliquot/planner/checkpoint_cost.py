@@ -83,7 +83,7 @@ def count_saves(
     settings = config.checkpoint
     best = config.train.eval_steps if settings.best else 0
     between = times_either_due(settings.every, best, steps)
-    last_step_is_due = is_due(settings.every, steps) or is_due(best, steps)  # `between` includes it
+    last_step_is_due = is_due(settings.every, steps) or is_due(best, steps)  # `between` counts this save
     at_end = settings.last or last_step_is_due or bool(best)
     if not settings.asynchronous:
         return SaveCounts(between + (at_end and not last_step_is_due), 0, 0.0)

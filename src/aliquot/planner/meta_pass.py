@@ -142,7 +142,8 @@ def _products_of_kinds(shaped: ShapedModel, step: Step) -> tuple[int, int]:
     """Return how many matrix products there are per tile shape of attention, and per number of rows of an expert."""
     if step.device != "cpu" or not shaped.built.traits.packs:
         return 0, 0
-    ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2  # as wide as keys, or not
+    # With `v_head_dim`, values may have another width than keys, which doubles the products of attention.
+    ways = 1 if getattr(shaped.config, "v_head_dim", None) is None else 2
     layers = {tuple(weight.shape[1:]) for weight in experts_weights(shaped.built.model)}
     return ways * TILE_PRODUCTS, PRODUCTS * -(-len(layers) // 2)
 
@@ -239,7 +240,7 @@ def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]],
     """Cast the model to the compute dtype, and yield a context manager that leaves only some layers in the model."""
     model = shaped.built.model
     _cast(model, _dtype(step))
-    copy_in_backward(model, step.copies_transposed)  # also in compiled layers
+    copy_in_backward(model, step.copies_transposed)  # the layers that count as compiled do this, too
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these methods
         model.gradient_checkpointing_disable()

@@ -26,7 +26,7 @@ def fuses(func: Any) -> bool:
 class FusedRun:
     """Successive operations that torch.compile fuses into one pass over memory.
 
-    The fused pass reads each earlier storage once, and writes only storages that outlive it.
+    The fused pass reads each earlier storage once, and writes only storages that outlive the pass.
     """
 
     def __init__(self) -> None:

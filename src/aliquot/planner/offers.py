@@ -70,7 +70,7 @@ class Offer:
 
     @property
     def arguments(self) -> str:
-        """Arguments to paste after the config of `aliquot plan`."""
+        """The offer as arguments to paste after the config of `aliquot plan`."""
         nodes, ranks = self.plan.nodes, self.plan.ranks_per_node
         where = (
             f"cluster.instance_types=[{self.plan.instance}] cluster.capacity=[{self.capacity}] cluster.nodes={nodes}"

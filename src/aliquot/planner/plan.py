@@ -69,7 +69,7 @@ class Plan:
     storage_measured: bool = False
     beside_bytes: int = 0  # per node: the launcher, and the clients of dashboards
     on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
-    unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps whole within a step
+    unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps unsharded in a step
     scratch_bytes_per_node: int = 0  # size of the states on disk
     scratch_moved_per_step: int = 0  # bytes that all ranks read from disk and write to disk
     scratch_written_per_step: int = 0

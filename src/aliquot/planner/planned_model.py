@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_SEQUENCES = 64  # largest micro-batch to run on meta tensors; larger ones are extrapolated
+_MOST_SEQUENCES = 64  # in the largest micro-batch on meta tensors; costs of larger ones are extrapolated
 _CACHED_FILES = 1000  # of about ten kilobytes; the least recently used files are deleted
 
 
@@ -186,7 +186,7 @@ def _configuration(section: ModelSection) -> Any:
 
 @cache
 def _software() -> list[Any]:
-    """Return versions, and a hash of the state of aliquot's files: a changed aliquot uses no old results."""
+    """Return versions and a hash of file times, so that a changed aliquot does not use old results."""
     versions = []
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):

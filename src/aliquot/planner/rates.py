@@ -59,7 +59,7 @@ class Rates:
 _REACHED = {"amx_bf16": 0.4, "avx512_bf16": 0.8, "sve_bf16": 0.7, "avx512f": 0.8, "avx2": 0.8, "avx": 0.8, "neon": 0.8}
 _FP32_REACHED = 0.8
 _CLOCK_HZ = 2.6e9  # all-core clock of servers, if the clock is unknown
-CORE_MEMORY_BYTES_PER_S = 5e9  # DDR5 of a server, 8 channels of 38 GB/s for 48 cores, at 80 %
+CORE_MEMORY_BYTES_PER_S = 5e9  # 80 % of the DDR5 of a server: 8 channels of 38 GB/s for 48 cores
 _CACHED_FACTOR, _CACHE_BYTES = 4.0, 2 << 20  # tensors in the cache of a core are read and written faster
 _CALL_S = 6e-6  # overhead of an operation with autograd
 GLOO_BYTES_PER_S = 0.7e9  # 222 MB in each direction in 0.32 s on one core of Zen 4, between hosts; assumed for all
@@ -86,7 +86,7 @@ _GPU_REACHED, _GPU_FP32_REACHED, _GPU_MEMORY_REACHED = 0.45, 0.8, 0.7  # assumpt
 _HOPPER_REACHED = 0.75  # 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11)
 ASSUMED_NETWORK, _NETWORK_BYTES_PER_S = "10 Gbit/s between hosts assumed", 1.25e9
 OFF_BY, _OFF_BY_UNKNOWN_GPU = 2.5, 10.0  # machines measured after an estimate were up to 2.4 times faster
-_PCIE_BYTES_PER_S = 20e9  # among the GPUs of a host without NVLink: PCIe 4
+_PCIE_BYTES_PER_S = 20e9  # PCIe 4, among the GPUs of a host without NVLink
 _NVLINK_REACHED = 0.75  # fraction of the rate in one direction that NCCL's ring collectives reach
 
 
@@ -113,7 +113,7 @@ def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
     link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
     linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
     fp32 = fp32_peak * _GPU_FP32_REACHED
-    is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # as in the data sheet
+    is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # the data sheet is for SXM modules
     reached = _HOPPER_REACHED if name in ("h100", "h200") and is_sxm else _GPU_REACHED
     bf16 = peak * reached if peak > fp32_peak else fp32
     sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"

@@ -14,9 +14,9 @@ from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planner import DISK_BYTES_PER_S
 from aliquot.planner.search import Candidate, Names, as_arguments
 
-# The spot price changes by the hour; for these families it has been 30 to 50 % of the price on demand for years.
+# The spot price changes by the hour. For years, it has been 30 to 50 % of the on-demand price.
 SPOT_FACTOR = 0.4
-_LABEL = 16  # columns
+_LABEL = 16  # characters that a label takes in a line
 
 # Columns of the memory table, and the categories that each column adds up. The table fits 80 characters; --json shows
 # all categories.
@@ -88,7 +88,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
 
 
 def fewest(plan: Plan) -> str:
-    """Return a line about an elastic run on its fewest nodes."""
+    """Return a line about the plan of an elastic run on its minimum number of nodes."""
     return (
         f"{f'with {plan.nodes} left':16}{_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank,"
         f" {_seconds(plan.step_s)} a step"

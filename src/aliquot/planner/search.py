@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def arguments(self) -> str:
-        """Arguments to paste after the config on the command line."""
+        """The changes as arguments to paste after the config on the command line."""
         return as_arguments(self.changes, self.names) or "(as it is)"
 
     @property

@@ -28,7 +28,7 @@ MARKER = "<!-- aliquot report -->"
 
 
 def write_report(directories: Sequence[Path], out: Path) -> None:
-    """Write the report of run directories to `out`, atomically. Raises UserError for a directory that is no run."""
+    """Write the report of run directories to `out`, atomically. Raises UserError for a directory that is not a run."""
     if out.exists() and not _is_report(out):
         raise RunDirectoryError("exists and is not a report of aliquot; choose another --out", out)
     publish_text(out, render([read_run(directory) for directory in directories]))

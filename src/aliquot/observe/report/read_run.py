@@ -147,7 +147,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run. Raises UserError if `path` is no run directory."""
+    """Read a run. Raises UserError if `path` is not a run directory."""
     directory = RunDirectory(path)
     text = _text(path / "config.yaml")
     if text is None and (messages := [error["message"] for error in _rank_errors(path) if "message" in error]):
@@ -203,7 +203,7 @@ def _main_set(line: Object) -> Object:
 
 
 def number(value: Any) -> float | None:
-    """Return `value` if it is a plausible number, else None."""
+    """Return `value` if it is a plausible number, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MAX_NUMBER:
         return None
     return float(value)
