@@ -16,7 +16,10 @@ _NOT_ALLOWED = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException"
 
 
 def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | None) -> list[RuleFinding]:
-    """Check the node classes and storage. Missing boto3, credentials or permissions become a finding."""
+    """Check the security groups and subnets of the node classes, and the security groups of the file system.
+
+    Missing boto3, credentials or permissions are reported as a finding.
+    """
     classes = select_kinds(manifests, "EC2NodeClass")
     if not classes:
         return []
@@ -41,14 +44,17 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
 
 @dataclass
 class _Account:
-    """Queries EC2. A refused query becomes a finding, and the other queries continue."""
+    """Queries EC2. A refused query becomes a finding and does not stop the other queries."""
 
     ec2: Any
     refusal: type[Exception]  # botocore's ClientError
     findings: list[RuleFinding]
 
     def groups(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
-        """Return the security groups that any of the terms selects, as in Karpenter. None: AWS refused the query."""
+        """Return the security groups that at least one of `terms` selects, as in Karpenter; None if AWS refused.
+
+        `terms` are items of securityGroupSelectorTerms. `where` is the place that findings name.
+        """
         queries = []
         for term in terms:
             names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []
@@ -120,7 +126,7 @@ def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFindin
 
 
 def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:
-    """Convert tags to filters; `*` stands for any value, as in Karpenter."""
+    """Convert the tags of a selector term to EC2 filters; the value `*` matches any value, as in Karpenter."""
     return [
         {"Name": "tag-key", "Values": [key]} if value == "*" else {"Name": f"tag:{key}", "Values": [value]}
         for key, value in mapping(term.get("tags")).items()
@@ -128,7 +134,10 @@ def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _allows_itself(group: dict[str, Any], groups: Sequence[dict[str, Any]], port: int | None = None) -> bool:
-    """Return whether a rule allows all traffic, or at least TCP to `port`, from one of the node's groups."""
+    """Return whether an inbound rule of `group` allows all traffic from one of `groups`.
+
+    With `port`, a rule that allows TCP to that port is enough.
+    """
     group_ids = {candidate["GroupId"] for candidate in groups}
     for rule in group.get("IpPermissions", []):
         protocol, pairs = rule.get("IpProtocol"), rule.get("UserIdGroupPairs", [])

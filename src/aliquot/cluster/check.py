@@ -1,4 +1,4 @@
-"""Run `aliquot cluster check`: apply all rules to manifests, and to the config and the plan if they are known."""
+"""Run `aliquot cluster check`: apply all rules to manifests and, if known, to the run's config and plan."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from aliquot.cluster.rules_volumes import check_pods_references, check_storage
 def check_manifests(
     manifests: Sequence[ManifestObject], job: Job | None = None, crds: Sequence[KindSchema] = ()
 ) -> list[RuleFinding]:
-    """Return the findings, errors first.
+    """Apply all rules and return the findings, errors first.
 
-    The manifests were rendered from `job`, if it is known; `crds` replace the shipped schemas of their kinds.
+    Args:
+        job: the job from which the manifests were rendered, if it is known.
+        crds: schemas to use in place of the schemas that aliquot ships for the same kinds.
     """
     given_kinds = {(schema.group, schema.kind) for schema in crds}
     known = [*crds, *(schema for schema in supported() if (schema.group, schema.kind) not in given_kinds)]
@@ -55,7 +57,7 @@ def check_manifests(
 
 
 def _grace_s(view: JobView, manifests: Sequence[ManifestObject]) -> float | None:
-    """Return checkpoint.grace_s of the config that the pods mount."""
+    """Return checkpoint.grace_s from a config that the pods mount; None if no config sets a number."""
     for config in configs_of(view, manifests):
         with suppress(TypeError, ValueError):
             return float(dig(config, "checkpoint", "grace_s"))

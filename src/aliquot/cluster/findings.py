@@ -1,4 +1,4 @@
-"""The rules of `cluster check` with their reasons, and a finding with its place and its fix."""
+"""The rules of `cluster check` with their reasons, and the type of its findings."""
 
 from __future__ import annotations
 
@@ -104,8 +104,10 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class RuleFinding:
-    rule: str
-    where: str  # file:line kind/name, or a key of the config
+    """A violation of a rule, with its place and a suggested fix."""
+
+    rule: str  # key in RULES
+    where: str  # `file:line kind/name` of an object, or a key of the config
     message: str
     fix: str
     level: Level
@@ -115,11 +117,11 @@ class RuleFinding:
 
 
 def finding(rule: str, where: object, message: str, fix: str, level: Level | None = None) -> RuleFinding:
-    """Make a finding; `level` overrides the level of the rule."""
+    """Make a finding; `level` overrides the level in RULES."""
     return RuleFinding(rule, str(where), message, fix, level or RULES[rule].level)
 
 
 def did_you_mean(word: object, known: Iterable[str], otherwise: str, similarity: float = 0.6) -> str:
-    """Return a fix that names the most similar of `known`, or else `otherwise`."""
+    """Return the suggestion "did you mean X?" with the word in `known` most similar to `word`, else `otherwise`."""
     near = difflib.get_close_matches(str(word), list(known), 1, similarity)
     return f"did you mean {near[0]}?" if near else otherwise

@@ -1,8 +1,10 @@
-"""Write what the pods of a job run on: Karpenter's NodePool and EC2NodeClass, and the shared file system.
+"""Write the manifests of a job's nodes (Karpenter's NodePool and EC2NodeClass) and of its shared file system.
 
-Its claim takes an existing file system of FSx for Lustre, or makes one through the CSI driver. Formats:
-github.com/kubernetes-sigs/aws-fsx-csi-driver, examples of v1.9.0. A Job makes the directories of the run. Only its pod
-runs as root, so that the training pods pass Pod Security `restricted`; their init containers wait for the directories.
+The PersistentVolumeClaim uses an existing file system of FSx for Lustre, or creates one through the CSI driver. The
+formats are those of the examples in github.com/kubernetes-sigs/aws-fsx-csi-driver v1.9.0.
+
+A Kubernetes Job creates the directories of the run. Only the pod of this Job runs as root, so that the training pods
+pass Pod Security `restricted`. Init containers of the training pods wait until the directories exist.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ from aliquot.cluster.manifests import Document, compact, literal
 
 _DISCOVERY = "karpenter.sh/discovery"
 _GPU_LABELS = {"nvidia.com/gpu.present": "true"}  # NVIDIA's device plugin selects its nodes by this label
-# For a gp3 volume with optimizer states. The default of 125 MiB/s is a quarter of the rate in the plan; an operation
-# has 256 KiB at most.
+# Settings of a gp3 volume that holds offloaded optimizer states. The default throughput of 125 MiB/s is a quarter of
+# the rate that the planner assumes. One I/O operation transfers at most 256 KiB, so the throughput needs these IOPS.
 _FAST_VOLUME = {"throughput": 1000, "iops": 4000}
 _DRIVER = "fsx.csi.aws.com"
 _PROGRAM = ["python3", "-P", "-m", "aliquot.cluster.make_directories"]
-_WAIT_S = 900  # the Job may need a new node, which pulls the image
-_KEEP_S = 86400  # a finished Job stays so long for its log
+_WAIT_S = 900  # init containers wait this long, because the Job may need a new node, which pulls the image
+_KEEP_S = 86400  # a finished Job is deleted after this time; until then its log can be read
 
 
 def node_pool(job: Job) -> Document:
-    """Write a NodePool of the job's types, with taint, label, and a limit of one node more than the job has.
+    """Write a NodePool with the job's instance types, taint and label, limited to one node more than the job has.
 
-    Nodes stay until they are empty or reclaimed.
+    Karpenter removes nodes only if they are empty or if EC2 reclaims them.
     """
     section = job.section
     allowed = {
@@ -42,7 +44,7 @@ def node_pool(job: Job) -> Document:
     if section.zone is not None:
         allowed["topology.kubernetes.io/zone"] = [section.zone]
     requirements = [{"key": key, "operator": "In", "values": values} for key, values in allowed.items()]
-    nodes = section.most_nodes + 1  # a lost node still counts while its successor starts
+    nodes = section.most_nodes + 1  # a lost node still counts towards the limit while its replacement starts
     limits = {
         "cpu": str(nodes * max(node_type.vcpus for node_type in job.types)),
         "memory": f"{nodes * max(node_type.memory_bytes for node_type in job.types) >> 20}Mi",
@@ -59,7 +61,8 @@ def node_pool(job: Job) -> Document:
     spec = {
         "template": {"metadata": {"labels": labels}, "spec": node_spec},
         "limits": limits,
-        # karpenter.sh/do-not-disrupt on the pods is no alternative: it would withhold spot notices from them.
+        # karpenter.sh/do-not-disrupt on the pods is no alternative: after a spot notice, Karpenter would not evict the
+        # pods, so that they would not save a checkpoint.
         "disruption": {
             "consolidationPolicy": "WhenEmpty",
             "consolidateAfter": "10m",
@@ -82,13 +85,13 @@ def node_class(job: Job) -> Document:
     }
     spec = compact(
         role=section.node_role,
-        # An alias selects the standard or the NVIDIA image by type; a pinned version does not change in a run.
+        # An alias selects the standard or the NVIDIA image by instance type; its pinned version prevents node drift.
         amiSelectorTerms=[{"alias": section.ami}],
         subnetSelectorTerms=discovered,
         securityGroupSelectorTerms=discovered,
         placementGroupSelector=group and {"id" if re.fullmatch(r"pg-[0-9a-z]+", group) else "name": group},
         blockDeviceMappings=[{"deviceName": "/dev/xvdb" if bottlerocket else "/dev/xvda", "ebs": volume}],
-        instanceStorePolicy="RAID0" if job.local_disks else None,  # pods see the local disks as one
+        instanceStorePolicy="RAID0" if job.local_disks else None,  # combines the local disks for the pods
         metadataOptions={"httpEndpoint": "enabled", "httpPutResponseHopLimit": 1, "httpTokens": "required"},
         userData=section.user_data,
     )
@@ -96,7 +99,7 @@ def node_class(job: Job) -> Document:
 
 
 def storage(job: Job) -> dict[str, Document]:
-    """Return the manifests by file name; none for an existing claim."""
+    """Return the manifests of the shared file system by file name; none if the config names an existing claim."""
     kind = job.section.storage.kind
     if kind == "claim":
         return {}
@@ -106,7 +109,7 @@ def storage(job: Job) -> dict[str, Document]:
 
 
 def _name(job: Job) -> str:
-    """Volumes and storage classes have no namespace, so they carry it in their names."""
+    """Return a name for volumes and storage classes, with the namespace in it, because they belong to no namespace."""
     return f"{job.section.namespace}-{job.name}-fsx"
 
 
@@ -116,7 +119,7 @@ def _volume(job: Job) -> Document:
         "capacity": {"storage": f"{settings.size_gib}Gi"},
         "volumeMode": "Filesystem",
         "accessModes": ["ReadWriteMany"],
-        "mountOptions": ["flock"],  # the run directory is locked against a second run
+        "mountOptions": ["flock"],  # aliquot locks the run directory against a second run
         "persistentVolumeReclaimPolicy": "Retain",
         "storageClassName": "",
         "claimRef": {"namespace": job.section.namespace, "name": job.claim_name},
@@ -160,12 +163,13 @@ def _storage_class(job: Job) -> Document:
 
 
 def directory_job(job: Job, any_run: bool = False) -> Document | None:
-    """Write the Job; None for an existing claim, whose owner makes the directories.
+    """Write the Job that creates the directories of the run; None for an existing claim, whose owner creates them.
 
-    A Job cannot be changed, so its name holds a digest of its spec: a different render makes a new Job.
+    The spec of a Job is immutable. The name of the Job therefore contains a digest of the spec, so that changed
+    manifests create a new Job.
 
     Args:
-        any_run: make directories for runs of other jobs, too.
+        any_run: create directories that runs of other jobs can use, too.
     """
     if job.section.storage.kind == "claim":
         return None
@@ -175,13 +179,13 @@ def directory_job(job: Job, any_run: bool = False) -> Document | None:
         "runAsGroup": 0,
         "readOnlyRootFilesystem": True,
         "allowPrivilegeEscalation": False,
-        # DAC_OVERRIDE: parents may belong to the trainer.
+        # DAC_OVERRIDE, because parent directories may belong to the trainer's user.
         "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "DAC_OVERRIDE"]},
     }
     pod_spec = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        # Any node of the image's architecture can run the Job, also a node of the training job.
+        # Any node of the image's architecture can run the Job, including the nodes of the training job.
         "nodeSelector": {"kubernetes.io/arch": job.types[0].arch, "kubernetes.io/os": "linux"},
         "tolerations": pod.tolerations(job),
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
@@ -198,7 +202,7 @@ def directory_job(job: Job, any_run: bool = False) -> Document | None:
 
 
 def wait_containers(job: Job, any_run: bool = False) -> list[Document]:
-    """Write the init container of a training pod that waits for the directories; none for an existing claim."""
+    """Write the init container with which a training pod waits for the directories; none for an existing claim."""
     if job.section.storage.kind == "claim":
         return []
     paths = [literal(path) for path in pod.directories(job, any_run)]

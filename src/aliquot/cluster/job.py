@@ -1,4 +1,4 @@
-"""Describe a job on a cluster, from a config and its plan: resources of a pod, types of nodes, scratch space, names."""
+"""Describe the Kubernetes job for a config and its plan: pod resources, node types, disk space and names."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ GPU = "nvidia.com/gpu"
 AMX_TAINT = "intel.com/amx"
 POOL_LABEL = "aliquot.io/pool"
 
-LOGS_BYTES = 2 * GIB  # disk of a pod in addition to its scratch space
-_SYSTEM_BYTES = 30 * GIB  # of a node's volume: system, images and logs
-_IMAGES_BYTES = 10 * GIB  # images and logs on local disks
+LOGS_BYTES = 2 * GIB  # disk space of a pod in addition to its scratch space
+_SYSTEM_BYTES = 30 * GIB  # space on a node's EBS volume for the system, images and logs
+_IMAGES_BYTES = 10 * GIB  # space on local disks for images and logs
 _NAME_LENGTH = 40
-# Fields in which the types of a job are equal.
+# Fields of InstanceType that must be equal for all instance types of a job, with their names in errors.
 _EQUAL = {
     "arch": "architecture", "vcpus": "vCPUs", "gpus": "GPUs", "gpu_name": "GPU", "gpu_memory_bytes": "bytes of a GPU",
     "efa_interfaces": "EFA interfaces", "amx": "AMX",
 }  # fmt: skip
-_GRACE_MARGIN_S = 30  # between the trainer's own deadline and the kubelet's kill
+_GRACE_MARGIN_S = 30  # seconds between checkpoint.grace_s, the trainer's deadline, and SIGKILL by the kubelet
 
 
 @dataclass(frozen=True)
 class Job:
-    """A TrainJob with one pod per node; every node has one of `types`, which are alike."""
+    """A TrainJob with one pod per node. Every node has one of the instance types `types`, which are equally large."""
 
     name: str
     config: RunConfig
@@ -48,8 +48,8 @@ class Job:
     gpus: int
     efa_interfaces: int
     grace_s: int
-    scratch_bytes: int  # on disk, for optimizer states that do not fit into memory
-    local_disks: bool  # scratch space is on local disks, not on the node's volume
+    scratch_bytes: int  # disk space of a node for optimizer states that do not fit into memory
+    local_disks: bool  # whether scratch space is on local NVMe disks, not on the node's EBS volume
 
     @property
     def gpu_nodes(self) -> bool:
@@ -73,7 +73,13 @@ class Job:
         self, api_version: str, kind: str, name: str | None = None, labels: dict[str, str] | None = None,
         namespaced: bool = True, **fields: object,
     ) -> Document:  # fmt: skip
-        """Make an object with the job's labels and `labels`, by default with the job's name, in its namespace."""
+        """Make a Kubernetes object with the job's labels and `labels`.
+
+        Args:
+            name: name of the object, by default the job's name.
+            namespaced: whether the kind has a namespace; the object then gets the job's namespace.
+            fields: further top-level fields, such as `spec`.
+        """
         metadata: Document = {"name": name or self.name}
         if namespaced:
             metadata["namespace"] = self.section.namespace
@@ -82,10 +88,10 @@ class Job:
 
 
 def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
-    """Describe the job of a plan. Raises UserError if a plan cannot run on the given types.
+    """Describe the job for `plan`. Raises UserError if the plan cannot run on the configured instance types.
 
     Args:
-        least: for an elastic job the plan with the fewest nodes.
+        least: for an elastic job, the plan with the smallest number of nodes, which must fit, too.
     """
     section = cluster_section(config)
     types = tuple(instance(name) for name in section.instance_types)
@@ -148,7 +154,7 @@ def cluster_section(config: RunConfig) -> ClusterSection:
 
 
 def placed(config: RunConfig) -> RunConfig:
-    """Return `config` with the number of nodes of its cluster section, and with its ranks per node if given."""
+    """Return `config` with the nodes and ranks per node that its cluster section sets, instead of those of `launch`."""
     section = cluster_section(config)
     update: dict[str, object] = {"nodes": section.nodes, "node_rank": 0}
     if section.ranks_per_node != "auto":
@@ -157,10 +163,13 @@ def placed(config: RunConfig) -> RunConfig:
 
 
 def job_name(run_name: str) -> str:
-    """Derive a DNS label from `run_name` that begins with a letter; pod names leave 40 characters for it."""
+    """Derive the job's name from the run's name: a DNS label of at most 40 characters that begins with a letter.
+
+    Kubernetes limits the length of pod names, which contain the job's name.
+    """
     label = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}"
-    if len(label) > _NAME_LENGTH:  # the digest separates names with equal beginnings
+    if len(label) > _NAME_LENGTH:  # the digest distinguishes long names that begin alike
         label = f"{label[: _NAME_LENGTH - 7].strip('-')}-{hashlib.sha256(run_name.encode()).hexdigest()[:6]}"
     return label.strip("-")
 
@@ -178,7 +187,7 @@ def _check_equal(types: Sequence[InstanceType]) -> None:
 
 
 def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan) -> int:
-    """Return the scratch space, 2 % above the plan. Raises ClusterError if the nodes' disks are smaller."""
+    """Return the scratch space of a node, 2 % above the plan. Raises ClusterError if the node's disks are too small."""
     if not plan.scratch_bytes_per_node:
         return 0
     needed = -(-plan.scratch_bytes_per_node * 51 // 50 // MIB) * MIB
@@ -195,7 +204,7 @@ def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan)
 
 
 def _gpus(node: InstanceType, plan: Plan) -> int:
-    """Return the number of GPUs to request of a node."""
+    """Return the number of GPUs that a pod requests. Raises ClusterError if the plan and the node type do not match."""
     if plan.device == "cpu":
         if node.gpus:
             raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")

@@ -1,4 +1,4 @@
-"""Run `aliquot cluster status`: report the progress of a job, or the reason that it does not run. Reads only."""
+"""Run `aliquot cluster status`: report the progress of a job, or why it does not run. Changes nothing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Object = dict[str, Any]
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _NODE_LABELS = ("node.kubernetes.io/instance-type", "topology.kubernetes.io/zone", "karpenter.sh/capacity-type")
-_LAST_LINES = 50  # lines of rank 0's log to search for the last step
+_LAST_LINES = 50  # number of lines at the end of rank 0's log in which to search for the last step
 
-# Messages of the scheduler and their meaning.
+# Patterns of the scheduler's messages, and explanations for users.
 _UNSCHEDULABLE = (
     (r"Insufficient ([\w./-]*\w)", "no node has enough {0} free: a new one is coming, or no NodePool may make it"),
     (r"untolerated taint \{([^}]*)\}", "nodes have the taint {0}, which the pod does not tolerate"),
@@ -40,7 +40,7 @@ _ENDED = {2: "bad input: see the log", 137: "killed, most often for memory", 143
 
 
 def job_status(name: str, namespace: str, kubectl: Kubectl) -> Iterator[str]:
-    """Yield the lines of the report. Raises UserError if the job does not exist or may not be read."""
+    """Yield the lines of the report. Raises UserError if the job does not exist or kubectl may not read it."""
     job = _job(name, namespace, kubectl)
     pods = job_pods(name, namespace, kubectl)
     running = sum(dig(item, "status", "phase") == "Running" for item in pods)
@@ -61,9 +61,9 @@ def job_status(name: str, namespace: str, kubectl: Kubectl) -> Iterator[str]:
 
 
 def job_pods(name: str, namespace: str, kubectl: Kubectl) -> list[Object]:
-    """Return the pods of the newest attempt, node 0 first; of pods that replaced each other the newest.
+    """Return the pods of the job's newest attempt, ordered by node index.
 
-    Raises UserError if the pods may not be listed.
+    If a pod has been replaced, only the newest pod of that index counts. Raises UserError if kubectl may not list pods.
     """
     try:
         pods = kubectl.get("pods", "-n", namespace, "-l", f"jobset.sigs.k8s.io/jobset-name={name}")
@@ -77,7 +77,7 @@ def job_pods(name: str, namespace: str, kubectl: Kubectl) -> list[Object]:
 
 
 def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
-    """Explain why a pod waits, with the message of Kubernetes; None for a pod that runs or has ended."""
+    """Explain why a pod is pending, with the message of Kubernetes; None if the pod runs or has ended."""
     if dig(pod, "status", "phase") != "Pending":
         return None
     pod_events = [event for event in events if dig(event, "involvedObject", "name") == _name(pod)]
@@ -135,7 +135,10 @@ def _why_no_pods(job: Object) -> str:
 
 
 def _progress(job: Object) -> Iterator[str]:
-    """Report the progress that the run has posted, if Trainer's feature gate TrainJobRuntimeStatus is on."""
+    """Report the progress that the run has posted to the TrainJob's status.
+
+    The run posts progress only if Trainer's feature gate TrainJobRuntimeStatus is on.
+    """
     status = mapping(dig(job, "status", "trainerStatus"))
     if not status:
         return
@@ -166,7 +169,7 @@ def _ended(pod: Object) -> str | None:
 
 
 def _coming_nodes(kubectl: Kubectl) -> Iterator[str]:
-    """Report the nodes that Karpenter is making, with the reason that each is not ready."""
+    """Report the nodes that Karpenter is creating, and why each of these nodes is not ready yet."""
     for claim in _maybe(kubectl, "nodeclaims"):
         for condition in listed(dig(claim, "status", "conditions")):
             if condition.get("type") in ("Launched", "Registered", "Initialized") and condition.get("status") != "True":
@@ -185,7 +188,7 @@ def _last_step(pods: Sequence[Object], namespace: str, kubectl: Kubectl) -> str 
 
 
 def _maybe(kubectl: Kubectl, *arguments: str) -> list[Object]:
-    """Return the objects, or nothing if they do not exist or may not be read."""
+    """Run `kubectl get` and return the objects, or an empty list if they do not exist or access is denied."""
     try:
         return kubectl.get(*arguments)
     except Refused:

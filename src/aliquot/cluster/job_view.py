@@ -1,4 +1,4 @@
-"""View a TrainJob as its controller runs it: its fields, merged over those of its runtime."""
+"""View a TrainJob as its controller runs it: with the fields of the TrainJob merged over the fields of its runtime."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ DEFAULT_GRACE_S = 30  # the default of Kubernetes
 
 @dataclass(frozen=True)
 class JobView:
-    """The fields of a pod of the job. Fields of a runtime that is not among the manifests are None or empty."""
+    """The fields of a job's pods that rules check.
+
+    If the runtime of the job is not among the manifests, fields that the runtime would set are None or empty.
+    """
 
     manifest: ManifestObject
     runtime: ManifestObject | None
     nodes: int
-    processes: object  # an integer, or a word
+    processes: object  # numProcPerNode: an integer, or a word such as `auto`
     image: str
     env: list[dict[str, Any]]
-    patches: list[dict[str, Any]]  # pod specs merged over the runtime's
+    patches: list[dict[str, Any]]  # pod specs in the TrainJob, which the controller merges over the runtime's pod spec
     node_selector: dict[str, str]
     tolerations: list[dict[str, Any]]
     volumes: list[dict[str, Any]]
@@ -35,10 +38,10 @@ class JobView:
     annotations: dict[str, str]
     affinity: dict[str, Any]
     grace_s: int
-    requests: dict[str, Any]  # of the container `node`, as are `limits`
-    limits: dict[str, Any]
-    sidecars: list[dict[str, Any]]  # resources of the containers that run at the same time
-    init_containers: list[dict[str, Any]]  # resources of the containers that run before, one after the other
+    requests: dict[str, Any]  # resource requests of the container `node`
+    limits: dict[str, Any]  # resource limits of the container `node`
+    sidecars: list[dict[str, Any]]  # resources of the containers that run at the same time as the container `node`
+    init_containers: list[dict[str, Any]]  # resources of the init containers, which run before, one after another
 
     @property
     def cpu_millicores(self) -> int | None:
@@ -49,7 +52,10 @@ class JobView:
         return parse_bytes(self.limits.get("memory"))
 
     def pod_total(self, resource: str, read: Callable[[object], int | None]) -> int:
-        """Return the amount that the scheduler requires: of concurrent containers, or of the largest init container."""
+        """Return the amount of a resource that the scheduler reserves for the pod.
+
+        This is the sum over concurrent containers, or the amount of the largest init container if that is more.
+        """
         node_resources = {"requests": self.requests, "limits": self.limits}
         together = sum(_requested(resources, resource, read) for resources in [node_resources, *self.sidecars])
         return max(together, *(_requested(resources, resource, read) for resources in self.init_containers), 0)
@@ -59,7 +65,7 @@ class JobView:
 
     @property
     def shm(self) -> dict[str, Any] | None:
-        """The emptyDir mounted at /dev/shm, or None."""
+        """Return the fields of the emptyDir volume mounted at /dev/shm, or None if no volume is mounted there."""
         names = [mount.get("name") for mount in self.mounts if mount.get("mountPath") == "/dev/shm"]
         shm_volumes = [volume for volume in self.volumes if volume.get("name") in names]
         return mapping(shm_volumes[0].get("emptyDir")) if shm_volumes else None
@@ -71,7 +77,10 @@ def job_views(manifests: Sequence[ManifestObject]) -> list[JobView]:
 
 
 def pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return (pod metadata, pod spec) of every patch, in either dialect."""
+    """Return (pod metadata, pod spec) of every patch in a TrainJob.
+
+    Kubeflow Trainer 2.1 calls the patches podTemplateOverrides, later versions call them runtimePatches.
+    """
     templates: list[Any] = job.items("spec", "podTemplateOverrides")
     for patch in job.items("spec", "runtimePatches"):
         replicated = listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs"))
@@ -120,7 +129,10 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
 
 
 def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[object]:
-    """Parse the ConfigMaps that the pods mount, with scalars as text, because YAML reads 2:4 as a number."""
+    """Parse the configs in the ConfigMaps that the pods mount.
+
+    Scalars are read as text, because YAML reads a range such as `2:4` as a number.
+    """
     mounted = {mapping(volume.get("configMap")).get("name") for volume in job.volumes}
     for config_map in select_kinds(manifests, "ConfigMap"):
         for text in mapping(config_map.get("data")).values() if config_map.name in mounted else ():
@@ -129,18 +141,18 @@ def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[ob
 
 
 def job_specs(runtime: ManifestObject | None) -> list[tuple[object, dict[str, Any]]]:
-    """Return (name, spec) of the replicated jobs of a runtime."""
+    """Return (name, job spec) of each replicated job in the JobSet of a runtime."""
     jobs = runtime.items("spec", "template", "spec", "replicatedJobs") if runtime is not None else []
     return [(job.get("name"), mapping(dig(job, "template", "spec"))) for job in jobs]
 
 
 def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
-    """Return the pod template of the replicated job `node`."""
+    """Return the pod template of the runtime's replicated job `node`; empty without such a job."""
     return next((mapping(spec.get("template")) for name, spec in job_specs(runtime) if name == NODE), {})
 
 
 def pod_spec(job: JobView) -> dict[str, Any]:
-    """Merge the job's patches over the runtime's pod."""
+    """Return the pod spec of the job: the runtime's pod spec with the patches of the TrainJob merged over it."""
     spec: dict[str, Any] = mapping(runtime_pod(job.runtime).get("spec"))
     for patch in job.patches:
         spec = _patched(spec, patch)
@@ -148,7 +160,10 @@ def pod_spec(job: JobView) -> dict[str, Any]:
 
 
 def _patched(base: Any, patch: Any) -> Any:
-    """Merge strategically: mappings by key, lists of named items by name; other values are replaced."""
+    """Merge `patch` into `base` like a strategic merge patch of Kubernetes.
+
+    Mappings are merged by key, and lists of items with names by name. Other values of `patch` replace those of `base`.
+    """
     if isinstance(base, dict) and isinstance(patch, dict):
         return {**base, **{key: _patched(base.get(key), value) for key, value in patch.items()}}
     items = [*base, *patch] if isinstance(base, list) and isinstance(patch, list) else []
@@ -170,7 +185,7 @@ def containers(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _requested(resources: dict[str, Any], name: str, read: Callable[[object], int | None]) -> int:
-    """Return the requested amount; a limit without a request counts as a request."""
+    """Return the requested amount of a resource; a limit without a request counts as a request, as in Kubernetes."""
     limit = mapping(resources.get("limits")).get(name, 0)
     return read(mapping(resources.get("requests")).get(name, limit)) or 0
 

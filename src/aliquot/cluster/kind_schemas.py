@@ -1,7 +1,8 @@
-"""Schemas of kinds with their CEL rules, which the API server applies to objects, and the well-typed part of an object.
+"""Read the schemas of Kubernetes kinds, and remove the values of an object that have the wrong type for its schema.
 
-facts.json next to this file holds the schemas, without descriptions, of the supported versions and of the core kinds
-that aliquot renders; `python -m tests.tools.cluster_facts` writes it. Other schemas come from files or the cluster.
+The API server checks objects with the same schemas and with the CEL rules in them. facts.json next to this file has
+the schemas, without descriptions, of the supported operator versions and of the core kinds that aliquot renders. The
+program `python -m tests.tools.cluster_facts` writes facts.json. Other schemas come from files or from the cluster.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from aliquot.core.decode import BoundedFastLoader
 from aliquot.core.errors import ManifestError
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # groups of Kubernetes itself; x-k8s.io is for others
+_CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # API groups of Kubernetes itself; x-k8s.io is for other projects
 _INTEGERS = range(-(1 << 63), 1 << 63)
 
-# The expected values in words.
+# By type in a schema: a description of the expected value, for users.
 EXPECTED = {
     "string": "text, in quotes where it looks like a number or true", "integer": "an integer", "number": "a number",
     "boolean": "true or false", "quantity": "an amount like 31, 500m or 56Gi", "int-or-string": "an integer or a word",
@@ -45,11 +46,13 @@ _SCALARS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class KindSchema:
+    """The schema of one version of a Kubernetes kind."""
+
     api_version: str
     kind: str
-    source: str  # "Karpenter 1.14.1", or the file
-    schema: dict[str, Any]  # structural: spec.versions[].schema.openAPIV3Schema of a CRD
-    shipped: bool = False  # part of facts.json, so known to be a valid schema
+    source: str  # origin of the schema, such as "Karpenter 1.14.1" or a file name
+    schema: dict[str, Any]  # structural schema: spec.versions[].schema.openAPIV3Schema of a CRD
+    shipped: bool = False  # whether the schema is from facts.json and therefore known to be valid
 
     @property
     def group(self) -> str:
@@ -61,7 +64,10 @@ def is_core(group: str) -> bool:
 
 
 def read_crds(directory: Path) -> list[KindSchema]:
-    """Read all CRDs below `directory`, or in one file. Raises UserError if there is none, or one cannot be read."""
+    """Read all CRDs below `directory`, which may also be a file.
+
+    Raises UserError if there is no CRD, or if a file with a CRD cannot be read.
+    """
     paths = sorted(directory.rglob("*")) if directory.is_dir() else [directory]
     schemas: list[KindSchema] = []
     for file in paths:
@@ -73,7 +79,7 @@ def read_crds(directory: Path) -> list[KindSchema]:
 
 
 def schemas_of(documents: Iterable[Any], source: str) -> Iterator[KindSchema]:
-    """Yield each served version of the CRDs among `documents`. Raises UserError for an incomplete CRD."""
+    """Yield the schema of each served version of each CRD in `documents`. Raises UserError for an incomplete CRD."""
     for document in documents:
         if not isinstance(document, dict) or document.get("kind") != "CustomResourceDefinition":
             continue
@@ -101,7 +107,7 @@ def _documents(file: Path) -> list[Any]:
 
 @cache
 def supported() -> Sequence[KindSchema]:
-    """Return the shipped schemas, the newest version of each kind first."""
+    """Return the schemas in facts.json; among the schemas of a kind, the one of the newest version comes first."""
     loaded = json.loads(files("aliquot.cluster").joinpath("facts.json").read_text())
     shared: list[Any] = []
     for entry in loaded["shared"]:  # an entry refers only to earlier entries
@@ -113,7 +119,7 @@ def supported() -> Sequence[KindSchema]:
 
 
 def _resolved(value: Any, shared: list[Any]) -> Any:
-    """Replace each {"$ref": N} in `value` by item N of `shared`."""
+    """Replace each {"$ref": N} in `value` by `shared[N]`; facts.json stores repeated parts of schemas only once."""
     if isinstance(value, dict):
         if "$ref" in value:
             return shared[value["$ref"]]
@@ -133,16 +139,16 @@ class Violation:
 
 
 def schemas_of_kind(document: dict[str, Any], known: Sequence[KindSchema]) -> list[KindSchema]:
-    """Return the schemas of this kind, one for each version of its project; none for an unknown kind."""
+    """Return the schemas for the kind of `document`, one for each supported version of its operator."""
     key = document.get("apiVersion"), document.get("kind")
     return [schema for schema in known if (schema.api_version, schema.kind) == key]
 
 
 def well_typed(document: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
-    """Return `document` without values of the wrong type, and a complaint for each of them.
+    """Return `document` without values of the wrong type, and a violation for each of them and each unknown field.
 
-    A scalar in place of text becomes text, because its writer means text; nulls are dropped. A field of any supported
-    version is known.
+    Nulls are removed. A number or boolean in place of text becomes text, because the writer most likely meant text. A
+    field is known if any supported version has it.
     """
     violations: list[Violation] = []
     value = _well_typed(document, _schema_of_all_versions(str(document.get("kind"))), "", violations)
@@ -155,7 +161,7 @@ def _schema_of_all_versions(kind: str) -> dict[str, Any]:
 
 
 def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Merge two schemas of a kind: a field of either is known, and int-or-string wins over integer."""
+    """Merge two schemas: the result has the fields of both, and int-or-string takes precedence over integer."""
     if not first or expected_kind(second) == "int-or-string":
         return second
     if not second or expected_kind(first) == "int-or-string":
@@ -172,7 +178,7 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected_kind(schema: dict[str, Any]) -> str | None:
-    """Return object, array, or a key of `_SCALARS`; None if any value is allowed."""
+    """Return the type that a schema expects: object, array, or a key of `_SCALARS`; None if any type is allowed."""
     if "KMGTP" in schema.get("pattern", ""):
         return "quantity"
     if schema.get("x-kubernetes-int-or-string"):
@@ -182,7 +188,7 @@ def expected_kind(schema: dict[str, Any]) -> str | None:
 
 
 def _well_typed(value: Any, schema: dict[str, Any], path: str, violations: list[Violation]) -> Any:
-    """Return the well-typed part of `value`, or None."""
+    """Return `value` without parts of the wrong type, or None; append a violation for each such part."""
     kind = expected_kind(schema)
     if kind == "array":
         if not isinstance(value, list):
@@ -217,7 +223,7 @@ def _well_typed(value: Any, schema: dict[str, Any], path: str, violations: list[
 
 
 def schema_below(schema: dict[str, Any], key: Any) -> dict[str, Any] | None:
-    """Return the schema of `key` in a mapping; None if the key is unknown, {} if any value is allowed."""
+    """Return the schema of field `key` in a mapping; None if the field is unknown, {} if any value is allowed."""
     properties, more = schema.get("properties", {}), schema.get("additionalProperties")
     if key in properties:
         below: dict[str, Any] = properties[key]

@@ -1,7 +1,7 @@
 """Run `cluster check --live`: check manifests against a cluster and its AWS account.
 
-All queries only read, except a server-side dry run. kubectl uses its own configuration. A refused query becomes a
-finding with verb and resource.
+Nothing is changed: all queries read, and objects are applied as a server-side dry run. kubectl uses its current context
+and credentials. A refused query becomes a finding that names the verb and the resource.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?:
 
 Version = tuple[int, int]
 
-# Compatible versions of Kubeflow Trainer, JobSet, Karpenter and Kueue. Trainer's manifests contain the JobSet that
-# Trainer was built with: 2.1.0 has 0.10.1, 2.3.0 has 0.12.0. karpenter.sh/v1 exists since Karpenter 1.0. Kueue supports
-# runtimePatches since 0.17, and then only Trainer 2.2 and later; up to 0.16 it supports podTemplateOverrides
-# (kubernetes-sigs/kueue issues 11931 and 14722). The image names of the operators end so:
+# Compatible versions of Kubeflow Trainer, JobSet, Karpenter and Kueue: Trainer's manifests contain the JobSet that
+# Trainer was built with (2.1.0 has 0.10.1, 2.3.0 has 0.12.0). karpenter.sh/v1 exists since Karpenter 1.0. Kueue up to
+# 0.16 supports podTemplateOverrides; Kueue since 0.17 supports runtimePatches and only Trainer 2.2 and later
+# (kubernetes-sigs/kueue issues 11931 and 14722).
+# The ends of the operators' image names, by which `Versions` recognises the operators:
 _IMAGES = {
     "trainer": "trainer-controller-manager", "jobset": "jobset", "karpenter": "karpenter/controller", "kueue": "kueue",
 }  # fmt: skip
-_RUNTIME_PATCHES: Version = (2, 2)  # the first Trainer that has them
+_RUNTIME_PATCHES: Version = (2, 2)  # the first version of Trainer that supports runtimePatches
 _JOBSET_OF_TRAINER: dict[Version, Version] = {(2, 1): (0, 10), (2, 3): (0, 12)}
 
 
 class Refused(Exception):
-    """kubectl failed, with its error output."""
+    """kubectl failed; the message is the error output of kubectl."""
 
     @property
     def last_line(self) -> str:
@@ -54,12 +55,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Kubectl:
-    """kubectl with its own context and credentials."""
+    """Runs kubectl, with kubectl's current context and credentials."""
 
     program: str = "kubectl"
 
     def run(self, *arguments: str, text: str | None = None) -> str:
-        """Return the standard output. Raises Refused."""
+        """Run kubectl with `text` as standard input, and return the standard output. Raises Refused."""
         try:
             result = subprocess.run(
                 [self.program, *arguments, f"--request-timeout={_TIMEOUT_S}s"],
@@ -77,21 +78,21 @@ class Kubectl:
 
 
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
-    """Run all queries. Raises UserError if kubectl is not installed."""
+    """Run all checks that ask the cluster and AWS. Raises UserError if kubectl is not installed."""
     kubectl = kubectl_here()
     findings = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
     return [*findings, *_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job else None)]
 
 
 def kubectl_here() -> Kubectl:
-    """Raise UserError if kubectl is not installed."""
+    """Return the installed kubectl. Raises UserError if kubectl is not installed."""
     if shutil.which("kubectl") is None:
         raise MissingToolError("kubectl is needed, configured for the cluster (aws eks update-kubeconfig)")
     return Kubectl()
 
 
 def crds_of_cluster() -> list[KindSchema]:
-    """Read the CRDs of the cluster; none if the query is refused, which `ask_cluster` reports."""
+    """Read the CRDs of the cluster; return none if the query is refused, because `ask_cluster` reports the refusal."""
     try:
         return list(schemas_of(kubectl_here().get("customresourcedefinitions"), "the cluster"))
     except Refused:
@@ -128,7 +129,7 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
                 continue
             fix = f"kubectl create secret generic {name} -n {space} --from-file={key}=FILE"
             try:
-                # Only the names of its keys leave the cluster.
+                # The template prints only the names of the Secret's keys, so that no secret leaves the cluster.
                 template = "-o", "go-template={{range $key, $value := .data}}{{$key}}\n{{end}}"
                 keys = kubectl.run("get", "secret", str(name), "-n", space, *template).split()
             except Refused as refused:
@@ -167,7 +168,7 @@ def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[RuleFinding]:
 
 
 def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """Apply every object separately, so that each refusal belongs to an object."""
+    """Apply every object as a server-side dry run; separately, so that a finding names the refused object."""
     new_namespaces = {manifest.name for manifest in manifests if manifest.kind == "Namespace"}
     runtimes = any(manifest.kind in ("TrainingRuntime", "ClusterTrainingRuntime") for manifest in manifests)
     for manifest in manifests:
@@ -176,7 +177,7 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
             kubectl.run(*apply, text=to_yaml(manifest.document))
         except Refused as refused:
             reason, space = str(refused), manifest.namespace
-            # A dry run makes no namespace and no runtime, so objects that need one cannot be tried.
+            # A dry run creates no namespace and no runtime, so objects that need one of these cannot be checked.
             no_namespace = space in new_namespaces and f'namespaces "{space}" not found' in reason
             no_runtime = runtimes and "must be created before the TrainJob" in reason
             if _FORBIDDEN.search(reason):
@@ -186,7 +187,7 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
 
 
 def _permission(verb: str, resource: str, refused: Refused) -> RuleFinding:
-    """Report the refused verb and resource in one line."""
+    """Make a finding that names the verb and the resource that the cluster refused."""
     match = _FORBIDDEN.search(str(refused))
     if match is None:
         return finding("permission", resource, refused.last_line, f"kubectl {verb} {resource} by hand")
@@ -199,7 +200,10 @@ def _permission(verb: str, resource: str, refused: Refused) -> RuleFinding:
 
 @dataclass(frozen=True)
 class Versions:
-    """The installed versions as (major, minor); None: not installed, or the image's tag is no version."""
+    """The installed versions of operators as (major, minor).
+
+    None means that the operator is not installed, or that the tag of its image is no version.
+    """
 
     trainer: Version | None = None
     jobset: Version | None = None

@@ -1,10 +1,13 @@
-"""A program for pods: make a run's directories on a shared volume as root, or wait until the trainer may write to them.
+"""A program that pods run: create a run's directories on a shared volume as root, or wait until they are writable.
 
     python -m aliquot.cluster.make_directories own UID VOLUME DIRECTORY...
     python -m aliquot.cluster.make_directories await SECONDS DIRECTORY...
 
-A new file system belongs to root, but the trainer does not run as root. Other pods write to the volume, too. Therefore
-`own` follows no link on the volume: a planted link would give its target to the trainer.
+`own` creates the directories and gives them to the user UID, because a new file system belongs to root, but the trainer
+does not run as root. `await` waits until the current user may write to the directories.
+
+Other pods can write to the volume, too. Therefore `own` follows no symbolic link on the volume: with a planted link,
+root would give the target of the link to the trainer's user.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ _POLL_S = 1.0
 
 
 def own_directory(directory: Path, volume: Path, user: int) -> None:
-    """Make `directory` below `volume` and give it to `user` if it belongs to root.
+    """Create `directory` below `volume`, and change its owner from root to `user`.
 
-    Raises StorageError if a part of the path is a link or a file, or if the directory belongs to somebody else.
+    Raises StorageError if a part of the path is a link or a file, or if the directory belongs to another user.
     """
     if not directory.is_relative_to(volume) or ".." in directory.parts:
         raise StorageError(f"not a directory of the volume {volume}: give a path below it without `..`", directory)
@@ -54,7 +57,7 @@ def own_directory(directory: Path, volume: Path, user: int) -> None:
 
 
 def await_directories(directories: Sequence[Path], timeout_s: float) -> None:
-    """Return when this user may write to all `directories`. Raises StorageError after `timeout_s`."""
+    """Wait until the current user may write to all `directories`. Raises StorageError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while missing := [directory for directory in directories if not os.access(directory, os.W_OK | os.X_OK)]:
         if time.monotonic() >= deadline:
@@ -67,7 +70,7 @@ def await_directories(directories: Sequence[Path], timeout_s: float) -> None:
 
 
 def main(mode: str, number: str, *paths: str) -> None:
-    """Run the program; `number` is a user id or seconds. Raises StorageError."""
+    """Run the program; `number` is a user id for `own`, or seconds for `await`. Raises StorageError."""
     directories = [Path(path) for path in paths]
     if mode == "await":
         await_directories(directories, float(number))

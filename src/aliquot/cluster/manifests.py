@@ -1,4 +1,4 @@
-"""Read manifests from files, each object with its file and line, and write manifests as YAML."""
+"""Read Kubernetes objects from manifest files, with file and line of each object, and write objects as YAML."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from aliquot.core.errors import ManifestError
 Document = dict[str, Any]
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-# Strings that are written without quotes; others are quoted, because readers of YAML disagree on `y`, `1e3`, `0o14`,
-# `1:30` and more.
+# Strings that `to_yaml` writes without quotes, unless they are in _WORDS. It quotes all others, because YAML parsers
+# disagree about `y`, `1e3`, `0o14`, `1:30` and more.
 _BARE = re.compile(r"^[A-Za-z/][A-Za-z0-9_./@:-]*$")
 _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 _BLOCK = re.compile(r"^[^\s\x00-\x1f][^\x00-\x09\x0b-\x1f\x7f-\xa0\u2028\u2029\ufeff]*\n$")
@@ -27,9 +27,12 @@ _BLOCK = re.compile(r"^[^\s\x00-\x1f][^\x00-\x09\x0b-\x1f\x7f-\xa0\u2028\u2029\u
 
 @dataclass(frozen=True)
 class ManifestObject:
-    """An object of a manifest. Rules read `get` and `items`, in which known fields have the right type or are None."""
+    """A Kubernetes object in a manifest.
 
-    document: dict[str, Any]  # as written
+    Rules read fields by `get` and `items`, which return None or nothing for values of the wrong type.
+    """
+
+    document: dict[str, Any]  # the object as written in the file
     place: str  # file:line
 
     @property
@@ -45,20 +48,23 @@ class ManifestObject:
         return str(self.get("metadata", "namespace") or "default")
 
     def in_other_namespace(self, other: ManifestObject) -> bool:
-        """Return whether both objects name a namespace and the names differ. An object without one can be anywhere."""
+        """Return whether both objects name a namespace and the namespaces differ.
+
+        An object that names no namespace can be applied to any.
+        """
         return namespaces_differ(self.get("metadata", "namespace"), other.get("metadata", "namespace"))
 
     def get(self, *path: str | int) -> Any:
-        """Return the value at a path of keys and indices, None if a part of the path is missing."""
+        """Return the value at a path of keys and list indices; None if a part of the path is missing."""
         return dig(self._well_typed[0], *path)
 
     def items(self, *path: str | int) -> list[Any]:
-        """Return the mappings of a list at `path`; empty if there is no list."""
+        """Return the mappings in the list at `path`; empty if there is no list."""
         return [item for item in listed(self.get(*path)) if isinstance(item, dict)]
 
     @property
     def violations(self) -> list[Violation]:
-        """Unknown fields, and values that were removed because of a wrong type."""
+        """Return unknown fields, and values of the wrong type, which `get` and `items` do not return."""
         return self._well_typed[1]
 
     @cached_property
@@ -97,7 +103,7 @@ def select_kinds(manifests: Sequence[ManifestObject], *kinds: str) -> list[Manif
 
 
 def read_manifests(path: Path) -> list[ManifestObject]:
-    """Read a file, or all YAML and JSON files of a directory. Raises UserError for a file that is no YAML."""
+    """Read a file, or all YAML and JSON files in a directory. Raises UserError for a file that is not valid YAML."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     else:
@@ -108,13 +114,13 @@ def read_manifests(path: Path) -> list[ManifestObject]:
 
 
 def is_manifest(path: Path) -> bool:
-    """Return whether `path` holds Kubernetes objects, not a run's configuration."""
+    """Return whether `path` contains Kubernetes objects, as opposed to the config of a run."""
     if path.is_dir():
         return True
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return False  # the reader of configurations reports the error
+        return False  # the caller then reads the file as a config, and reports the error
     return any(line.startswith(("apiVersion:", "kind:")) for line in lines) or path.suffix == ".json"
 
 
@@ -124,9 +130,9 @@ def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
             place = f"{name}:{node.start_mark.line + 1}"
             try:
                 value = BoundedLoader("").construct_document(node)
-            except (ValueError, KeyError, AttributeError) as error:  # 2026-99-99, or a value that contradicts its !!tag
+            except (ValueError, KeyError, AttributeError) as error:  # such as the date 2026-99-99, or a wrong !!tag
                 raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", place) from None
-            if value is not None:  # only comments between two `---`
+            if value is not None:  # None: there are only comments between two `---`
                 yield from _objects(value, place)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -160,10 +166,10 @@ def _read(file: Path) -> Iterator[ManifestObject]:
 
 class _ManifestDumper(yaml.SafeDumper):
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)  # lists are indented, as people write them
+        super().increase_indent(flow, False)  # indent lists below their key, as in hand-written manifests
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # repeated values are written out, without anchors
+        return True  # write repeated values in full, without anchors
 
 
 def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -180,11 +186,11 @@ _ManifestDumper.add_representer(str, _string)
 
 
 def to_yaml(document: Mapping[str, Any], header: Sequence[str] = ()) -> str:
-    """Write `document` as YAML that every reader reads as the same values, below a comment line for each of `header`.
+    """Write `document` as YAML that all YAML parsers read as the same values, below the comment lines `header`.
 
-    No manifest is a string template: values of a config become scalars, whatever characters they contain.
+    Manifests are dumped from values, not filled into a text template, so that a value may contain any characters.
     """
-    # Line ends and invisible characters cannot follow a `#`.
+    # A comment line must not contain line ends or control characters.
     lines = ("".join(character if character.isprintable() else "?" for character in line) for line in header)
     comments = "".join(f"# {line}\n" for line in lines)
     return comments + yaml.dump(
@@ -193,10 +199,10 @@ def to_yaml(document: Mapping[str, Any], header: Sequence[str] = ()) -> str:
 
 
 def literal(text: str) -> str:
-    """Escape `text` for a command, argument or variable of a container, in which the kubelet expands `$(NAME)`."""
+    """Escape `$` in a command, argument or variable of a container, because the kubelet would expand `$(NAME)`."""
     return text.replace("$", "$$")
 
 
 def compact(**items: Any) -> Document:
-    """Make a dict without None, empty lists and empty dicts."""
+    """Make a dict of the keyword arguments, without those that are None, an empty list or an empty dict."""
     return {key: value for key, value in items.items() if value is not None and value not in ([], {})}

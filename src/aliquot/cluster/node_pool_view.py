@@ -1,4 +1,4 @@
-"""View a NodePool as Karpenter does: its EC2 types and zones, and the labels and disks of its nodes.
+"""View a NodePool as Karpenter does: the EC2 instance types and zones it allows, and labels and disks of its nodes.
 
 Source of the disk sizes: Karpenter AWS provider, pkg/providers/instancetype/types.go.
 """
@@ -22,17 +22,19 @@ TYPE = "node.kubernetes.io/instance-type"
 ZONE = "topology.kubernetes.io/zone"
 CAPACITY = "karpenter.sh/capacity-type"
 _PREFIX = "karpenter.k8s.aws/instance-"
-_DEFAULT_BYTES = 20 * GIB  # disk of a node class without a mapping of that device
-_ROOTS = {"al2023": "/dev/xvda", "bottlerocket": "/dev/xvdb"}  # device with the pods' files, by image family
+_DEFAULT_BYTES = 20 * GIB  # disk size if the node class does not map the device with the pods' files
+_ROOTS = {"al2023": "/dev/xvda", "bottlerocket": "/dev/xvdb"}  # image family -> device with the pods' files
 
 
 @dataclass(frozen=True)
 class PoolView:
+    """The fields of a NodePool that rules check, and the instance types that it allows."""
+
     manifest: ManifestObject
     requirements: list[dict[str, Any]]
     labels: dict[str, str]
     taints: list[dict[str, Any]]
-    types: list[InstanceType]  # types that meet its requirements
+    types: list[InstanceType]  # instance types that meet the requirements
 
     @property
     def gpu(self) -> bool:
@@ -52,7 +54,7 @@ class PoolView:
         return next((item for item in classes if item.name == self.node_class_name), None)
 
     def values(self, key: str) -> list[str]:
-        """Return the values of a requirement `key In [...]`; empty if there is none."""
+        """Return the values of the requirement `key In [...]`; empty if the pool has no such requirement."""
         matching = [item for item in self.requirements if (item.get("key"), item.get("operator")) == (key, "In")]
         return [str(value) for requirement in matching for value in listed(requirement.get("values"))]
 
@@ -70,7 +72,7 @@ def pool_view(pool: ManifestObject) -> PoolView:
 
 
 def type_labels(node_type: InstanceType) -> dict[str, str]:
-    """Return the labels that Karpenter gives nodes of a type, as far as the catalogue knows them."""
+    """Return the labels that Karpenter gives to nodes of an instance type, as far as aliquot's catalogue knows them."""
     labels = {
         TYPE: node_type.name,
         "kubernetes.io/arch": node_type.arch,
@@ -97,7 +99,7 @@ def _labelled() -> list[tuple[InstanceType, dict[str, str]]]:
     return [(node_type, type_labels(node_type)) for node_type in instances()]
 
 
-# Labels that follow from a node's type; other labels (capacity, zone, custom ones) are open.
+# Labels that the instance type determines. Other labels (capacity type, zone, custom labels) do not exclude types.
 _KNOWN = {key for node_type in instances() if node_type.gpus for key in type_labels(node_type)}
 
 
@@ -115,12 +117,15 @@ def _meets(labels: dict[str, str], requirement: dict[str, Any]) -> bool:
 
 
 def allocatable_disk_bytes(size_bytes: int) -> int:
-    """Return the bytes of a disk that pods can use: kubelet evicts below 10 % and reserves 1 GiB. May be negative."""
+    """Return the bytes of a disk that pods can use, which may be negative.
+
+    The kubelet evicts pods when less than 10 % of the disk is free, and reserves 1 GiB for the system.
+    """
     return size_bytes - -(-size_bytes // 10) - GIB
 
 
 def disk_bytes(node_class: ManifestObject, node: InstanceType) -> int | None:
-    """Return the size of the disk that holds pods' files; None for an image with unknown devices."""
+    """Return the size of the disk with the pods' files; None if the devices of the node image are unknown."""
     if node_class.get("spec", "instanceStorePolicy") == "RAID0" and node.local_nvme_bytes:
         return node.local_nvme_bytes
     mappings = node_class.items("spec", "blockDeviceMappings")

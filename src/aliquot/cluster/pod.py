@@ -1,4 +1,4 @@
-"""Write what the pods of a job get: configuration, variables, volumes and placement."""
+"""Write the parts of a job's pod spec: config, environment variables, volumes and scheduling constraints."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from aliquot.core.errors import ClusterError
 
 CONFIG_DIRECTORY = "/etc/aliquot"
 CONFIG_FILE = "config.yaml"
-USER = 1000  # user id in the image
+USER = 1000  # user id of the trainer in the container image
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 
-_OFFLOAD_DIRECTORY = "/offload"  # on each node's own disk
+_OFFLOAD_DIRECTORY = "/offload"  # mount path of the scratch volume on the node's disk
 _ZONE = "topology.kubernetes.io/zone"
 _SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"
-_JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # label of JobSet; the JobSet has the TrainJob's name
+_JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # label that JobSet gives to pods; the JobSet has the TrainJob's name
 _RUNTIME = "aliquot.io/runtime"
 
 
 def config_map(job: Job) -> Document:
-    """Write the configuration for the pods: as planned, self-contained, with every file on the shared file system."""
+    """Write the ConfigMap with the config for the pods.
+
+    The config has the planned settings, contains the model's config, and places run directory and cache on the shared
+    file system.
+    """
     return job.manifest("v1", "ConfigMap", _config_name(job), data={CONFIG_FILE: to_yaml(shipped_config(job))})
 
 
@@ -33,7 +37,7 @@ def _config_name(job: Job) -> str:
 
 
 def shipped_config(job: Job) -> dict[str, Any]:
-    """Return the configuration for `aliquot train`. Raises UserError if model.config names an unreadable file."""
+    """Return the config for `aliquot train` in the pods. Raises UserError if model.config names an unreadable file."""
     config, plan, mount = job.config, job.plan, job.section.storage.mount_path
     values = config.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"cluster"})
     for section in ("run", "data", "launch", "shard", "observe"):
@@ -54,12 +58,15 @@ def shipped_config(job: Job) -> dict[str, Any]:
     values["shard"]["engine"] = plan.engine
     if job.scratch_bytes:
         values["shard"]["offload_directory"] = _OFFLOAD_DIRECTORY
-    values["observe"]["console"] = "plain"  # a pod's log is no terminal
+    values["observe"]["console"] = "plain"  # the log of a pod is not a terminal
     return values
 
 
 def directories(job: Job, any_run: bool = False) -> list[str]:
-    """Return the directories that the trainer writes to; with `any_run` also for runs of other jobs."""
+    """Return the directories to which the trainer writes on the shared file system.
+
+    With `any_run`, the parent of all run directories takes the place of the run directory, for runs of other jobs.
+    """
     values = shipped_config(job)
     run_directory = PurePosixPath(values["run"]["directory"])
     paths = [str(run_directory.parent if any_run else run_directory), values["data"]["cache_directory"]]
@@ -69,7 +76,7 @@ def directories(job: Job, any_run: bool = False) -> list[str]:
 
 
 def _uses_hub(job: Job) -> bool:
-    """Return whether the run uses the Hugging Face hub: for a name that is no absolute path."""
+    """Return whether the run may use the Hugging Face hub: the name of a model or dataset is no absolute path."""
     config = job.config
     names = [config.model.path, config.data.tokenizer, *config.data.datasets()]
     return any(name is not None and not name.startswith("/") for name in names)
@@ -80,7 +87,7 @@ def _hub_cache(job: Job) -> str:
 
 
 def _below(mount: str, path: Path) -> str:
-    """Place a relative path on the shared file system."""
+    """Return `path` as a path on the shared file system: a relative path is taken as below the mount path."""
     return str(PurePosixPath(mount) / path.as_posix())
 
 
@@ -89,14 +96,14 @@ def command() -> list[str]:
 
 
 def environment(job: Job) -> list[Document]:
-    """Return the variables of a pod, without the PET_* variables of the controller."""
-    variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only directory that any user may write to
+    """Return the environment variables of a pod, without the PET_* variables, which Trainer's controller sets."""
+    variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only directory in which any user may write
     if _uses_hub(job):
         variables["HF_HOME"] = _hub_cache(job)
     if job.gpu_nodes:
         variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"
     if job.efa_interfaces:
-        # Huge pages would have to be requested, and no other program could use them.
+        # Without huge pages, because a pod would have to request them, and no other program could use them.
         variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "NCCL_DEBUG": "WARN"}
     entries: list[Document] = [{"name": name, "value": literal(value)} for name, value in variables.items()]
     if (secret := job.section.huggingface_secret) is not None:
@@ -142,9 +149,10 @@ def tolerations(job: Job) -> list[Document]:
 
 
 def affinity(job: Job, any_job: bool = False) -> Document | None:
-    """Keep all nodes in one zone, because a step waits for the slowest link. None if the config names the zone.
+    """Return a pod affinity that keeps all nodes of a job in one zone, because a step waits for the slowest link.
 
-    `any_job`: for the nodes of any job of the runtime, not of the job with this name.
+    Returns None for one node, and if the config names the zone. With `any_job`, the affinity is for a runtime that
+    several jobs share, and applies to each of the jobs separately.
     """
     if job.section.zone is not None or job.plan.nodes == 1:
         return None
@@ -157,7 +165,7 @@ def affinity(job: Job, any_job: bool = False) -> Document | None:
 
 
 def pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
-    """Return labels that identify the job's pods, or with `any_job` the pods of all jobs of the runtime."""
+    """Return labels that select the job's pods, or with `any_job` the pods of all jobs of the same runtime."""
     return runtime_labels(job) if any_job else {_JOB_SET: job.name}
 
 

@@ -1,4 +1,7 @@
-"""Render a config and its plan to a directory of manifests, deterministically, and print the commands that use it."""
+"""Render a config and its plan as a directory of Kubernetes manifests, and list the commands that use the directory.
+
+The same input always gives the same files.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ KUSTOMIZATION = "kustomization.yaml"
 
 
 def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
-    """Return every object by the name of its file, in the order of creation.
+    """Return every object by its file name, in the order in which kubectl must create them.
 
-    `runtime`: with a ClusterTrainingRuntime for jobs of other people in place of the job.
+    With `runtime`, the objects of the job itself are replaced by a ClusterTrainingRuntime, for jobs of other users.
     """
     objects: dict[str, Document] = {}
     if job.section.create_namespace:
@@ -42,7 +45,7 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
 
 
 def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
-    """Return the text of every file; `version` is aliquot's version, `runtime` as in `documents`."""
+    """Return the text of every file by name. `version` is the version of aliquot; for `runtime` see `documents`."""
     header = [f"Rendered by aliquot {version}; change the run's config and render again."]
     if not runtime:
         header.append(plan_line(job))
@@ -52,7 +55,7 @@ def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": list(objects),
-        # Otherwise the runtime would come after the job that names it, which Trainer's webhook refuses.
+        # Keep this order. Otherwise kubectl would create the job before its runtime, which Trainer's webhook refuses.
         "sortOptions": {"order": "fifo"},
     }
     files[KUSTOMIZATION] = to_yaml(kustomization, header)
@@ -60,7 +63,7 @@ def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
 
 
 def parsed(job: Job, runtime: bool = False) -> list[ManifestObject]:
-    """Return the rendered objects as `cluster check` reads them from files."""
+    """Return the rendered objects in the form in which `cluster check` reads objects from files."""
     return [
         manifest
         for name, document in documents(job, runtime).items()
@@ -82,7 +85,7 @@ def plan_line(job: Job) -> str:
 
 
 def write(files: dict[str, str], directory: Path) -> None:
-    """Write the files. Other files in the directory stay; kustomization.yaml does not list them."""
+    """Write the files to `directory`. Other files there are kept, but kustomization.yaml does not list them."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -92,7 +95,7 @@ def write(files: dict[str, str], directory: Path) -> None:
 
 
 def commands(job: Job, directory: Path) -> list[tuple[str, str]]:
-    """Return (purpose, command): apply, watch, rank 0's log, delete."""
+    """Return (purpose, command) pairs for users: apply, watch, status, log of rank 0, and delete."""
     where = shlex.quote(str(directory))
     space = f"-n {job.section.namespace}"
     pods = f"jobset.sigs.k8s.io/jobset-name={job.name}"

@@ -1,4 +1,4 @@
-"""Rules about a run's config: problems that appear only once its pods run, and that manifests do not show."""
+"""Rules about the config of a run: problems that manifests do not show and that would only appear in running pods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
 
 
 def _saves(job: Job) -> Iterator[RuleFinding]:
-    """Compare the planned time and size of checkpoints with grace period and storage."""
+    """Check that a checkpoint can be saved within the grace period, and that the kept checkpoints fit the storage."""
     plan, settings, storage = job.plan, job.config.checkpoint, job.section.storage
     needed_s = plan.step_s + plan.save_s
     if needed_s > settings.grace_s:
@@ -58,7 +58,10 @@ def _processors(job: Job) -> Iterator[RuleFinding]:
 
 
 def _credentials(job: Job) -> Iterator[RuleFinding]:
-    """Check for an identity of the pods, because httpPutResponseHopLimit 1 keeps them from the node's role."""
+    """Check that pods which use S3 have an IAM role.
+
+    They cannot use the role of their node, because httpPutResponseHopLimit is 1 in the node class.
+    """
     settings = job.config.checkpoint
     fix = "a service account with an IAM role (EKS Pod Identity or IRSA); none where the namespace's default has one"
     for key, value in (("checkpoint.mirror", settings.mirror), ("checkpoint.resume", settings.resume)):
@@ -67,9 +70,9 @@ def _credentials(job: Job) -> Iterator[RuleFinding]:
 
 
 def _paths(job: Job) -> Iterator[RuleFinding]:
-    """Check that the pods read and write files on the shared file system only."""
+    """Check that the pods read and write files only on the shared file system."""
     config, mount = job.config, PurePosixPath(job.section.storage.mount_path)
-    # The documentation of Python's standard library is in the image.
+    # `stdlib`, the documentation of Python's standard library, is in the container image.
     local = [(key, value) for key, value in config.data.every_path() if value != "stdlib"]
     if config.checkpoint.resume not in ("auto", "never") and "://" not in config.checkpoint.resume:
         local.append(("checkpoint.resume", config.checkpoint.resume))
@@ -81,10 +84,10 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
     names = [("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)]
     if config.adapter is not None and config.adapter.path is not None:
         names.append(("adapter.path", str(config.adapter.path)))
-    # A name that could be a hub id counts as a path if the path exists here, as in a local run.
+    # A name that could also be a hub id counts as a path if the path exists on this machine, as in a local run.
     local += [(key, value) for key, value in names if value is not None and _is_path(value)]
     made = [("run.directory", config.run.directory), ("data.cache_directory", config.data.cache_directory)]
-    # `shipped_config` places these two below the mount.
+    # `shipped_config` moves these two directories below the mount path.
     written = [(key, str(mount / path.as_posix())) for key, path in made if path is not None]
     for key, value in [*written, *local]:
         if "://" in value:

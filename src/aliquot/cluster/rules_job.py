@@ -1,4 +1,4 @@
-"""Rules about a TrainJob with its runtime: alone, against its plan, and for elastic jobs (launch.nodes MIN:MAX)."""
+"""Rules about a TrainJob and its runtime, also compared with the plan, and for elastic jobs (launch.nodes MIN:MAX)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _GRACE_MARGIN_S = 30
 
 _RANGE = re.compile(r"\d+:\d+")
 _STOPPED = 143
-# The ends of a pod: description, exit code (None: lost without one), and whether the pod has DisruptionTarget.
+# The ways in which a pod can end: description, exit code (None: the pod is lost without an exit code), and whether the
+# pod has the condition DisruptionTarget.
 _POD_ENDS = (
     ("is drained or reclaimed", _STOPPED, True),
     ("is told to stop", _STOPPED, False),
@@ -30,7 +31,13 @@ _POD_ENDS = (
 
 
 def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
-    """Check a job; `trainer` is the installed version, for example "2.3", `grace_s` is checkpoint.grace_s, if known."""
+    """Check a TrainJob. All arguments but the job are None if unknown.
+
+    Args:
+        trainer: the version of Kubeflow Trainer, such as "2.3".
+        plan: the plan of the run.
+        grace_s: `checkpoint.grace_s` of the run's config.
+    """
     yield from _name(job)
     yield from _trainer(job, trainer)
     yield from _processes(job, plan)
@@ -76,9 +83,10 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
 def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     processes = job.processes
     if not isinstance(processes, int) or isinstance(processes, bool):
-        # The default of Trainer 2.3 is one per GPU, or else one per requested CPU; of 2.1 one per CPU.
+        # Without numProcPerNode, Trainer 2.3 starts one process per GPU, or per requested CPU without GPUs. Trainer 2.1
+        # starts one per CPU.
         if processes is None and (job.cpu_millicores or 0) <= 1000 and job.count(GPU) == 0:
-            return  # one
+            return  # the default is one process
         shown = "not set" if processes is None else repr(processes)
         yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
         return
@@ -100,7 +108,7 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     for name, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
         request, limit = job.requests.get(name), job.limits.get(name)
         if name == "cpu" and job.processes is None and request == "1":
-            continue  # as in aliquot's runtimes, for one process per node
+            continue  # aliquot's runtimes request one CPU, so that Trainer starts one process per node
         if request is None and limit is None:
             fix = f"requests and limits for {name}"
             yield finding("requests-and-limits", job.manifest, f"no {name} is requested", fix)
@@ -143,7 +151,7 @@ def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
 
 def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
     needed_s = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S
-    # Only a job of aliquot is known to need this time; its runtime or its config must be known.
+    # A job of another trainer may need less time. A job is one of aliquot if its runtime or its config is known.
     known = job.runtime is not None or grace_s is not None
     if known and job.grace_s < needed_s:
         fix = f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}"
@@ -161,7 +169,7 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
 def _restarting(job: JobView) -> Iterator[RuleFinding]:
     for _, spec in job_specs(job.runtime):
         written = dig(spec, "template", "spec", "restartPolicy")
-        policy = written or "OnFailure"  # JobSet's webhook fills that in
+        policy = written or "OnFailure"  # the default that JobSet's webhook sets
         if policy == "Always" or (policy != "Never" and spec.get("podFailurePolicy") is not None):
             suffix = "" if policy == "Always" else " beside podFailurePolicy"
             message = f"restartPolicy is {written or 'not set, so OnFailure'}{suffix}"
@@ -189,7 +197,10 @@ def check_elastic(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator
 
 
 def _node_range(job: JobView, manifests: Sequence[ManifestObject]) -> str | None:
-    """Return MIN:MAX from the command or a config that the pods mount; None for a fixed or unknown number."""
+    """Return `launch.nodes` of an elastic job as MIN:MAX, from the command or from a config that the pods mount.
+
+    Returns None if the number of nodes is fixed or unknown.
+    """
     trainer = mapping(job.manifest.get("spec", "trainer"))
     words = [str(word) for key in ("command", "args") for word in listed(trainer.get(key))]
     for word in reversed(words):
@@ -204,7 +215,7 @@ def _range(value: object) -> str | None:
 
 
 def _failure_action(policy: dict[str, Any], code: int | None, disrupted: bool) -> object:
-    """Return the action of the first rule that matches, or None."""
+    """Return the action of the first rule in a podFailurePolicy that matches the end of a pod, or None."""
     for rule in listed(policy.get("rules")):
         exits, conditions = mapping(mapping(rule).get("onExitCodes")), listed(mapping(rule).get("onPodConditions"))
         if disrupted and any(mapping(condition).get("type") == "DisruptionTarget" for condition in conditions):

@@ -1,4 +1,4 @@
-"""Rules about a NodePool and about its EC2NodeClass."""
+"""Rules about NodePools and EC2NodeClasses of Karpenter."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _labels(pool: PoolView) -> Iterator[RuleFinding]:
 
 
 def _names(pool: PoolView) -> Iterator[RuleFinding]:
-    """Find types, families and sizes that EC2 does not have."""
+    """Report instance types, families and sizes that EC2 does not have."""
     known = {
         TYPE: {node_type.name for node_type in instances()},
         _FAMILY: {node_type.family for node_type in instances()},

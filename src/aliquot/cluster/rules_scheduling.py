@@ -1,4 +1,4 @@
-"""Rules about a job and its nodes: whether its pods can be scheduled."""
+"""Rules about a job together with its NodePools: whether the pods can be scheduled on the nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECONDS = {"h": 3600, "m": 60, "s": 1}
 def check_together(
     job: JobView, pools: Sequence[PoolView], manifests: Sequence[ManifestObject]
 ) -> Iterator[RuleFinding]:
-    """Check a job against the pools and their node classes among `manifests`."""
+    """Check a job against the NodePools `pools`; `manifests` contain the node classes of the pools."""
     if not pools:
         return
     chosen = [pool for pool in pools if _selects(job, pool)]
@@ -53,7 +53,10 @@ def check_together(
 
 
 def _selects(job: JobView, pool: PoolView) -> bool:
-    """Return whether nodes of the pool can have the selected labels; open labels (zone) count as met."""
+    """Return whether nodes of the pool can have the labels that the job's nodeSelector requires.
+
+    A zone or capacity type matches if the pool does not restrict it.
+    """
     for key, value in job.node_selector.items():
         type_values = [labels[key] for labels in map(type_labels, pool.types) if key in labels]
         if key in pool.labels:
@@ -97,7 +100,7 @@ def _fits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> It
 
 
 def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
-    """Return the types of the pool whose labels do not contradict the job's selector."""
+    """Return the instance types of the pool whose labels do not contradict the job's nodeSelector."""
     labelled = ((node_type, type_labels(node_type)) for node_type in pool.types)
     selector = job.node_selector.items()
     return [
@@ -130,7 +133,7 @@ def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> 
     fitting = [node_type for node_type in types if not list(_too_large(job, node_type, node_class))]
     if not fitting:
         return
-    # Karpenter counts whole nodes; the smallest fitting type decides.
+    # Karpenter counts whole nodes towards the limits, so the smallest instance type that fits needs the least.
     needed = {
         "cpu": job.nodes * min(node_type.vcpus for node_type in fitting) * 1000,
         "memory": job.nodes * min(node_type.memory_bytes for node_type in fitting),

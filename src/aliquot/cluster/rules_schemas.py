@@ -1,6 +1,6 @@
 """Rules about schemas: an object must match the schema of its kind, including CEL rules.
 
-Without the extra `cluster` only names and types of fields are checked, and a finding reports that.
+If aliquot is installed without the extra `cluster`, only names and types of fields are checked, and a finding says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.
 
 
 def check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
-    """Check all objects; of several schemas of a kind in `known` (versions of an operator) the best match counts."""
+    """Check that all objects match their schemas.
+
+    `known` may have several schemas of a kind, for different versions of an operator. The schema with the fewest
+    violations counts.
+    """
     missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
     if missing:
         message = f"only names and kinds of fields are: {' and '.join(missing)} are not installed"
@@ -51,7 +55,7 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
     results = [(violations(manifest.document, schema), schema.source) for schema in candidates]
     violations_found, source = min(results, key=lambda result: len(result[0]), default=(list[Violation](), ""))
     if not violations_found:
-        # kubernetes-validate checks only the metadata of a custom object, as the metadata of a ConfigMap.
+        # Of a custom object, kubernetes-validate can check only the metadata: pass them as those of a ConfigMap.
         metadata_alone = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}
         core = core_violations(manifest.document if is_core(group) else metadata_alone, KUBERNETES)
         if core is None or not (candidates or is_core(group)):
@@ -62,7 +66,7 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
 
 
 def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
-    """Report a kind that a known group lacks as an error, and a kind of an unknown group as not read."""
+    """Report an object of an unknown kind: as an error if its API group is known, else as not checked."""
     api_version = str(manifest.document["apiVersion"])
     group = api_version.rpartition("/")[0]
     kinds = sorted({f"{schema.api_version} {schema.kind}" for schema in known if schema.group == group})
@@ -76,7 +80,7 @@ def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[
 
 
 def _check_names(manifest: ManifestObject) -> Iterator[RuleFinding]:
-    """Check the metadata rules of the API server that are in no schema."""
+    """Check names, labels and annotations by the rules of the API server that are not part of any schema."""
     metadata = mapping(manifest.document.get("metadata"))
     name = metadata.get("name")
     if name is None and metadata.get("generateName") is None:

@@ -31,7 +31,10 @@ _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 
 
 def check_secrets(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """Look for values of tokens, and for URLs that hold a password, as the mirror's in a run's configuration may."""
+    """Report tokens in environment variables, and URLs with passwords in ConfigMaps.
+
+    The URL of `checkpoint.mirror` in a run's config may contain a password, for example.
+    """
     for job in jobs:
         for variable in job.env:
             name, value = str(variable.get("name")), variable.get("value")
@@ -47,14 +50,17 @@ def check_secrets(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) 
 
 
 def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """Check pods; a violation is an error if a Namespace among the manifests enforces `restricted`."""
+    """Check the pods against the Pod Security profile `restricted`.
+
+    A violation is an error if a Namespace in the manifests enforces the profile, else a warning.
+    """
     enforcing = {
         item.name
         for item in select_kinds(manifests, "Namespace")
         if item.get("metadata", "labels", _ENFORCE) == "restricted"
     }
     pods = [(job.manifest, pod_spec(job)) for job in jobs if job.runtime is not None]
-    # Other Jobs count only in a namespace that enforces the profile.
+    # Check the pods of Kubernetes Jobs only in a namespace that enforces the profile.
     pods += [
         (item, mapping(item.get("spec", "template", "spec")))
         for item in select_kinds(manifests, "Job")
@@ -68,7 +74,7 @@ def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject])
 
 
 def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
-    """Yield the fields of a pod's spec that the profile does not allow."""
+    """Yield the fields of a pod spec that the profile `restricted` forbids."""
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(field):
             yield field
@@ -87,7 +93,7 @@ def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
 
 def _container_violations(container: dict[str, Any], pod_context: dict[str, Any]) -> Iterator[str]:
     context = mapping(container.get("securityContext"))
-    merged = {**pod_context, **context}  # a container overrides its pod
+    merged = {**pod_context, **context}  # the container's settings override the pod's
     added = [name for name in listed(dig(context, "capabilities", "add")) if name != "NET_BIND_SERVICE"]
     handlers = [container.get(probe) for probe in _PROBES]
     handlers += [dig(container, "lifecycle", hook) for hook in ("postStart", "preStop")]
@@ -109,7 +115,7 @@ def _container_violations(container: dict[str, Any], pod_context: dict[str, Any]
 
 
 def _options(context: dict[str, Any]) -> Iterator[str]:
-    """Yield forbidden options that both pods and containers can have."""
+    """Yield the forbidden settings of a securityContext that both pods and containers can have."""
     selinux = mapping(context.get("seLinuxOptions"))
     if (selinux.get("type") or "") not in _SELINUX_TYPES or selinux.get("user") or selinux.get("role"):
         yield "seLinuxOptions"

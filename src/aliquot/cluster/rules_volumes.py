@@ -1,7 +1,8 @@
-"""Rules about volumes of FSx for Lustre with their claims and classes, and about the objects that a job's pods name.
+"""Rules about FSx for Lustre volumes, claims and storage classes, and about the objects to which a job's pods refer.
 
-A pod names volumes, claims, ConfigMaps, Secrets and its runtime. An object that is not among the manifests may exist on
-the cluster. It is a finding only if an object of its kind among the manifests is unused.
+Pods refer to claims, ConfigMaps, Secrets and a runtime by name. An object that is not among the manifests may exist on
+the cluster. A reference to it is reported only if the manifests contain an unused object of the same kind, because then
+the name is probably wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from aliquot.cluster.quantity import GIB, parse_bytes
 
 _DRIVER = "fsx.csi.aws.com"
 _SMALLEST_BYTES, _MULTIPLE_BYTES = 1200 * GIB, 2400 * GIB
-# (kind, path to its name) in a volume and in a variable
+# (kind, path of keys to the object's name) for references in a volume and in an environment variable
 _IN_VOLUMES = (
     ("PersistentVolumeClaim", ("persistentVolumeClaim", "claimName")),
     ("ConfigMap", ("configMap", "name")),
@@ -150,7 +151,7 @@ def _namespaces_differ(job: JobView, other: ManifestObject) -> RuleFinding:
 
 
 def _mounts(job: JobView) -> Iterator[RuleFinding]:
-    if job.runtime is None:  # an unknown runtime may have the volumes
+    if job.runtime is None:  # a runtime outside the manifests may define the volumes
         return
     volumes = {str(volume.get("name")) for volume in job.volumes}
     pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]

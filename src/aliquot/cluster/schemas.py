@@ -1,7 +1,8 @@
-"""Validate objects against the schema of their kind, like the API server; needs the extra `cluster`.
+"""Validate objects against the schema of their kind, like the API server. Needs the extra `cluster`.
 
-A structural schema becomes a JSON schema with Kubernetes' own keywords beside; jsonschema judges it, and evaluates
-CEL rules with cel-expr-python. Core kinds go through kubernetes-validate.
+The structural schema of a custom resource is converted to a JSON schema, which keeps the additional keywords of
+Kubernetes. jsonschema validates objects with it, and cel-expr-python evaluates the CEL rules. Objects of core kinds are
+validated by kubernetes-validate.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"
-_NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a function of Kubernetes for this type is missing
-_MOST_SHOWN = 60  # characters of a value
+_NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a CEL function that Kubernetes adds is missing
+_MOST_SHOWN = 60  # maximum number of characters of a value in a message
 
 
 def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
-    """Return the violations of the schema of `kind`, and its rules that could not be evaluated.
+    """Return the violations of the schema `kind`, and the CEL rules that could not be evaluated.
 
     Raises UserError for a CRD with an invalid schema.
     """
@@ -47,7 +48,10 @@ def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
 
 
 def core_violations(document: dict[str, Any], version: str) -> list[Violation] | None:
-    """Return the violations by kubernetes-validate, for a version like "1.34". None: that version has no such kind."""
+    """Return the violations that kubernetes-validate reports for an object of a core kind.
+
+    `version` is a version of Kubernetes, such as "1.34". Returns None if that version does not have the kind.
+    """
     results = _core_violations(pickle.dumps(document), version)
     return None if results is None else list(results)
 
@@ -65,7 +69,10 @@ def _core_violations(pickled: bytes, version: str) -> tuple[Violation, ...] | No
 
 
 def admitted(value: Any, schema: dict[str, Any]) -> Any:
-    """Return `value` as the API server validates it: with defaults, also for nulls; dates and keys as text."""
+    """Return `value` as the API server validates it: with the schema's defaults, and with dates and keys as text.
+
+    Defaults also replace nulls, unless the field is nullable.
+    """
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, list):
@@ -82,7 +89,7 @@ def admitted(value: Any, schema: dict[str, Any]) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove nulls, which core kinds ignore."""
+    """Remove nulls, which the API server ignores in objects of core kinds."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -92,7 +99,7 @@ def _without_nulls(value: Any) -> Any:
 
 @cache
 def _validator(kind: KindSchema) -> Validator:
-    if not kind.shipped:  # the check takes seconds
+    if not kind.shipped:  # schemas in facts.json are valid, and the check takes seconds
         check_schema(kind)
     return _Structural(_json_schema(kind.schema), format_checker=_FORMATS)
 
@@ -107,7 +114,7 @@ def check_schema(kind: KindSchema) -> None:
 
 
 def _json_schema(schema: Any, at_root: bool = True) -> Any:
-    """Convert a structural schema to a JSON schema."""
+    """Convert a structural schema of Kubernetes to a JSON schema for jsonschema."""
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
@@ -122,7 +129,8 @@ def _json_schema(schema: Any, at_root: bool = True) -> Any:
         if at_root or schema.get("x-kubernetes-embedded-resource"):
             result["properties"] = {"apiVersion": {}, "kind": {}, "metadata": {}} | result["properties"]
         opaque = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-        if "type" in schema and not opaque:  # within anyOf, allOf and oneOf properties only add to the outer ones
+        # Schemas inside anyOf, allOf and oneOf have no type; there, other fields than `properties` are allowed.
+        if "type" in schema and not opaque:
             result["additionalProperties"] = False
     kind = ["integer", "string"] if schema.get("x-kubernetes-int-or-string") else schema.get("type")
     if kind is not None:
@@ -144,7 +152,7 @@ def _rules(validator: Validator, rules: Sequence[dict[str, Any]], value: Any, sc
 
 
 def _keys(validator: Validator, keys: list[str], value: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check that the items of a list-map have different keys."""
+    """Check that the items of a list with x-kubernetes-list-map-keys differ in the values of these keys."""
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         yield from _twice([{key: item.get(key) for key in keys} for item in value])
 
@@ -176,7 +184,7 @@ _Structural = validators.extend(
 )
 
 
-# The formats that occur; a format accepts values of other types, which `type` rejects.
+# Checks of the formats that occur in schemas. A check accepts values of other types, because `type` rejects those.
 _FORMATS = FormatChecker(formats=())
 _FORMATS.checks("int32")(lambda value: not isinstance(value, int) or -(1 << 31) <= value < 1 << 31)
 _FORMATS.checks("int64")(lambda value: not isinstance(value, int) or -(1 << 63) <= value < 1 << 63)
@@ -189,7 +197,7 @@ _FORMATS.checks("date-time", ValueError)(
 
 
 def _violations(error: ValidationError) -> Iterator[Violation]:
-    """Describe an error; one error may stand for several violations."""
+    """Convert an error of jsonschema to violations; an error about unknown fields gives one violation per field."""
     path, value, expected_value = _path(error.absolute_path), error.instance, error.validator_value
     schema = error.schema if isinstance(error.schema, dict) else {}
     is_value, is_quantity = f"{path} is {_shown(value)}", expected_kind(schema) == "quantity"
@@ -234,13 +242,13 @@ def _shown(value: Any) -> str:
 
 
 class NotJudgedError(Exception):
-    """The CEL rule needs a function that Kubernetes adds to the language, or the object before the change."""
+    """A CEL rule cannot be evaluated: it needs a function that Kubernetes adds to CEL, or the previous object."""
 
 
 def holds(rule: dict[str, Any], value: Any) -> bool:
-    """Return whether `value` meets `rule`, an item of x-kubernetes-validations. Raises NotJudgedError.
+    """Return whether `value` satisfies a CEL rule, an item of x-kubernetes-validations. Raises NotJudgedError.
 
-    Rules about a change hold for a new object.
+    A rule about changes of an object (`oldSelf`) is satisfied, because the object is new.
     """
     text = str(rule.get("rule"))
     if re.search(r"\boldSelf\b", text):
@@ -252,7 +260,7 @@ def holds(rule: dict[str, Any], value: Any) -> bool:
         return result.plain_value() is True
     if _NO_MEMBER.search(str(result)):
         raise NotJudgedError(str(result))
-    return False  # an error counts as a violation, as in the API server: a missing key, text that is no number
+    return False  # an error, such as a missing key, counts as a violation, as in the API server
 
 
 @cache
@@ -267,7 +275,7 @@ def _compiled(rule: str) -> cel.Expression:
 @cache
 def _environment() -> cel.Env:
     string = cel.Type.STRING
-    # A function of Kubernetes that Karpenter's rules use.
+    # `find` is a CEL function that Kubernetes adds and that Karpenter's rules use.
     overload = cel.Overload("string_find", string, [string, string], is_member=True, impl=_find)
     find = cel.FunctionDecl("find", [overload])
     extensions = [ext_strings.ExtStrings(), ext_optional.ExtOptional()]

@@ -1,4 +1,4 @@
-"""Restrict the pods of a job: what their processes may do, and which connections reach the pods."""
+"""Write the security settings of a job's pods: security contexts, and a NetworkPolicy for incoming connections."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def container_security() -> Document:
 
 
 def network_policy(job: Job, any_job: bool = False) -> Document:
-    """Restrict incoming connections to the job's pods; outgoing connections (DNS, the hub, S3) are not restricted.
+    """Write a NetworkPolicy that restricts incoming connections to the job's pods.
 
-    gloo and NCCL authenticate nobody and choose their ports, so the job's pods reach all ports of each other. The
-    Prometheus port is open to every pod and node, because the place of the server is unknown. `any_job`: for all jobs
-    of the runtime in this namespace, not only for the job with this name.
+    Other pods are blocked because gloo and NCCL do not authenticate peers. The pods of the job reach all ports of each
+    other, because gloo and NCCL choose ports at run time. The Prometheus port is open to every pod and node, because
+    the address of the Prometheus server is unknown. Outgoing connections (DNS, the hub, S3) are not restricted.
+
+    With `any_job`, the policy applies to all jobs of the same runtime in the namespace, and not only to `job`.
     """
     pods = {"podSelector": {"matchLabels": pod_labels(job, any_job)}}
     ingress: list[Document] = [{"from": [pods]}]

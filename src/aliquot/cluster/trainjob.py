@@ -1,7 +1,7 @@
-"""Write Kubeflow Trainer's TrainJob and the TrainingRuntime that it refers to.
+"""Write the TrainJob for Kubeflow Trainer, and the TrainingRuntime to which the TrainJob refers.
 
-The runtime holds what neither dialect of a TrainJob can express: restarts, exit codes, and the container that waits for
-the directories. Each job has a runtime of its own in its namespace.
+The runtime has the settings that a TrainJob cannot express in any version of Trainer: restarts, the meaning of exit
+codes, and the init container that waits for the directories. Each job has a separate runtime in the job's namespace.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from aliquot.cluster.job import EFA, GPU, LOGS_BYTES, Job
 from aliquot.cluster.manifests import Document, compact
 from aliquot.cluster.quantity import mebibytes
 
-NODE = "node"  # the name of the job and the container that Trainer requires
+NODE = "node"  # the name that Trainer requires for the replicated job and for its container
 _API = "trainer.kubeflow.org/v1alpha1"
 _MANAGER = "aliquot.io/render"
 _ANCESTOR = {pod.ANCESTOR: "trainer"}
 _FRAMEWORK = {"trainer.kubeflow.org/framework": "torch"}
 
-# Exit codes of the trainer: aliquot.core.errors and aliquot.distributed.signals.
+# Exit codes of the trainer (see aliquot.core.errors and aliquot.distributed.signals).
 _BAD_INPUT, _STOPPED = 2, 143
-_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds; torchrun runs the SDK's function
-_BEFORE_KUBELET_S = 20  # torchrun ends its ranks so long before the kubelet kills the pod
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # in seconds, for torchrun, which runs functions of the SDK
+_BEFORE_KUBELET_S = 20  # torchrun kills its ranks this many seconds before the kubelet kills the pod
 
 
 def train_job(job: Job) -> Document:
@@ -30,7 +30,7 @@ def train_job(job: Job) -> Document:
         "image": job.section.image,
         "command": pod.command(),
         "numNodes": job.plan.nodes,
-        # Never "auto": on a CPU node that means one process per CPU.
+        # Not "auto", which means one process per CPU on a CPU node.
         "numProcPerNode": job.plan.ranks_per_node,
         "env": pod.environment(job),
         "resourcesPerNode": {"requests": _resources(job), "limits": _resources(job)},
@@ -58,20 +58,22 @@ def training_runtime(job: Job) -> Document:
 
 
 def cluster_training_runtime(job: Job) -> Document:
-    """Write `aliquot-cpu` or `aliquot-gpu`: a runtime for TrainJobs of other people or of the Kubeflow SDK.
+    """Write `aliquot-cpu` or `aliquot-gpu`: a runtime for TrainJobs of other users or of the Kubeflow SDK.
 
-    It holds everything except the command and its config. Nodes, storage and resources are those of `job`; the number
-    of nodes is fixed, because torchrun needs it.
+    The runtime has all settings except the command and the config. Nodes, storage and resources are those of `job`. The
+    number of nodes is fixed, because torchrun needs it.
     """
-    # Later versions take the number from the TrainJob; the default is one per GPU, or else one per requested CPU.
+    # Trainer 2.2 and later take the number of processes from the TrainJob. The default is one process per GPU, or one
+    # per requested CPU without GPUs.
     processes = {"numProcPerNode": job.plan.ranks_per_node} if _old_dialect(job) else {}
     requests = limits = _resources(job)
     if not processes and not job.gpus:
-        requests = {**limits, "cpu": "1"}  # taint and memory reserve the node for one pod, which may use all CPUs
+        # Request one CPU for one process. Taint and memory request still reserve the whole node for one pod.
+        requests = {**limits, "cpu": "1"}
     shutdown = {"name": _SHUTDOWN_TIMEOUT, "value": str(job.grace_s - _BEFORE_KUBELET_S)}
     container = _node_container(
         job,
-        workingDir="/tmp",  # the SDK writes its script here, and any user may write
+        workingDir="/tmp",  # the SDK writes its script to the working directory, and any user may write to /tmp
         env=[*pod.environment(job), shutdown],
         resources={"requests": requests, "limits": limits},
         securityContext=security.container_security(),
@@ -116,7 +118,7 @@ def _job_set(job: Job, pod_spec: Document, pod_labels: dict[str, str], elastic: 
 
 
 def _resources(job: Job) -> dict[str, str]:
-    """Return the requests and equal limits of a pod, so that it has the planned resources and is evicted last."""
+    """Return the resources of a pod, for requests and equal limits, so that Kubernetes evicts the pod last."""
     amounts = {"cpu": str(job.cpus), "memory": mebibytes(job.memory_bytes)}
     if job.scratch_bytes:
         amounts["ephemeral-storage"] = mebibytes(job.scratch_bytes + LOGS_BYTES)
@@ -145,7 +147,7 @@ def _overrides(job: Job) -> Document:
 
 
 def _pod(job: Job, **fields: object) -> Document:
-    """Write the pod fields of both dialects; `fields` go before the volumes."""
+    """Write the pod fields that all versions of Trainer support, with additional `fields` before the volumes."""
     return compact(
         nodeSelector=pod.node_selector(job),
         tolerations=pod.tolerations(job),
@@ -166,30 +168,35 @@ def _on_disruption(action: str) -> Document:
 
 
 def _all_together() -> Document:
-    """End the Job with the first failed pod, with a reason that identifies the case of `_failure_policy`."""
+    """Return Job settings that end the Job at the first failed pod.
+
+    The rule that matches appears in the reason of the failure, by which `_failure_policy` decides about a restart.
+    """
     rules = [_on_exit("FailJob", _STOPPED), _on_disruption("FailJob"), _on_exit("FailJob", _BAD_INPUT)]
     return {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
 
 
 def _one_by_one(job: Job) -> Document:
-    """Replace a pod that is lost or receives SIGTERM, while the other pods continue without it.
+    """Return Job settings for elastic runs: replace a pod that is lost or gets SIGTERM, while the other pods continue.
 
-    All pods finish at the same time. The first finished pod ends the Job, so that no replacement starts without work.
+    All pods finish training at the same time. The first finished pod ends the Job, so that no replacement pod starts
+    after the end of the run.
     """
     rules = [_on_disruption("Ignore"), _on_exit("Ignore", _STOPPED), _on_exit("FailJob", _BAD_INPUT)]
     return {
-        "backoffLimit": job.section.max_restarts * job.section.most_nodes,  # a crash ends the run on all nodes
-        "podReplacementPolicy": "Failed",  # not before the old pod has saved
+        "backoffLimit": job.section.max_restarts * job.section.most_nodes,  # a crash ends the pods of all nodes
+        "podReplacementPolicy": "Failed",  # start a replacement only after the old pod has saved and ended
         "podFailurePolicy": {"rules": rules},
         "successPolicy": {"rules": [{"succeededCount": 1}]},
     }
 
 
 def _failure_policy(job: Job) -> Document:
-    """Restart all nodes together from the newest checkpoint; fail at once for bad input.
+    """Return the JobSet policy for a failed Job: restart all nodes together, which resume from the newest checkpoint.
 
-    A restart after a spot reclaim or a drain does not count, because the node has saved. The patterns match the Job
-    controller's message, for example "... failed with exit code 143 matching FailJob rule at index 0".
+    For bad input the JobSet fails without a restart. A restart after a spot reclaim or a drain does not count towards
+    `maxRestarts`, because the run has saved a checkpoint. The patterns match the message of the Job controller, for
+    example "... failed with exit code 143 matching FailJob rule at index 0".
     """
     reason = {"onJobFailureReasons": ["PodFailurePolicy"]}
     stopped = {
