@@ -186,7 +186,7 @@ def _configuration(section: ModelSection) -> Any:
 
 @cache
 def _software() -> list[Any]:
-    """Return versions and a hash of file times, so that a changed aliquot does not use old results."""
+    """Return versions and a hash of aliquot's file sizes and times, so that a changed aliquot uses no old results."""
     versions = []
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):
