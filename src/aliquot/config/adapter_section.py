@@ -1,4 +1,4 @@
-"""The `adapter` section: LoRA on a frozen model, and the adapter_config.json that peft or a run has saved."""
+"""The `adapter` section, which trains a LoRA adapter on a frozen model, and the reader of adapter_config.json files."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class AdapterSection(Section):
 
     @property
     def directory(self) -> Path | None:
-        """The directory of the adapter to begin with."""
+        """Return the directory of the adapter with which training begins, or None."""
         return None if self.path is None else with_home(self.path)
 
     @model_validator(mode="before")
     @classmethod
     def fill_from_saved_adapter(cls, values: Any) -> Any:
-        """Fill the keys that are not set from the adapter at `path`; keys that are set must not contradict it."""
+        """Fill unset keys from the saved adapter at `path`. Raises ValueError for a key that contradicts it."""
         if not isinstance(values, dict) or not isinstance(values.get("path"), str):
             return values
         if {"r", "alpha", "target_modules"} <= values.keys() and not with_home(values["path"]).is_dir():
@@ -65,14 +65,14 @@ class AdapterSection(Section):
 
 
 def _comparable(value: Any) -> Any:
-    """Return a list of names sorted, because their order means nothing, and any other value itself."""
+    """Return a list sorted, because the order of layer names has no meaning, and any other value unchanged."""
     return sorted(value) if isinstance(value, list) else value
 
 
 def adapter_settings(directory: Path) -> dict[str, Any]:
-    """Return the settings of a saved adapter by the keys of the `adapter` section.
+    """Return the settings of a saved adapter, under the names of the keys in the `adapter` section.
 
-    Raises UserError if the directory holds no adapter, or an adapter that is not plain LoRA.
+    Raises UserError if the directory has no adapter, or an adapter that is not plain LoRA.
     """
     fields = _read_fields(directory)
     unsupported = [key for key in _UNSUPPORTED if fields.get(key)]
@@ -91,9 +91,10 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
 
 
 def adapter_base_model(directory: Path, base: str | None = None) -> str:
-    """Return the model that the adapter in `directory` adapts: `base`, else the model that its configuration names.
+    """Return the directory or hub id of an adapter's base model.
 
-    Raises UserError if no model is named, or the model has moved.
+    This is `base` if it is set, else the model that adapter_config.json in `directory` names. Raises UserError if no
+    model is named, or if the model is no longer at its path.
     """
     if base is not None:
         return base

@@ -1,6 +1,6 @@
-"""The `cluster` section: the settings of a job on EKS, with Karpenter and Kubeflow Trainer, that no plan can derive.
+"""The `cluster` section: settings of a job on EKS, with Karpenter and Kubeflow Trainer, that users must choose.
 
-Sizes, requests, processes and threads follow from the plan and from the instance types.
+The plan and the instance types determine sizes, resource requests, processes and threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f:]+$", max_length
 
 
 def max_job_name_length(nodes: int) -> int:
-    """Return the most letters of a job name: JobSet names the last pod NAME-node-0-INDEX-abcde, a DNS label."""
+    """Return the maximum length of a job name, so that the pod names which JobSet derives from it are DNS labels.
+
+    JobSet names the last pod NAME-node-0-INDEX-abcde.
+    """
     return _MAX_POD_NAME - len(f"-node-0-{nodes - 1}-abcde")
 
 
@@ -55,7 +58,7 @@ class StorageSection(Section):
 
     @property
     def written_bytes_per_s(self) -> float | None:
-        """The sustained write speed of all nodes together; None for a claim, of which nothing is known.
+        """Return the sustained write speed for all nodes together; None for an existing claim, whose speed is unknown.
 
         Source: FSx for Lustre's guide, "Performance characteristics of SSD and HDD storage classes".
         """
@@ -155,9 +158,12 @@ class ClusterSection(SectionWithNodes):
         return self
 
     def pod_cpus(self, allocatable_millicores: int) -> int:
-        """Return the whole CPUs of a node that its daemonsets leave to a pod; 0 or less if none are left."""
+        """Return the whole CPUs that a pod can have beside the daemonsets of its node; 0 or less if there are none."""
         return (allocatable_millicores - self.daemonset_cpu_millicores) // 1000
 
     def pod_memory_bytes(self, allocatable_bytes: int) -> int:
-        """Return the bytes, in whole MiB, that the daemonsets leave to a pod; 0 or less if none are left."""
+        """Return the memory, in bytes of whole MiB, that a pod can have beside the daemonsets of its node.
+
+        The result is 0 or less if there is none.
+        """
         return (allocatable_bytes // _MIB - self.daemonset_memory_mib) * _MIB

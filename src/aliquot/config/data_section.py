@@ -1,4 +1,4 @@
-"""The `data` section: sources of documents, the part of a document that is learned, and sequences."""
+"""The `data` section: sources of documents, the parts of documents that are trained on, and packing into sequences."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class DataSection(RecordsSection):
 
     @property
     def has_evaluation(self) -> bool:
-        """Whether any data to evaluate on are set."""
+        """Whether the section sets any evaluation data."""
         return bool(self.eval_path or self.eval_split or self.eval_fraction or self.eval_sources)
 
     @property

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON as part of the run config: its values fill the keys that nobody set, contradictions are errors."""
+"""Merge a DeepSpeed JSON into the config of a run: its values fill unset keys, and contradictions are errors."""
 
 from __future__ import annotations
 
@@ -57,11 +57,13 @@ _TYPES: dict[str, _Type] = {
 
 
 def fill_from_deepspeed(values: dict[str, Any], locations: Locations) -> None:
-    """Replace the path in `shard.deepspeed_config` by its JSON, and copy its values to the equivalent keys.
+    """Read the DeepSpeed JSON in `shard.deepspeed_config`, and copy the JSON's values to the equivalent unset keys.
 
-    Changes the nested `values` of a run config, and adds the locations of the filled keys to `locations`. Raises
-    UserError for a file that cannot be read, a key that is unknown or rejected, and a value that contradicts the run
-    config; that message names both places.
+    Changes `values`, the nested values of a run config. If `shard.deepspeed_config` is a path, the content of the file
+    replaces the path. The locations of filled keys are added to `locations`.
+
+    Raises UserError for a file that cannot be read, for a key that is unknown or rejected, and for a value that
+    contradicts the run config. The message about a contradiction names both places.
     """
     shard = values.get("shard")
     setting = shard.get("deepspeed_config") if isinstance(shard, dict) else None
@@ -128,7 +130,7 @@ def _error(path: str, trouble: str, locations: Locations) -> DeepspeedConfigErro
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of every value that is not a section with keys."""
+    """Yield (dotted path, value) for every value in nested settings, except for sections with keys."""
     for key, value in values.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value:
@@ -138,7 +140,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _check_types(values: Mapping[str, Any], locations: Locations, prefix: str = "") -> None:
-    """Raise UserError for a section that is no object, and for a value of the wrong type."""
+    """Raise UserError for a section that is not a JSON object, and for a value of the wrong type."""
     for key, value in values.items():
         path = f"{prefix}{key}"
         rule = RULES.get(path)
@@ -187,7 +189,10 @@ def _is_harmless(rule: KeyRule, path: str, value: object, deepspeed: Mapping[str
 
 
 def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
-    """Refuse a scheduler that aliquot's schedules do not reproduce. `train`: the run config's section as written."""
+    """Raise UserError for a scheduler that aliquot's schedules do not reproduce.
+
+    `train` is the `train` section of the run config, as written by the user.
+    """
     if not scheduler or scheduler.get("type") == AUTO:
         return
     kind, options = scheduler.get("type"), scheduler.get("params", {})
@@ -204,7 +209,7 @@ def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], loc
 
 
 def _equivalents(deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (key of the JSON, key of the run config, value) for every value to copy; "auto" sets nothing."""
+    """Yield (key of the JSON, key of the run config, value) for every value to copy; "auto" is not copied."""
     for path, value in leaves(deepspeed):
         rule = rule_for(path)
         if value == AUTO or rule is None:
@@ -224,7 +229,10 @@ def _equivalents(deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]
 def _check_batch_sizes(
     train: dict[str, Any], filled: Collection[str], deepspeed: Mapping[str, Any], locations: Locations
 ) -> None:
-    """Refuse three batch numbers, of which two fix the third. If the JSON sets all, the total is checked later."""
+    """Raise UserError if all three batch settings are set, because two of them determine the third.
+
+    If the global batch size comes from the JSON, it is removed from `train` instead, and checked later.
+    """
     if not all(train.get(key) is not None for key in _SIZES):
         return
     if "global_batch_size" in filled and "train_batch_size" in deepspeed:

@@ -11,9 +11,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What happens to a key of the JSON.
+    """How aliquot treats a key of a DeepSpeed JSON.
 
-    `fills` is the key of the run config that takes the value. `harmless` are values that a rejected key may have.
+    `fills` is the key of the run config that gets the value. `harmless` are the values that a rejected key may have.
     """
 
     kind: Literal["honoured", "overridden", "rejected"]
@@ -161,7 +161,7 @@ RULES: dict[str, KeyRule] = {
 
 
 def rule_for(path: str) -> KeyRule | None:
-    """Return the rule of a dotted key, else of the nearest section around the key."""
+    """Return the rule of a dotted key, or else of the innermost section around the key that has a rule."""
     while path:
         if path in RULES:
             return RULES[path]

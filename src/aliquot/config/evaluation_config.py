@@ -1,4 +1,4 @@
-"""The arguments of `aliquot evaluate` as a configuration of a run without steps."""
+"""Turn the arguments of `aliquot evaluate` into the config of a run that only evaluates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SHARED_SEQUENCES = 64  # by which the automatic number of ranks is chosen; the 
 
 
 def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base: str | None = None) -> RunConfig:
-    """Return the configuration to evaluate a model on a text. Raises UserError, also without evaluation data.
+    """Return the config for evaluating a model on a text. Raises UserError, for example without evaluation data.
 
     Args:
-        model: a model, or an adapter.
-        data: a text, or the YAML configuration of a run, whose evaluation data are taken. The settings of that
-            configuration for sequences, precision and ranks apply; the tokenizer is the model's.
+        model: the directory or hub id of a model, or the directory of an adapter.
+        data: a text file, or the YAML config of a run. Of a run, the evaluation data and the settings for sequences,
+            precision and ranks are used, but the tokenizer is that of `model`.
         overrides: `section.key=value`, except for the keys that `model` and `data` set.
-        base: the model of an adapter, if it has moved.
+        base: the base model of an adapter, if the base model has moved.
     """
     if data.endswith((".yaml", ".yml")):
         config = read_config(Path(data), overrides)
@@ -74,7 +74,7 @@ def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base
 
 
 def _refuse_argument(override: str) -> None:
-    """Refuse an override of a key that an argument sets, because it would have no effect."""
+    """Raise UserError for an override of a key that MODEL or DATA sets, because the override would have no effect."""
     key = override.partition("=")[0].strip()
     if key.partition(".")[0] in ("model", "adapter"):
         raise ConfigError(
@@ -95,7 +95,10 @@ def _section_at(section: type[_Section], path: str) -> _Section:
 
 
 def _evaluation_source(data: DataSection) -> dict[str, Any]:
-    """Replace the training source by the evaluation source, unless the latter is a held-out part of the former."""
+    """Return updates of a data section that make the evaluation source its only source.
+
+    Returns no updates if the evaluation data are a held-out part of the training source.
+    """
     if data.eval_fraction or data.eval_split:
         return {}
     first = {"path": data.eval_path, "dataset": None} if data.eval_path else data.eval_sources[0].model_dump()

@@ -1,6 +1,6 @@
-"""What to write instead of an unknown key of a configuration.
+"""Suggest what to write instead of an unknown key of a config.
 
-The tables hold the names of transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtitan.
+The tables contain key names of transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtitan.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ _MIN_SIMILARITY = 0.8  # of a spelling to a key; below it a suggestion would be 
 
 
 def suggestion(keys: KeyPath, value: object) -> str:
-    """Return what to write instead of an unknown key, to append to an error; empty if nothing is near.
+    """Return what to write instead of an unknown key, to append to an error; empty if there is no suggestion.
 
-    In this order: the keys for the contents of a section of another trainer, the key for a name of another trainer, the
-    section in which a key of this name is, the nearest spelling.
+    The first of these that exists: keys for the contents of a section of another trainer, the equivalent of a key of
+    another trainer, a key of the same name in another section, the key with the most similar spelling.
     """
     section, name = [key for key in keys[:-1] if not key.isdigit()], keys[-1]  # without its place in a list
     known = known_keys()
@@ -236,7 +236,7 @@ def suggestion(keys: KeyPath, value: object) -> str:
 
 
 def hint(name: str) -> str | None:
-    """Return what aliquot calls the key, or dotted key, `name` of another trainer; None for an unknown name."""
+    """Return what aliquot has for the key, or dotted key, `name` of another trainer; None for an unknown name."""
     plain = name.lower().replace("-", "_")
     last = plain.rpartition(".")[2]
     known = next((key for key in (plain, last) if key in EQUIVALENTS or key in UNSUPPORTED), "")
@@ -246,7 +246,7 @@ def hint(name: str) -> str | None:
 
 
 def _hint_for_section(values: dict[Any, Any]) -> str | None:
-    """Return where aliquot has the keys of a section of another trainer."""
+    """Return the keys of aliquot for the keys in a section of another trainer, or None."""
     places = {path[-1]: ".".join(path) for path in reversed(known_keys()) if len(path) == 2}
     hints = []
     for name in map(str, values):
@@ -256,7 +256,7 @@ def _hint_for_section(values: dict[Any, Any]) -> str | None:
 
 
 def known_keys() -> list[KeyPath]:
-    """Return every key of the schema: sections, `section.key`, and keys of sections inside sections and lists."""
+    """Return the path of every key in the schema: sections, their keys, and keys of nested sections and of lists."""
     return list(_keys_below(RunConfig, ()))
 
 

@@ -1,4 +1,4 @@
-"""Where the keys of a configuration were written, for errors that name a key."""
+"""Find out where the keys of a config were written (file and line), for errors that name a key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DOTTED_KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 
 
 def key_lines(node: yaml.Node | None, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
-    """Yield (path, line) of every key and list item below `node`."""
+    """Yield the path and the line of every key and list item below a YAML node; `keys` is the path of the node."""
     if isinstance(node, yaml.SequenceNode):
         children = [(str(index), item, item) for index, item in enumerate(node.value)]
     elif isinstance(node, yaml.MappingNode):
@@ -31,14 +31,14 @@ def key_lines(node: yaml.Node | None, keys: KeyPath = ()) -> Iterator[tuple[KeyP
 
 
 def location_of_first_key(text: str, locations: Mapping[KeyPath, Location]) -> Location | None:
-    """Return where the first key in `text` that has a location was written."""
+    """Return the location of the first dotted key in `text` for which `locations` has a location, or None."""
     candidates = (locations.get(tuple(key.split("."))) for key in _DOTTED_KEY.findall(text))
     return next((location for location in candidates if location is not None), None)
 
 
 @contextmanager
 def locate_errors(locations: Mapping[KeyPath, Location]) -> Iterator[None]:
-    """Put the location of a key in front of a UserError that begins with that key, as errors about a value do."""
+    """Prefix each UserError that begins with a dotted key by the location where the key was written."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Read a YAML run configuration with `section.key=value` overrides; every error names file, line and key."""
+"""Read the YAML config of a run with `section.key=value` overrides; every error names file, line and key."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MAX_MEANING = 80  # letters of a description that an error quotes
 
 
 def read_config(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and validate the configuration in `file`; paths inside it are relative to the working directory.
+    """Read and validate the config in `file`; paths in the config are relative to the working directory.
 
-    An override replaces one key and is parsed as YAML: `train.max_steps=10`, `model.config.hidden_size=64`,
-    `data.path=[a.txt, b.txt]`. Raises UserError with file:line, or the override, and the key of a wrong value.
+    An override replaces one key, and its value is parsed as YAML: `train.max_steps=10`, `model.config.hidden_size=64`,
+    `data.path=[a.txt, b.txt]`. Raises UserError that names the key of a wrong value, and file:line or the override.
     """
     return read_with_locations(Path(file), overrides)[0]
 
 
 def read_with_locations(file: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[KeyPath, Location]]:
-    """Read a configuration as `read_config` does, with the location of each key that is not a default.
+    """Read a config as `read_config` does; also return the location of each key that a file or an override sets.
 
-    A location is `run.yaml:7`, `cpu-ds.json:3` or the override.
+    A location is a file and line such as `run.yaml:7` or `cpu-ds.json:3` (a DeepSpeed JSON), or the override.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -50,11 +50,11 @@ def read_with_locations(file: Path, overrides: Sequence[str] = ()) -> tuple[RunC
 
 
 def validate(values: Mapping[str, Any], locations: Mapping[KeyPath, Location], source: str) -> RunConfig:
-    """Return nested `values` as a RunConfig. Raises ConfigError in one line for all problems.
+    """Return nested `values` as a RunConfig. Raises one ConfigError that lists all problems.
 
     Args:
         locations: where each key was written, for errors.
-        source: what an error about a missing key names.
+        source: the file or command line to name in an error about a key without a location.
     """
     try:
         return RunConfig.model_validate(values)
@@ -69,7 +69,7 @@ def validate(values: Mapping[str, Any], locations: Mapping[KeyPath, Location], s
 
 
 def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPath, Location]) -> None:
-    """Set one key of nested `values` as the override `section.key=value` says, and record its location."""
+    """Set the key of nested `values` that the override `section.key=value` names, and record the key's location."""
     path, equals, text = override.partition("=")
     keys = tuple(path.strip().split("."))
     if not equals or len(keys) < 2 or not all(keys):
@@ -95,7 +95,7 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPat
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return the complete configuration as YAML that `read_config` reads."""
+    """Return the complete config, including defaults, as YAML that `read_config` can read."""
     values = config.model_dump(mode="json", by_alias=True)
     if config.train.global_batch_size is not None and config.train.gradient_accumulation_steps is not None:
         del values["train"]["per_device_train_batch_size"]  # it follows from these two
@@ -103,7 +103,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def dump_with_locations(config: RunConfig, locations: Mapping[KeyPath, Location]) -> str:
-    """Return `dump_config` with a comment on each line whose value is not a default: where it was written."""
+    """Return `dump_config` with a comment on each line whose value was set: the file and line, or the override."""
     lines, section = [], ""
     for line in dump_config(config).splitlines():
         key = line.strip().partition(":")[0]
@@ -135,7 +135,7 @@ def _load(text: str, name: str, locations: dict[KeyPath, Location]) -> dict[str,
 
 
 def _explain(problem: dict[str, Any], locations: Mapping[KeyPath, Location], source: str) -> tuple[str, str]:
-    """Return (the place and key of a problem that pydantic reports, what is wrong)."""
+    """Return (place, description) of a problem that pydantic reports; the place may include the key."""
     keys = tuple(str(key) for key in problem["loc"])
     # A union reports `section.key.branch`; the longest prefix that was written down is the key itself.
     written = next((keys[:n] for n in range(len(keys), 0, -1) if keys[:n] in locations), ())
@@ -161,7 +161,7 @@ def _explain(problem: dict[str, Any], locations: Mapping[KeyPath, Location], sou
 
 
 def _meaning(keys: KeyPath) -> str:
-    """Return the schema's description of a key if it is short: it may say which value stands for `none`."""
+    """Return the schema's description of a key if it is short, because it may say which value to write for `none`."""
     section = RunConfig.model_fields.get(keys[0]) if len(keys) == 2 else None
     fields = getattr(section.annotation, "model_fields", {}) if section is not None else {}
     text = next((field.description for name, field in fields.items() if (field.alias or name) == keys[-1]), None)
@@ -169,15 +169,18 @@ def _meaning(keys: KeyPath) -> str:
 
 
 class _Loader(BoundedLoader):
-    """Read numbers as YAML 1.2 does, where PyYAML follows 1.1: `2e-5` is a number, and `2:4` is not (124, base 60)."""
+    """Reads numbers by YAML 1.2, unlike PyYAML, which follows YAML 1.1.
+
+    By YAML 1.2 `2e-5` is a number and `2:4` is text; by YAML 1.1 `2e-5` is text and `2:4` is 124 (base 60).
+    """
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quote the strings that `_Loader` would read as numbers."""
+    """Writes YAML, with quotes around strings that `_Loader` would read as numbers."""
 
 
 class _AmbiguousNumberError(yaml.MarkedYAMLError):
-    """Readers of YAML 1.1 and of YAML 1.2 take this text for different numbers."""
+    """A text, such as `010`, is a different number in YAML 1.1 and in YAML 1.2."""
 
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:

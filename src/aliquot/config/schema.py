@@ -1,7 +1,7 @@
-"""The run configuration: every key that a YAML file or `section.key=value` may set, with default and meaning.
+"""The config of a run: every key that a YAML file or an override `section.key=value` may set, with its default.
 
-`train` uses the names of Hugging Face's `TrainingArguments`. Checks of a key alone are in its section; checks that
-compare sections are in `RunConfig`.
+The docstring below a key describes the key. `train` uses the names of Hugging Face's `TrainingArguments`. Each section
+checks its keys; `RunConfig` has the checks that compare sections.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class RunConfig(Section):
 
     @property
     def mirror(self) -> str | None:
-        """The URL to which the checkpoints of this run are copied."""
+        """Return the URL to which the checkpoints of this run are uploaded, or None."""
         return f"{self.checkpoint.mirror.rstrip('/')}/{self.run.name}" if self.checkpoint.mirror else None
 
     @property
@@ -176,7 +176,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def fill_empty_sections(cls, values: Any) -> Any:
-        """Give a section that is null its defaults: in YAML a section is null if all its keys are commented out."""
+        """Replace a null section by its defaults: in YAML a section is null if all its keys are commented out."""
         if not isinstance(values, dict):
             return values
         sections = set(cls.model_fields) - {"adapter", "cluster"}  # these are None by default
@@ -185,7 +185,10 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def fill_from_deepspeed_json(cls, values: Any) -> Any:
-        """Fill a configuration made in Python; `read_config` has already filled that of a file, naming its lines."""
+        """Fill keys from `shard.deepspeed_config` for a config that is created in Python.
+
+        For a file, `read_config` has already filled the keys, with the line numbers of the file for errors.
+        """
         if not isinstance(values, dict) or not isinstance(values.get("shard"), dict):
             return values
         values = deepcopy(values)
@@ -226,7 +229,7 @@ class RunConfig(Section):
         return self
 
     def _check_node_counts(self) -> None:
-        """Require a global batch that does not depend on the number of nodes, and resuming, for elastic runs."""
+        """For elastic runs, require resuming, and a global batch that does not depend on the number of nodes."""
         for key, section in (("launch.nodes", self.launch), ("cluster.nodes", self.cluster)):
             if section is None or not section.is_elastic:
                 continue
@@ -243,7 +246,7 @@ class RunConfig(Section):
                 )
 
     def _check_evaluations(self) -> None:
-        """Require evaluation data, and several evaluations, for the keys that compare evaluations."""
+        """Require evaluation data for keys that evaluate, and several evaluations for keys that compare evaluations."""
         best, stops_early = self.checkpoint.best, self.train.early_stopping_patience is not None
         users = (("checkpoint.best", best), ("train.early_stopping_patience", stops_early),
                  ("train.eval_on_start", self.train.eval_on_start))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The base classes of the sections of a run configuration: values that no key may have, and numbers of nodes."""
+"""The base classes of the sections of a run's config, with checks that apply to all keys, and the type of `nodes`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ABOUT_KEY = "about_key"  # the type of an error whose message continues a senten
 
 
 def _check_path(value: Any) -> Any:
-    """Refuse an empty path, which Python takes for the working directory, and replace ~ and ~NAME."""
+    """Expand ~ and ~NAME in a path or in a list of paths. Raise for an empty path, which Python would take for `.`."""
     if value in ("", []):
         raise PydanticCustomError(ABOUT_KEY, "is empty")
     if isinstance(value, list) and "" in value:
@@ -34,7 +34,10 @@ def _check_path(value: Any) -> Any:
 
 
 def _expand(value: Any) -> Any:
-    """Replace ~ and ~NAME; leave an unknown ~NAME: the value may be a template, and a missing path is reported."""
+    """Expand ~ and ~NAME at the beginning of a path.
+
+    An unknown ~NAME stays: the value may be a chat template, and otherwise a later error reports the missing path.
+    """
     if not isinstance(value, str | Path) or not str(value).startswith("~"):
         return value
     path = with_home(value)
@@ -45,7 +48,7 @@ PATH = BeforeValidator(_check_path)  # for a key that names a file, a directory,
 
 
 class Section(BaseModel):
-    """A section of a run configuration. Unknown keys are errors. The docstring below a key is its description."""
+    """A section of a run's config. Unknown keys are errors. The docstring below a key is the description of the key."""
 
     model_config = ConfigDict(
         extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False,
@@ -54,7 +57,7 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Join the lines of descriptions."""
+        """Join the lines of the fields' descriptions, which pydantic takes from docstrings with line breaks."""
         long = [field for field in cls.model_fields.values() if "\n" in (field.description or "")]
         for field in long:
             field.description = str(field.description).replace("\n", " ")
@@ -64,7 +67,11 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def check_value(cls, value: Any) -> Any:
-        """Refuse NUL and lone surrogates, which no file can hold, passwords in URLs, and numbers out of range."""
+        """Raise for values that no key may have.
+
+        These are NUL characters and lone surrogates, which text files cannot contain, passwords in URLs, and numbers
+        that are too large or too close to 0.
+        """
         for text in _texts(value):
             if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise PydanticCustomError(ABOUT_KEY, f"has characters that no text file can hold: {text!a}")
@@ -79,7 +86,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_booleans_for_numbers(cls, values: Any) -> Any:
-        """Refuse `max_steps: true`, which Python would take for 1."""
+        """Raise for a boolean in place of a number, such as `max_steps: true`, which Python would take for 1."""
         for key, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(key)
             if not isinstance(value, bool) or field is None:
@@ -93,7 +100,7 @@ class Section(BaseModel):
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, also those in lists and mappings."""
+    """Yield all strings and paths in a value, including those inside lists and mappings."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, dict):
@@ -116,7 +123,7 @@ NodeCount = Annotated[int, Field(gt=0, le=999_999)] | Annotated[str, AfterValida
 
 
 class SectionWithNodes(Section):
-    """A section that declares a key `nodes`, at its place among its other keys: a number of machines, or MIN:MAX."""
+    """A section with a key `nodes`: a number of machines, or MIN:MAX. Subclasses declare the key."""
 
     if TYPE_CHECKING:
         nodes: NodeCount

@@ -1,4 +1,4 @@
-"""The `train` section, and the settings of each learning-rate schedule; the names are those of transformers."""
+"""The `train` section, and the settings of each learning-rate schedule, under the names that transformers uses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Constant(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     def check(self, peak: float) -> None:
-        """Raise ValueError for a setting that contradicts `peak`, the highest learning rate."""
+        """Raise ValueError if a setting of the schedule contradicts `peak`, the highest learning rate."""
 
 
 class Linear(Constant):
@@ -109,9 +109,9 @@ REFUSED = {"reduce_lr_on_plateau": _FOLLOWS_LOSSES, "greedy": _FOLLOWS_LOSSES}
 
 
 def validate_schedule(kind: Kind, kwargs: Mapping[str, Any], peak: float) -> Constant:
-    """Return `kwargs` as the settings of the schedule `kind`, whose highest learning rate is `peak`.
+    """Parse `train.lr_scheduler_kwargs` as the settings of schedule `kind`; `peak` is the highest learning rate.
 
-    Raises ValueError, in one line, for a key that the schedule does not take, or a wrong value.
+    Raises ValueError, with a message of one line, for a key that the schedule does not have, or for a wrong value.
     """
     model = SETTINGS[kind]
     try:
