@@ -1,8 +1,8 @@
-"""Decode JSON and YAML that strangers wrote, within limits on nesting and on repetition.
+"""Decode untrusted JSON and YAML within limits on nesting and on repetition by aliases.
 
-The interpreter's recursion limit must not decide how deeply input may nest: libraries raise that limit
-(torch.compile does), so that the same file would be refused in one process, read in the next, and overflow the stack
-in a third. The loaders of YAML count during composition, so that a text is parsed once.
+The limit on nesting is constant and does not depend on the interpreter's recursion limit, because libraries such as
+torch.compile raise that limit. Otherwise the same file could be refused in one process, read in another process, and
+overflow the stack in a third. The YAML loaders check the limits during composition, so that a text is parsed only once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import yaml
 
 from aliquot.core.small_files import LIMIT_BYTES, pointer_message, read_small_file
 
-DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames a level
+DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames per level
 
-_MAX_REPEATED_NODES = 10_000  # by aliases, in one document of YAML
-_JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)  # the last one may be cut short
+_MAX_REPEATED_NODES = 10_000  # limit of nodes that aliases repeat, per YAML document
+_JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)  # the last string may be cut short
 _NO_BRACKET = re.compile(r"[^\[\]{}]+")
 
 
@@ -38,7 +38,7 @@ class TooDeepError(ValueError):
 def decode_json(text: str | bytes, **options: Any) -> Any:
     """Return the value of a JSON text; `options` are those of `json.loads`.
 
-    Raises ValueError if it is not UTF-8, not JSON, has a number of thousands of digits, or nests too deeply.
+    Raises ValueError if the text is not UTF-8, is not JSON, has a number of thousands of digits, or nests too deeply.
     """
     text = text if isinstance(text, str) else text.decode("utf-8-sig")
     check_json_depth(text)
@@ -46,9 +46,9 @@ def decode_json(text: str | bytes, **options: Any) -> Any:
 
 
 def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any]:
-    """Return the JSON object that `data` holds. Raises ValueError, in words for the person.
+    """Return the JSON object in `data`. Raises ValueError with a message for the user.
 
-    `unique_names` refuses an object in which a name occurs twice, of which Python would keep the last value.
+    `unique_names` refuses an object in which a name occurs twice, because Python would keep only the last value.
     """
     keys = UniqueKeys()
     try:
@@ -64,23 +64,23 @@ def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any
 
 
 def read_json_object(path: Path, unique_names: bool = False, anywhere: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a small file: `decode_json_object` of what `read_small_file` returns.
+    """Read a small file with `read_small_file` and return its JSON object as `decode_json_object` does.
 
-    Raises OSError, and ValueError for a file that is not regular, not small, a link that leads elsewhere, or no object.
+    Raises OSError; ValueError if the file is not regular, too large, a link out of its directory, or no JSON object.
     """
     return decode_json_object(read_small_file(path, LIMIT_BYTES, anywhere), unique_names)
 
 
 def check_json_depth(text: str) -> None:
     """Raise TooDeepError before a parser recurses into `text`."""
-    if text.count("[") + text.count("{") > DEEPEST:  # else the text cannot be too deep, and nothing else is counted
+    if text.count("[") + text.count("{") > DEEPEST:  # with fewer brackets, no text is too deep
         brackets = _NO_BRACKET.sub("", _JSON_STRING.sub("", text))
         if max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > DEEPEST:
             raise TooDeepError
 
 
 def check_depth(value: object) -> None:
-    """Raise TooDeepError if dicts, lists and tuples in `value` nest too deeply or in a circle."""
+    """Raise TooDeepError if dicts, lists and tuples in `value` nest too deeply or contain themselves."""
     level: list[Any] = [value]
     for _ in range(DEEPEST + 1):  # the first level is `value`, even if it holds nothing
         level = [item for item in level if isinstance(item, dict | list | tuple)]
@@ -93,7 +93,7 @@ def check_depth(value: object) -> None:
 
 
 class UniqueKeys:
-    """An `object_pairs_hook` that notes a key which occurs several times in an object: Python keeps its last value."""
+    """An `object_pairs_hook` that records a repeated key of an object, of which Python would keep the last value."""
 
     def __init__(self) -> None:
         self.repeated: tuple[str, int] | None = None  # the key, and how often it occurs
@@ -109,7 +109,7 @@ class UniqueKeys:
 
 
 class _Bounded:
-    """A mixin for PyYAML's loaders that limits depth and aliases, whoever composes a document.
+    """A mixin that limits depth and aliases in PyYAML's loaders, both in Python and in C.
 
     Both composers of PyYAML, in Python and in C, call `descend_resolver` before they compose a node, and one of the
     two `get_...` methods for a whole document.
@@ -135,7 +135,7 @@ class _Bounded:
 
 
 class BoundedLoader(_Bounded, yaml.SafeLoader):
-    """yaml.SafeLoader that raises TooDeepError, and MarkedYAMLError for an alias that repeats too much or itself."""
+    """yaml.SafeLoader that raises TooDeepError, and MarkedYAMLError for excessive or self-referencing aliases."""
 
 
 class BoundedTextLoader(_Bounded, yaml.BaseLoader):
@@ -143,13 +143,13 @@ class BoundedTextLoader(_Bounded, yaml.BaseLoader):
 
 
 class BoundedFastLoader(_Bounded, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """BoundedLoader in C, where PyYAML has it: for megabytes."""
+    """BoundedLoader in C, if PyYAML has C loaders, for texts of megabytes."""
 
 
 def load_yaml(text: str, loader_type: type[BoundedLoader] = BoundedLoader) -> tuple[Any, yaml.Node | None]:
-    """Return the value of a text of one document, and its root node, which knows lines; (None, None) for no document.
+    """Return the value of a YAML document, and its root node, which has line numbers; (None, None) for an empty text.
 
-    Raises yaml.YAMLError, and ValueError if the text nests too deeply, or has a date like 2026-99-99.
+    Raises yaml.YAMLError, and ValueError if the text nests too deeply or has an impossible date like 2026-99-99.
     """
     loader = loader_type(text)
     root = loader.get_single_node()
@@ -157,7 +157,7 @@ def load_yaml(text: str, loader_type: type[BoundedLoader] = BoundedLoader) -> tu
 
 
 def _check_document(root: yaml.Node | None) -> yaml.Node | None:
-    """Return `root`. Raises TooDeepError, and MarkedYAMLError for its aliases."""
+    """Return `root` if it is within the limits. Raises TooDeepError, and MarkedYAMLError for excessive aliases."""
     if root is None:
         return None
     sizes: dict[int, tuple[int, int]] = {}
@@ -173,7 +173,10 @@ def _check_document(root: yaml.Node | None) -> yaml.Node | None:
 
 
 def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return the nodes in `node` and their depth, each distinct node measured once: an anchor precedes its aliases."""
+    """Return the number of nodes in `node`, with every repetition by an alias, and the depth of `node`.
+
+    `sizes` caches the result for every distinct node, so that an alias, which follows its anchor, costs nothing.
+    """
     key = id(node)
     if key not in sizes:
         sizes[key] = 0, 0  # its items are being measured

@@ -1,6 +1,6 @@
-"""Errors for the person who runs aliquot, shown as one line, and how to show text that strangers wrote.
+"""Errors that the user sees as one line, and functions that make untrusted text safe to print.
 
-Each error type has an id, which is printed after the line and explained in docs/troubleshooting.md.
+Each error type has an id, which is printed at the end of the line and explained in docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-# Error numbers of a disk or a file server in trouble: the same request may succeed later.
+# Error numbers of a failing disk or file server: the same request may succeed later.
 _STORAGE_FAILURES = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
     errno.ECONNABORTED, errno.EREMOTEIO, errno.ENOLCK, errno.EAGAIN, errno.EBUSY,
 }  # fmt: skip
 
-# Error numbers that only a file system returns; the error of such a write names no file.
+# Error numbers that only a file system returns. They identify a failed write, whose OSError names no file.
 _FILE_SYSTEM_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE}
 
 
@@ -30,7 +30,7 @@ _USER_OF_URL = re.compile(r"(?<=[A-Za-z0-9]:/)/?[^\r\n/?#]*@")  # pathlib remove
 
 
 def printable(text: str) -> str:
-    """Return `text` with its control characters escaped, because text of strangers could drive a terminal."""
+    """Return `text` with control characters escaped, because untrusted text could control the terminal."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -191,21 +191,21 @@ class DivergedError(TrainingError, id="diverged"):
 
 
 def user_error_types(base: type[UserError] = UserError) -> Iterator[type[UserError]]:
-    """Yield `base` and all its subclasses, with which a process raises an error that another process named."""
+    """Yield `base` and all its subclasses, so that a rank can raise an error type that another rank has named."""
     yield base
     for subclass in base.__subclasses__():
         yield from user_error_types(subclass)
 
 
 def storage_error(message: str, error: OSError, where: str | Path | None = None) -> StorageError:
-    """Return `message` as a StorageError; as a StorageFailureError if `error` says that a disk or server fails."""
+    """Return `message` as a StorageError, or as a StorageFailureError if `error` says that a disk or server fails."""
     return (StorageFailureError if error.errno in _STORAGE_FAILURES else StorageError)(message, where)
 
 
 def resource_error(error: BaseException) -> UserError | None:
-    """Return the UserError for an operating system that refused memory or space in a file; None for other errors.
+    """Return the UserError for an error by which the system refused memory or a write; None for other errors.
 
-    Torch's allocator reports ENOMEM as a RuntimeError.
+    torch's allocator reports ENOMEM as a RuntimeError.
     """
     if isinstance(error, UserError):
         return None
@@ -227,7 +227,7 @@ def resource_error(error: BaseException) -> UserError | None:
 
 @contextmanager
 def reading(path: Path | None) -> Iterator[None]:
-    """Raise an OSError in the block as a StorageError: cannot read."""
+    """Turn an OSError in the block into a StorageError that says "cannot read"."""
     try:
         yield
     except OSError as error:
@@ -236,7 +236,7 @@ def reading(path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path | None) -> Iterator[None]:
-    """Raise an OSError in the block as a StorageError: cannot write."""
+    """Turn an OSError in the block into a StorageError that says "cannot write"."""
     try:
         yield
     except OSError as error:  # disk full, quota, read-only, no permission

@@ -1,6 +1,6 @@
-"""Run work on rank 0 or on all ranks such that an error on one rank is raised on every rank.
+"""Run work on rank 0 or on all ranks, and raise an error of one rank on every rank.
 
-No rank then waits for a rank that failed.
+So no rank waits for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RankGroup(Protocol):
-    """The ranks of a run, as far as storage needs them."""
+    """The interface to the ranks of a run for this module and for storage, which need only a gather."""
 
     @property
     def rank(self) -> int: ...
@@ -28,7 +28,7 @@ class RankGroup(Protocol):
 
 
 class SingleRank:
-    """The group of one process that is the whole run."""
+    """The rank group of a run with a single process."""
 
     rank = 0
     world_size = 1
@@ -40,8 +40,9 @@ class SingleRank:
 def gather_results(ranks: RankGroup, work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank and return the results of all ranks, which are JSON values, on every rank. Collective.
 
-    Raises the UserError of the first rank that raised one, which is named unless all ranks raised the same;
-    TrainingError if another rank raised something else; on that rank the exception itself.
+    If ranks fail, every rank raises the UserError of the first failed rank, or a TrainingError if that rank's exception
+    is no UserError. The message names the rank unless all ranks raised the same error. A rank whose own exception is no
+    UserError raises that exception instead.
     """
     return _run(ranks, work, names_rank=True)
 

@@ -1,7 +1,8 @@
-"""The lock of a run directory: one process trains into it, whatever locks its file system has.
+"""The lock of a run directory: only one process at a time trains into the directory.
 
-The lock is `flock` on a file. The kernel releases it when the process dies. Some file systems have no locks, or locks
-that only one machine sees. There a second file stands for the lock, and its holder touches that file while it lives.
+The lock is a `flock` on a file, which the kernel releases when the process dies. Some file systems have no `flock`, or
+a `flock` that only one machine sees. On such a file system, the existence of a second file is the lock, and the holder
+of the lock touches this file regularly while the holder lives.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from aliquot.core.small_files import open_unlinked
 
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
 BEAT_S = 5.0
-WATCH_S = 4 * BEAT_S  # a holder on another machine that does not touch its file for so long is taken for dead
-_ROUND_MARK = "round"  # the content of a lock file that a round of an elastic run holds
+WATCH_S = 4 * BEAT_S  # a holder on another machine that does not touch its file for this long counts as dead
+_ROUND_MARK = "round"  # the content of a lock file whose holder is a round of an elastic run
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -32,7 +33,7 @@ class RunLock:
     """The lock of the run directory `directory`. `is_round`: the holder is a rank of a round of an elastic run."""
 
     def __init__(self, directory: Path, is_round: bool, locks_are_local: Callable[[], bool]) -> None:
-        """`locks_are_local`: whether only this machine sees a `flock` in the directory; asked once it exists."""
+        """`locks_are_local` returns whether only this machine sees a `flock` in the directory, which exists by then."""
         self._directory = directory
         self._is_round = is_round
         self._locks_are_local = locks_are_local
@@ -40,10 +41,11 @@ class RunLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Create the directory and hold its lock. Raises StorageError, or RunDirectoryError if another process has it.
+        """Create the directory and hold its lock.
 
-        A round of an elastic run does not wait until a file server releases the lock of a node of an earlier round: a
-        node that is cut off publishes nothing (distributed/leader_lease.py).
+        Raises StorageError, or RunDirectoryError if another process holds the lock. A round of an elastic run does not
+        wait until a file server releases the lock of an earlier round, because a node that was cut off publishes
+        nothing (distributed/leader_lease.py).
         """
         directory = self._directory
         try:
@@ -67,9 +69,9 @@ class RunLock:
             finally:
                 is_lost = self.why_lost() is not None
                 self._files.clear()
-                with suppress(OSError):  # an error of the body must reach the person
+                with suppress(OSError):  # an error of the block must reach the user
                     beating.close()
-                    # Only the lock is left in the directory of a run that was refused at its start.
+                    # If the directory contains only the lock, the run was refused at its start: remove the directory.
                     if not is_lost and [entry.name for entry in directory.iterdir()] == [LOCK]:
                         (directory / LOCK).unlink()
                         directory.rmdir()
@@ -87,14 +89,15 @@ class RunLock:
             return False
 
     def why_lost(self) -> str | None:
-        """Say that a lock of this process is no longer the file under its path; None if all are, or none is held.
+        """Return a message if the directory was removed, renamed or replaced while this process holds the lock.
 
-        Then the directory was removed, renamed or replaced, and whatever lies under the path belongs to somebody else.
+        The path of a lock then leads to another file or to none, and the directory may belong to another run. None if
+        every held lock is still the file under its path, or if no lock is held.
         """
         for path, descriptor in self._files:
             try:
                 is_same = os.path.samestat(os.fstat(descriptor), path.stat())
-            except OSError as error:  # a file server in trouble says nothing about the directory
+            except OSError as error:  # an error of a file server says nothing about the directory
                 is_same = error.errno not in _GONE
             if not is_same:
                 return (
@@ -107,10 +110,10 @@ class RunLock:
 
 @contextmanager
 def beating_lock(file: Path) -> Iterator[int]:
-    """Hold a lock that is a file, and touch the file until the end. Yields its open descriptor.
+    """Hold a lock that consists of a file, and touch the file until the block ends. Yields the file's descriptor.
 
-    Raises RunDirectoryError while another process holds the lock. The state of a process on the same machine is known
-    at once; a process on another machine is watched for WATCH_S seconds.
+    Raises RunDirectoryError if another process holds the lock and lives. For a process on the same machine, this is
+    known at once; the file of a process on another machine is watched for WATCH_S seconds.
     """
     content = {"machine": machine_id(), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
     content["mark"] = secrets.token_hex(8)
@@ -124,7 +127,7 @@ def beating_lock(file: Path) -> Iterator[int]:
     def beat() -> None:
         while not is_over.wait(BEAT_S):
             with suppress(OSError):
-                os.utime(descriptor)  # by descriptor: the path may name the lock of another process by now
+                os.utime(descriptor)  # by descriptor, because the path may by now lead to the lock of another process
 
     threading.Thread(target=beat, name="aliquot-lock", daemon=True).start()
     try:
@@ -162,9 +165,13 @@ def _remove(file: Path, holder: Any) -> None:
 
 
 def _is_alive(file: Path, holder: Any) -> bool:
-    """Look the process up if it ran on this machine; otherwise watch its beats, because its clock may be wrong."""
+    """Return whether the holder of the lock lives.
+
+    A process of this machine is looked up. For another machine, the file is watched for a new time stamp: its present
+    time stamp says little, because the clocks may differ.
+    """
     if isinstance(holder, dict) and holder.get("machine") == machine_id():
-        # A restarted container has the process ids that it had, and often the number of their namespace.
+        # Compare start times, because a restarted container has the same process ids and often the same PID namespace.
         return (ticks := _start_ticks(holder.get("pid"))) is not None and holder.get("started", ticks) == ticks
     before, until = _beat_time(file), time.monotonic() + WATCH_S
     while time.monotonic() < until:
@@ -175,9 +182,9 @@ def _is_alive(file: Path, holder: Any) -> bool:
 
 
 def _start_ticks(pid: object) -> int | None:
-    """When the process started, in ticks since the kernel did; None if there is no such process."""
+    """Return the start time of a process, in clock ticks since boot; None if there is no such process."""
     with suppress(OSError, ValueError, IndexError):
-        # The process name stands in parentheses before the numbers and may hold any character.
+        # The process name, in parentheses before the numbers, may contain any character.
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return int(stat.rpartition(")")[2].split()[19])
     return None
@@ -196,11 +203,11 @@ def _read(file: Path) -> Any:
 
 
 def machine_id() -> str:
-    """Name the scope of process ids: one start of the kernel and one namespace of process ids."""
+    """Return an id of the scope in which process ids are unique: this boot of the kernel and this PID namespace."""
     return namespace_id("pid")
 
 
 def namespace_id(kind: str) -> str:
-    """Name one start of the kernel and this process's namespace of `kind`, "pid" or "net"."""
+    """Return an id of this boot of the kernel and of this process's namespace of `kind`, "pid" or "net"."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}:{Path('/proc/self/ns', kind).stat().st_ino}"

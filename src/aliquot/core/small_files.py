@@ -1,7 +1,7 @@
-"""Paths as people write them, and small files: read those of strangers, and publish files atomically.
+"""Expand paths that users write, read small untrusted files, and publish files atomically.
 
-A reader of a published file sees the old content or the new content, never a part. Files of a run open without
-following a link, because a stranger may have placed the link.
+A reader of a published file sees the old content or the new content, never a part. Files of a run are opened without
+following links, because another user may have placed a link.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
-LIMIT_BYTES = 100_000_000  # tokenizers have 35 MB; safetensors' own limit for a header
-_SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # of the hub's cache, where snapshots/REVISION/FILE is a link into blobs
+LIMIT_BYTES = 100_000_000  # safetensors' limit for a header; tokenizers have up to 35 MB
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # in the cache of the hub: snapshots/REVISION/FILE is a link into blobs
 
 
 def with_home(path: str | Path) -> Path:
@@ -26,20 +26,20 @@ def with_home(path: str | Path) -> Path:
 
 
 def looks_local(model: str) -> bool:
-    """Return whether the name of a model can only be a path: a hub id is `owner/name`."""
+    """Return whether `model` is a path and not a hub id, which has the form `owner/name`."""
     return with_home(model).exists() or model.startswith((".", "/", "~")) or model.count("/") != 1
 
 
 def cache_root(configured: Path | None = None) -> Path:
-    """Return the directory of tokens, plans and measured rates: `configured`, $ALIQUOT_CACHE or ~/.cache/aliquot."""
+    """Return the cache of tokens, plans and measured rates: `configured`, $ALIQUOT_CACHE or ~/.cache/aliquot."""
     return with_home(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").absolute()
 
 
 def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False, follow_links: bool = True) -> bytes:
     """Return the content of a regular file of at most `limit` bytes. Raises OSError, and ValueError for any other file.
 
-    `anywhere` allows a link that leads out of the file's directory, for a file that a person has named. Without
-    `follow_links` any link raises OSError.
+    `anywhere` allows a link that leads out of the file's directory, for a file that the user has named. Without
+    `follow_links`, any link raises OSError.
     """
     if follow_links and not anywhere:
         refuse_link(path, path.parent)
@@ -78,7 +78,7 @@ def open_unlinked(
 ) -> IO[Any]:
     """Open a file of a run for writing, as `open` does, but never through a link, which raises OSError.
 
-    An existing file to overwrite is replaced by a new file, so that other names of the old file keep its content.
+    Mode "w" replaces an existing file by a new file, so that other hard links to the old file keep its content.
     `permissions` are the mode bits of a new file, before the umask: 0o600 for a secret.
     """
     flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -99,7 +99,7 @@ _POINTERS = {
 
 
 def pointer_message(start: bytes) -> str | None:
-    """Return a message if `start` begins the short text that a clone may have in place of a large file, else None."""
+    """Return a message if `start` is the beginning of a git-lfs or git-annex pointer file, otherwise None."""
     return next((f"a {message}" for beginning, message in _POINTERS.items() if start.startswith(beginning)), None)
 
 
