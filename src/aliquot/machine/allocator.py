@@ -1,10 +1,10 @@
 """The memory allocator of a process: preload one that keeps freed memory, and return free memory to the kernel.
 
-Every micro-batch frees tensors of megabytes and allocates the same sizes again. glibc returns them to the kernel each
-time, and faulting in fresh pages costs a training step up to a fifth of its time. tcmalloc and jemalloc keep freed
-memory, but the dynamic linker can only load them when a process starts. The launcher therefore starts its ranks with an
-installed allocator, and a process that somebody else started replaces itself once. Without an installed allocator,
-`tune_glibc` raises the thresholds of glibc.
+Every micro-batch frees tensors of megabytes and allocates the same sizes again. glibc returns freed tensors to the
+kernel each time, and faulting in fresh pages costs a training step up to a fifth of its time. tcmalloc and jemalloc
+keep freed memory, but the dynamic linker can only load them when a process starts. So aliquot's launcher starts its
+ranks with an installed allocator, and a process that another program has started replaces itself once. Without an
+installed allocator, `tune_glibc` raises the thresholds of glibc.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from typing import Any
 from aliquot.core.interpreter import become_python
 from aliquot.machine.memory import private_bytes
 
-# "none" leaves the allocator alone; any other value is the choice made, so that no process of a run chooses twice.
+# The value "none" leaves the allocator alone. Any other value is the allocator already chosen, so that no process of a
+# run chooses again.
 ALLOCATOR_VARIABLE = "ALIQUOT_ALLOCATOR"
-_RESTARTED = " (restarted)"  # ends the value in a process that replaced itself
+_RESTARTED = " (restarted)"  # end of the variable's value in a process that has replaced itself
 _LIBRARIES = ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libjemalloc.so.2")
 _FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu")
-# Small blocks in the caches of threads. By default tcmalloc keeps four times as many after thousands of steps.
+# Limit of small free blocks in per-thread caches. After thousands of steps, tcmalloc's default limit keeps four times
+# as many bytes.
 _TCMALLOC_SETTINGS = {"TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": str(8 << 20)}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 _GLIBC_THRESHOLD_BYTES = 512 << 20
-_RELEASE_STEPS, _RELEASE_S = 50, 120.0  # between two releases, which then take at most a thousandth of the time
+_RELEASE_STEPS, _RELEASE_S = 50, 120.0  # minimum between two releases, so that releases take at most 0.1 % of the time
 
 
 def allocator_name() -> str:
@@ -44,7 +46,7 @@ def allocator_description() -> str:
 
 
 def _known_allocator(text: str) -> str | None:
-    """Return the allocator that LD_PRELOAD or the list of a process's mappings names."""
+    """Return the allocator that `text`, the value of LD_PRELOAD or the memory mappings of a process, names."""
     return next((name for name in ("tcmalloc", "jemalloc", "mimalloc") if f"lib{name}" in text), None)
 
 
@@ -79,7 +81,7 @@ def tune_glibc() -> None:
 
 
 def release_free_memory() -> None:
-    """Return free memory to the kernel. glibc keeps it and tcmalloc returns it slowly; jemalloc needs no request."""
+    """Return free memory to the kernel. jemalloc needs no request; glibc keeps it and tcmalloc returns it slowly."""
     loaded = ctypes.CDLL(None)
     if hasattr(loaded, "MallocExtension_ReleaseFreeMemory"):
         loaded.MallocExtension_ReleaseFreeMemory()
@@ -88,10 +90,10 @@ def release_free_memory() -> None:
 
 
 class PeriodicRelease:
-    """Return memory that steps have freed to the kernel every few minutes.
+    """Every few minutes, return memory that optimizer steps have freed to the kernel.
 
-    No two steps need the same sizes, so the allocator accumulates what the worst of thousands of steps left. After a
-    release the next step faults its pages in again, which takes some hundredths of a second.
+    Every step needs blocks of other sizes, so the allocator accumulates free blocks over thousands of steps. After a
+    release, the next step faults its pages in again, which takes some hundredths of a second.
     """
 
     def __init__(self, step: int) -> None:
@@ -99,7 +101,7 @@ class PeriodicRelease:
         self._released_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether enough steps and time have passed: all ranks wait for a rank that releases."""
+        """Whether enough steps and time have passed since the last release, for which all ranks have to wait."""
         return step - self._step >= _RELEASE_STEPS and time.monotonic() - self._released_at >= _RELEASE_S
 
     def release(self, step: int) -> None:
@@ -108,7 +110,7 @@ class PeriodicRelease:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """The result of glibc's `mallinfo2`, which exists from version 2.33 on."""
+    """The result of `mallinfo2`, which glibc has from version 2.33 on."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -119,12 +121,12 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class FreeMemoryLimit:
-    """Bound the free memory that glibc keeps while a model trains that is larger than memory.
+    """Bound the free memory that glibc keeps while a run trains a model that is larger than memory.
 
-    Keeping everything is fastest, but the blocks of a layer do not fit between the saved blocks of earlier layers: a
-    forward pass would take several times the memory that it uses. (tcmalloc does fit them: with the same bound its peak
-    was the same and steps were 4 % slower.) Returning every large block at once costs a page fault for each 4 KiB, a
-    third of the time of a step. So `check` runs between layers and releases memory only if much has accumulated.
+    Keeping all free memory is fastest. But glibc cannot fit the blocks of a layer between the saved blocks of earlier
+    layers, so a forward pass would take several times the memory that it uses. (tcmalloc can: with the same bound, its
+    peak was the same and steps were 4 % slower.) Returning every large block at once costs a page fault for each 4 KiB,
+    a third of the time of a step. So `check` runs between layers and releases memory only if much has accumulated.
 
     Allocators other than glibc are left alone, and so is glibc if ALIQUOT_ALLOCATOR is `none`.
     """
@@ -139,17 +141,17 @@ class FreeMemoryLimit:
         self._least = self._unused()
 
     def check(self, *_: Any) -> None:
-        """Release free memory if it has grown past the limit; otherwise take microseconds. Usable as a module hook."""
+        """Release free memory if it has grown by more than the limit. Usable as a module hook, in microseconds."""
         if not self._is_bounded:
             return
         unused = self._unused()
         if unused - self._least > self._limit:
             release_free_memory()
-            self._least = self._unused()  # counts buffers mapped meanwhile, which cannot be released
+            self._least = self._unused()  # includes buffers mapped meanwhile, which cannot be released
         self._least = min(self._least, unused)
 
     def _unused(self) -> int:
-        """Return private bytes that no allocation uses; before glibc 2.33, which does not count, all private bytes."""
+        """Return the private bytes that no allocation uses; before glibc 2.33, which cannot tell, all private bytes."""
         return private_bytes() - (self._allocated() if self._has_counts else 0)
 
     def _allocated(self) -> int:

@@ -1,4 +1,4 @@
-"""The CPU as this process may use it: physical cores, NUMA nodes, quota, and the instructions that matter."""
+"""The CPU as this process may use it: physical cores, NUMA nodes, CPU quota, and vector and bf16 instructions."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class CpuFacts:
 
     @property
     def has_bf16_instructions(self) -> bool:
-        """Whether the CPU multiplies bf16 by instructions of its own; true on ARM, whose flags are not read."""
+        """Whether the CPU has instructions that multiply bf16; assumed to be true on ARM, whose flags are not read."""
         return not self.isa or bool(_BF16.intersection(self.isa))
 
     @property
     def is_throttled(self) -> bool:
-        """Whether a quota is the limit, not the set of CPUs: other containers then run on the same CPUs."""
+        """Whether a CPU quota, not the set of CPUs, limits this process; other containers then run on the same CPUs."""
         return self.usable_cores < len(self.cores)
 
 

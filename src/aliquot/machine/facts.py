@@ -1,4 +1,4 @@
-"""Facts of this machine, its file systems and its software, to record and to check against the requirements."""
+"""Read facts of this machine, its file systems and its software, to record them and to check the requirements."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from aliquot.machine.allocator import allocator_description
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.memory import memory_limit
 
-# Options of Lustre, NFS, OCFS2 and GFS2 by which a flock stays on one machine.
+# Mount options of Lustre, NFS, OCFS2 and GFS2 with which only one machine sees a flock.
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all", "localflocks"}
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return facts of this machine as JSON values. Call this before pinning: it counts the allowed cores."""
+    """Return facts of this machine as JSON values. Call this before pinning, because it counts the allowed cores."""
     import torch
 
     from aliquot.machine.matmul import matmul_kernel
@@ -91,7 +91,7 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
     """Return the mount that holds the absolute `path`, from /proc/mounts."""
     longest, mount = "", Mount("unknown file system")
     mounts = root / "proc/mounts"
-    # Names may hold any byte; space, tab, newline and backslash are escaped.
+    # Names of mount points may contain any byte; space, tab, newline and backslash are escaped.
     for line in os.fsdecode(mounts.read_bytes()).split("\n") if mounts.exists() else ():
         words = line.split(" ")
         if len(words) < 4:

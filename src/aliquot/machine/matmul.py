@@ -1,4 +1,4 @@
-"""Matrix products on this machine: which kernel runs, and the rate that they reach, which is the ceiling of MFU."""
+"""Matrix products on this machine: the kernel that computes them, and their measured rate, the ceiling of MFU."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _MKL, _NATIVE = "MKL", "not oneDNN"
 _VERBOSE_LINE = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
 _SECONDS = 0.3
 _SIZES = {"cpu": (192, 384, 768, 1536), "cuda": (8192,)}
-# Products per timing, at most. Timing single products, an H200 reaches 668 TFLOP/s, but 762 in training steps.
+# Largest number of products per timing. Timed one by one, products reach 668 TFLOP/s on an H200, whereas products in
+# training steps reach 762 TFLOP/s.
 _PRODUCTS = {"cpu": 1, "cuda": 16}
 
 
 @functools.cache
 def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
-    """Return the kernel that a product really runs on, as oneDNN reports it: what the CPU could do says less.
+    """Return the kernel that computes a matrix product, as oneDNN reports it; the CPU's features do not imply it.
 
     Examples are `brg_matmul:avx512_core_bf16`, `brg_matmul:avx512_core_amx` and `MKL`. oneDNN reports on the standard
-    output of the C library, which is redirected into a file meanwhile.
+    output of the C library, which this function redirects into a file meanwhile.
     """
     mkldnn, mkl = torch.backends.mkldnn, torch.backends.mkl
     if not mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -56,33 +57,33 @@ def matmul_kernel(precision: Literal["bf16", "fp32"]) -> str:
 
 
 def caches_kernels(precision: Literal["bf16", "fp32"]) -> bool:
-    """Whether oneDNN computes the products, which caches a kernel for every shape."""
+    """Whether oneDNN computes matrix products: oneDNN caches a kernel for every shape."""
     return matmul_kernel(precision) not in (_MKL, _NATIVE)
 
 
 def caches_large_kernels(device: str, precision: Literal["bf16", "fp32"]) -> bool:
-    """Whether a cached kernel takes nearly a MiB, as those for AMX do.
+    """Whether oneDNN's cache takes nearly a MiB of memory per shape of a matrix product, as kernels for AMX do.
 
-    1,080 shapes took 880 MiB with AMX. With AVX-512, 3,000 shapes took 79 MiB, of which 1,024 were cached (torch 2.13,
-    oneDNN 3.12).
+    With AMX, the kernels of 1,080 shapes took 880 MiB. With AVX-512, the kernels of 3,000 shapes, of which 1,024 were
+    cached, took 79 MiB (torch 2.13, oneDNN 3.12).
     """
     return device == "cpu" and precision == "bf16" and "amx" in matmul_kernel("bf16")
 
 
 def copies_transposed(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product with a transposed left side may be faster if that side is copied first.
+    """Whether a product with a transposed left operand may be faster if that operand is copied first.
 
-    With a transposed left side the AMX kernels of oneDNN take up to 2.7 times as long as without (torch 2.13, oneDNN
-    3.12); those of AVX-512 take equally long.
+    With a transposed left operand, oneDNN's AMX kernels take up to 2.7 times as long as without (torch 2.13, oneDNN
+    3.12). The AVX-512 kernels take the same time with and without.
     """
     return device == "cpu" and dtype == torch.bfloat16 and "amx" in matmul_kernel("bf16")
 
 
 def copy_pays(rows: int, terms: int, columns: int) -> bool:
-    """Whether copying the left side makes the product [rows, terms] @ [terms, columns] faster.
+    """Whether copying the left operand makes the product [rows, terms] @ [terms, columns] faster.
 
-    The cost of the copy grows with rows and terms; the gain grows with columns and the length of the sums as well. At
-    these limits `benchmarks/parts.py` measures both equal, on two cores of an Intel Xeon with AMX.
+    The cost of the copy grows with rows and terms; the gain also grows with columns. At these limits,
+    `benchmarks/parts.py` measures the cost equal to the gain, on two cores of an Intel Xeon with AMX.
     """
     return rows >= _FEWEST_ROWS and columns >= _FEWEST_COLUMNS and terms * columns >= _SMALLEST_RIGHT_SIDE
 
@@ -92,8 +93,8 @@ def matmul_rate(
 ) -> float:
     """Measure the FLOP/s of this rank in square products while all ranks compute: the ceiling of MFU.
 
-    The result is the median over about 0.3 s after `barrier`. The size is the largest of which several products fit in
-    that time, because a CPU without bf16 instructions takes 15 s for the largest size.
+    The result is the median over about 0.3 s after `barrier`. The matrices have the largest size of which several
+    products fit in that time, because a CPU without bf16 instructions takes 15 s for a product of the largest size.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 

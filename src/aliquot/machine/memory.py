@@ -10,7 +10,7 @@ from pathlib import Path
 from aliquot.machine.cgroup import control_groups, read_text
 
 _SELF = Path("/proc/self")
-_PAUSE = 100  # times the duration of a reading, which then takes at most 1 % of the time
+_PAUSE = 100  # pause between readings, in multiples of a reading's duration: readings take at most 1 % of the time
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ def private_bytes(process: Path = _SELF) -> int:
 
 
 class PssSampler:
-    """Read the PSS of this process, but rarely, because the kernel walks all pages of the process for a reading."""
+    """Read the PSS of this process rarely, because the kernel walks all pages of the process for a reading."""
 
     def __init__(self) -> None:
         self._bytes = 0
         self._next_reading = 0.0
 
     def bytes(self) -> int:
-        """Return the present PSS, or that of the last reading if the next one is not due."""
+        """Return the present PSS, or the last reading if the next reading is not due."""
         start = time.monotonic()
         if start >= self._next_reading:
             self._bytes = memory_use().pss_bytes
@@ -66,13 +66,14 @@ def peak_rss(process: Path = _SELF) -> int:
 def peak_pss(now: MemoryUse, process: Path = _SELF) -> int:
     """Estimate the peak of PSS since the last `reset_peak_rss`.
 
-    The kernel records the peak of RSS only, which counts shared pages in full; the present difference corrects it.
+    The kernel records only the peak of RSS, which counts shared pages in full. The estimate subtracts the present
+    difference between RSS and PSS.
     """
     return max(now.pss_bytes, peak_rss(process) - (now.rss_bytes - now.pss_bytes))
 
 
 def reset_peak_rss(process: Path = _SELF) -> bool:
-    """Restart the peak from the present resident bytes. Return False if the kernel does not permit that."""
+    """Reset the recorded peak to the present resident bytes. Return False if the kernel does not permit that."""
     try:
         with (process / "clear_refs").open("w") as file:
             file.write("5")
@@ -123,10 +124,10 @@ class GpuMemory:
 
 
 class Gpu:
-    """The current CUDA device of this process; tests replace it by an object with recorded numbers."""
+    """The current CUDA device of this process; tests replace this class by recorded numbers."""
 
     def memory(self) -> GpuMemory:
-        """Ask the allocator and the driver, without waiting for a kernel."""
+        """Read the memory use from torch's allocator and from the driver, without waiting for GPU kernels."""
         import torch
 
         stats = torch.cuda.memory_stats()
@@ -143,5 +144,5 @@ class Gpu:
 
 
 def current_gpu(device: str) -> Gpu | None:
-    """Return the GPU of a rank that computes on `device`, or None if that is the CPU."""
+    """Return the GPU of a rank that computes on `device`, or None if `device` is the CPU."""
     return Gpu() if device == "cuda" else None

@@ -1,6 +1,6 @@
 """torch.compile on this machine: a cache that no other user can write to, and options for this CPU.
 
-The default cache is /tmp/torchinductor_USER, which any user may have created, and torch runs the code in it.
+torch's default cache is /tmp/torchinductor_USER. Any user may have created this directory, and torch runs code from it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def set_compile_cache() -> None:
-    """Set TORCHINDUCTOR_CACHE_DIR unless it is set. Call this before torch is imported, because torch sets it, too.
+    """Set TORCHINDUCTOR_CACHE_DIR unless it is set. Call this before importing torch, which also sets the variable.
 
-    The directory lies in aliquot's cache, or among temporary files if that cache cannot be written.
+    The directory is in aliquot's cache, or among temporary files if aliquot's cache is not writable.
     """
     if _VARIABLE in os.environ:
         return
@@ -36,7 +36,7 @@ def set_compile_cache() -> None:
 
 
 def compile_function(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Return `torch.compile(function, **settings)`. Raises StorageError if others can write to the cache of code."""
+    """Return `torch.compile(function, **settings)`. Raises StorageError if other users can write to the code cache."""
     import torch
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -52,7 +52,7 @@ def compile_function(function: Callable[..., Any], **settings: Any) -> Callable[
             f" Remove it, or set {_VARIABLE} to a directory of your own",
             directory,
         )
-    # torch keeps precompiled headers in its default directory, wherever the kernels are.
+    # torch keeps precompiled headers in its default directory, even if kernels are in another directory.
     if config.cpp_cache_precompile_headers and _insecurity(shared) is not None:
         config.cpp_cache_precompile_headers = False
     result: Callable[..., Any] = torch.compile(function, **settings)
@@ -77,9 +77,10 @@ def _insecurity(directory: Path) -> str | None:
 def inductor_options() -> dict[str, Any] | None:
     """Return `options` of torch.compile for this CPU, or None for torch's defaults.
 
-    For Intel CPUs, compilers prefer vectors of half the length that Inductor writes code for. They then store a value
-    that is reinterpreted from float to int as two halves on the stack and load it as one, which presumably stalls: the
-    update of optim/adamw.py takes 2.3 times as long. The intrinsics in the code do not depend on this option.
+    For Intel CPUs, C++ compilers prefer vectors of half the length for which Inductor generates code. Without this
+    option, a compiler therefore stores a value that is reinterpreted from float to int as two halves on the stack, and
+    loads the value as a whole, which presumably stalls. The optimizer step of optim/adamw.py then takes 2.3 times as
+    long. The intrinsics in the generated code do not depend on this option.
     """
     cpu = read_cpu()
     if not cpu.model.startswith("Intel") or "avx512f" not in cpu.isa:
