@@ -1,6 +1,6 @@
-"""s3://: through boto3, whose multipart uploads take the parts of one object from several processes.
+"""Read and write files in S3 (s3://) through boto3; several processes send the parts of one multipart upload.
 
-boto3 finds the credentials: environment, files, the role of a pod or an instance.
+boto3 finds the credentials in the environment, in files, or in the role of a pod or an instance.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from aliquot.core.errors import DamagedCheckpoint, StorageError, StorageFailureE
 from aliquot.stores.store import Store
 
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
-_READ_ATTEMPTS = 3  # botocore itself does not read a body again that broke off
+_READ_ATTEMPTS = 3  # botocore does not retry if the connection breaks while a body is read
 _DELETE_BATCH = 1000  # objects that one request deletes
-# Error codes below 500 for a valid request that came too fast, too slowly, or with expired keys.
+# S3 error codes, with HTTP status below 500, of valid requests that were too fast, too slow, or had expired keys.
 _TEMPORARY = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestTimeout", "ExpiredToken"}
 
 

@@ -1,4 +1,4 @@
-"""Files under a URL: in a mounted directory (file://), in S3 (s3_store.py), or where fsspec reaches (gs://, ...)."""
+"""Read and write files under a URL: a mounted directory (file://), S3 (s3_store.py) or fsspec stores (gs://, ...)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aliquot.core.errors import (
 from aliquot.core.small_files import publish_bytes
 
 _PART_BYTES = 64 << 20
-# Errors of fsspec's file systems that a repeated request would meet again.
+# Errors of fsspec's file systems that would recur if the request were repeated.
 _PERMANENT = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
 
 
@@ -34,7 +34,7 @@ class Store(ABC):
     the receipts of all parts, calls `complete`. Threads may share a store.
     """
 
-    verifies_checksums: ClassVar[bool] = False  # of received parts; if not, the writer must read the parts back
+    verifies_checksums: ClassVar[bool] = False  # of received parts; otherwise writers must read parts back
 
     @abstractmethod
     def part_bytes(self, size_bytes: int) -> int:
@@ -72,7 +72,7 @@ class Store(ABC):
 
 
 class LocalStore(Store):
-    """A directory of a mounted file system, perhaps over the network."""
+    """A directory of a mounted file system, which may be a network file system."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -129,7 +129,7 @@ class LocalStore(Store):
 
 
 class FsspecStore(Store):
-    """A file system of fsspec. One process writes a whole file, because fsspec has no parts."""
+    """A file system of fsspec. One process writes a whole file, because fsspec has no multipart uploads."""
 
     def __init__(self, url: str) -> None:
         """Raises UserError if the package for `url` is missing."""
@@ -182,7 +182,7 @@ class FsspecStore(Store):
 
     @contextmanager
     def _request(self) -> Iterator[None]:
-        """Raise every error of the file system as a StorageError."""
+        """Turn every error of the file system in the block into a StorageError."""
         try:
             yield
         except (DamagedCheckpoint, StorageError):  # raised by the data to write, or for a missing file
@@ -197,9 +197,9 @@ def is_url(text: str) -> bool:
 
 
 def open_store(url: str) -> Store:
-    """Return the store for `url`, without a request to it.
+    """Return the store for `url`, without sending a request.
 
-    Raises UserError for a missing package, and for a URL that is file:// with a host or has credentials in it.
+    Raises UserError if a package is missing, if a file:// URL has a host, or if the URL contains credentials.
     """
     if has_url_credentials(url):
         raise UsageError(f"{url} has a user name or password in it: give credentials by the environment instead")
