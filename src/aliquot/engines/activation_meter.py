@@ -14,10 +14,10 @@ from aliquot.models.backward_pass import is_kept
 
 
 class ActivationMeter:
-    """The most bytes that one forward pass saved, each storage counted once, parameters left out.
+    """Measure the bytes that a forward pass saves for the backward pass. Each storage counts once, parameters never.
 
-    On a GPU the results that selective checkpointing saves are not counted: torch compiles nothing under a dispatch
-    mode, and flex_attention must be compiled.
+    On a GPU, the results that selective checkpointing saves are not counted. Counting them needs a dispatch mode, under
+    which torch.compile does not run, and flex_attention must be compiled.
     """
 
     def __init__(self, mode: Literal["none", "selective", "full"], device: str = "cpu") -> None:
@@ -35,7 +35,7 @@ class ActivationMeter:
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            # A gathered weight is saved as itself or as a view (`weight.t()`) and is no activation.
+            # Autograd also saves gathered weights, as parameters or views (`weight.t()`). Weights are no activations.
             if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
@@ -51,7 +51,7 @@ class ActivationMeter:
 
 
 class _SelectiveResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the results that selective checkpointing saves in its own store, which saved-tensor hooks do not see."""
+    """Count the bytes that selective checkpointing stores itself, because saved-tensor hooks do not see them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""The engine interface. An engine holds a model, shards it over the ranks, and makes optimizer steps.
+"""The interface of engines. An engine holds a model, shards the model over the ranks, and runs optimizer steps.
 
-No process group, DTensor, scheduler or JSON crosses the interface, and `run/training_loop.py` uses nothing else of an
-engine.
+The methods neither take nor return process groups, DTensors or schedulers. `run/training_loop.py` uses engines through
+this interface alone.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ class EngineSpec:
     """The settings of an engine, which do not change after `build`."""
 
     precision: Literal["bf16", "fp32"]
-    micro_batch_tokens: int  # at most
-    fused_loss: bool  # the head only multiplies, so that the loss can be computed without all logits at once
-    packs: bool = True  # the model takes several documents in one call, through our attention
-    looks_up: bool = True  # the model takes embeddings in place of ids
-    dropout: bool = False  # training draws random numbers
+    micro_batch_tokens: int  # the most tokens in a micro-batch
+    fused_loss: bool  # the output head is a plain matrix product: the loss needs no full matrix of logits
+    packs: bool = True  # one forward pass takes several documents, with aliquot's attention
+    looks_up: bool = True  # the model accepts embeddings instead of token ids
+    dropout: bool = False  # the model has dropout layers, which draw random numbers in training
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients between hosts
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # in which hosts exchange gradients
     micro_batches: int | None = None  # per rank and optimizer step; None: unknown
     compile: Literal["none", "layers"] = "none"
-    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # engine fsdp; auto: shared memory if possible
+    collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # for engine fsdp; auto: shared memory if possible
     hooks: PhaseHooks = PhaseHooks()
-    deepspeed: Mapping[str, Any] | None = None  # engine deepspeed: its complete settings
-    notes: tuple[str, ...] = ()  # for the console: settings that take no effect as written, and why
-    offload: bool = False  # a GPU's weights, gradients and moments lie in host memory
-    on_disk: OnDisk | None = None  # engine host: state that lies in `offload_directory`
+    deepspeed: Mapping[str, Any] | None = None  # for engine deepspeed: the complete DeepSpeed configuration
+    notes: tuple[str, ...] = ()  # console messages about settings that have no effect as written
+    offload: bool = False  # keep a GPU's weights, gradients and moments in host memory
+    on_disk: OnDisk | None = None  # for engine host: the state to keep in `offload_directory`
     offload_directory: Path = Path()
-    unsharded: Unsharded = SHARDED  # engine fsdp, if the model packs: state that stays whole within a step
-    document_tokens: int = 1 << 30  # tokens of a document, at most
-    exact: frozenset[str] = frozenset()  # frozen weights that are fp32 in bf16 models, too
+    unsharded: Unsharded = SHARDED  # for engine fsdp: state that every rank holds whole within an optimizer step
+    document_tokens: int = 1 << 30  # the most tokens in a document
+    exact: frozenset[str] = frozenset()  # names of frozen weights that stay fp32 even if `precision` is bf16
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -65,28 +65,28 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of an optimizer step. If the norm is not finite, nothing was updated."""
+    """The outcome of an optimizer step. If `grad_norm` is not finite, the step has updated nothing."""
 
     grad_norm: float  # global, before clipping
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes and seconds of this rank. Memory is the current amount; traffic and seconds count from `build`."""
+    """Memory, traffic and time of this rank. Memory is the current bytes; traffic and time add up from `build` on."""
 
     weights_bytes: int
     gradients_bytes: int
     moments_bytes: int
-    gathered_bytes: int  # the most that was gathered at once
-    activations_bytes: int  # the most that one micro-batch saved for its backward pass
-    wire_bytes: int  # handed to collectives that use the network, loopback included
+    gathered_bytes: int  # the most bytes of weights that are gathered at once
+    activations_bytes: int  # saved by a micro-batch for its backward pass
+    wire_bytes: int  # sent by collectives over the network, loopback included
     shared_bytes: int = 0  # this rank's share of the memory that all ranks of the host share
     staged_bytes: int = 0  # handed to other ranks through shared memory
     disk_read_bytes: int = 0  # of offloaded state
     disk_written_bytes: int = 0
     moved_bytes: int = 0  # memory traffic of gradients, sums and updates, which faster cores do not speed up
-    reduce_s: float | None = None  # in sums and collectives; None: not separable from computing
-    wait_s: float = 0.0  # part of reduce_s in which this rank waited for other ranks
+    reduce_s: float | None = None  # time in gradient sums and collectives; None: not separable from computing
+    wait_s: float = 0.0  # the part of reduce_s in which this rank waited for other ranks
 
     def memory(self) -> dict[str, int]:
         """Return bytes by category, for the memory ledger."""
@@ -106,43 +106,43 @@ class Counters:
 class Engine(PartStore, ViewableStore, Protocol):
     """A model, its gradients and its optimizer state, of which each rank holds 1/N.
 
-    The parts of an engine are this rank's ranges of weights and of both moments, without empty ones.
+    `parts` are this rank's flat ranges of the weights and of both Adam moments, without empty ranges.
     """
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
-        """Shard `meta`, a model on the meta device, and allocate this rank's parts, whose values are then undefined.
+        """Shard `meta`, a model on the meta device, and allocate this rank's parts, with undefined values.
 
-        Raises UserError if this engine cannot follow `spec` with these ranks.
+        Raises UserError if this engine does not support `spec` on these ranks.
         """
         ...
 
     @property
     def transport(self) -> str:
-        """The transport of the engine's collectives, for people: `shared memory`, `gloo`, `nccl`, or several."""
+        """The transport of the engine's collectives, for messages: `shared memory`, `gloo`, `nccl`, or several."""
         ...
 
     def ready(self) -> None:
-        """Publish the weights and test the collectives. Called once, after all parts are written."""
+        """Publish the weights and test the collectives. Call this once, after all parts are written."""
         ...
 
     def resume_at(self, steps: int) -> None:
-        """Set the number of optimizer steps that the parts have seen, for Adam's bias correction."""
+        """Set the number of completed optimizer steps, which Adam's bias correction needs."""
         ...
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
-        """Add `scale` times the gradient of the summed loss; return the unscaled loss, a detached fp32 scalar.
+        """Accumulate the gradient of `scale` times the summed loss. Return the unscaled loss, a detached fp32 scalar.
 
-        `batch`: None only joins the collectives; `last`: no micro-batch follows before `step`.
+        With `batch` None, this rank has no data and only joins the collectives. `last`: `step` follows next.
         """
         ...
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        """Return the summed loss without gradients, a fp32 scalar; None only joins the collectives."""
+        """Return the summed loss, an fp32 scalar, without gradients. With `batch` None, only join the collectives."""
         ...
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        """Clip by the global norm, run AdamW, publish the weights, zero the gradients. See `StepResult`."""
+        """Clip to a global norm of `max_grad_norm`, run AdamW, publish the weights, and zero the gradients."""
         ...
 
     def counters(self) -> Counters: ...

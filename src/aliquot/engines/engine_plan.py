@@ -1,6 +1,6 @@
-"""The plan of an engine: how much memory it needs, and where its state lies. Imports no torch.
+"""The plan of an engine: how much memory the engine needs, and where its state is stored. Imports no torch.
 
-The plan decides, the engine follows.
+The planner makes these decisions, and the engine follows them.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ Counts = tuple[tuple[Shape, int], ...]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that an engine needs on its largest rank, except for the two fields of a host.
+    """Bytes that an engine needs on its largest rank. Only `shared_weights` and `buffers` are per host.
 
-    Each engine's `*_memory.py` computes them, without torch, so that a laptop can plan for engines it cannot run.
+    Each engine's `*_memory.py` computes these bytes without torch, so that a laptop can plan for any engine.
     """
 
-    weights: int  # private
+    weights: int  # private to the rank
     gradients: int
-    gradients_from_start: bool  # otherwise from the first backward pass on
+    gradients_from_start: bool  # allocated at the start; otherwise in the first backward pass
     moments: int
-    update: int  # in addition, during an update
+    update: int  # additional memory during an update
     forward: int = 0  # gathered weights, in addition to activations
     backward: int = 0
     evaluation: int = 0
-    shared_weights: int = 0  # of a host
-    buffers: int = 0  # of a host
+    shared_weights: int = 0  # per host
+    buffers: int = 0  # per host
     own_gradients: int = 0  # the part of `gradients` that this rank owns
-    holes: int = 0  # unused heap between large blocks that are allocated anew in every step
-    streamed: int = 0  # in addition, during an update, in mappings that return to the kernel afterwards
+    holes: int = 0  # fragmentation: unused heap between large blocks that every step allocates anew
+    streamed: int = 0  # additional memory during an update, in mappings that return to the kernel after it
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """The weights with state on disk: by shape the number of weights, counted from the model's first."""
+    """The state to keep on disk. A pair (shape, n) selects the first n weights of that shape in the model."""
 
-    states: Counts = ()  # moments, and the low halves of masters: used once a step
-    # Gradient sums, used once a micro-batch, of weights that are in `states`, too. The sums of the input embedding stay
-    # in memory, because a look-up adds to rows anywhere in it.
+    states: Counts = ()  # moments and low halves of master weights, used once per optimizer step
+    # Gradient sums, used once per micro-batch. Every weight selected here is also in `states`. The sums of the input
+    # embedding stay in memory, because token look-ups add to rows anywhere in the embedding.
     gradients: Counts = ()
-    # Decoder layers, evenly spread, whose weights lie on disk and are read for every use: the weights in `states`, and
-    # frozen weights of the shapes in `frozen`.
+    # Number of streamed decoder layers, evenly spread over the model. Their weights are on disk and are read for every
+    # use. This applies to weights in `states` and to frozen weights with a shape in `frozen`.
     layers: int = 0
     frozen: tuple[Shape, ...] = ()
 
@@ -52,12 +52,12 @@ class OnDisk:
 
 
 def streamed_layers(layers: int, count: int) -> list[int]:
-    """Return `count` of `layers` layers, evenly spread, so that others compute while one is read."""
+    """Choose `count` of `layers` layers to stream, evenly spread, so that other layers compute during a read."""
     return [at for at in range(layers) if (at + 1) * count // layers > at * count // layers]
 
 
 def first_of(shapes: Sequence[Shape | None], counts: Counts, never: int | None = None) -> list[int]:
-    """Return the indices of the weights that `counts` selects, but for `never`. A frozen weight has the shape None."""
+    """Return the indices of the weights that `counts` selects, without `never`. Frozen weights have the shape None."""
     left = dict(counts)
     selected = []
     for index, shape in enumerate(shapes):
@@ -79,7 +79,7 @@ class Unsharded:
 
     @property
     def words(self) -> str:
-        """The state, for people."""
+        """The names of the unsharded state, for messages."""
         return " and ".join(name for name, whole in (("weights", self.weights), ("gradients", self.gradients)) if whole)
 
 

@@ -1,4 +1,4 @@
-"""Combine the ranks' sums of squares to the global norm of the gradients."""
+"""Combine the sums of squares of all ranks to the global gradient norm."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 
 def global_norm(squares: Sequence[float], device: torch.device) -> float:
-    """Return the norm of all ranks' gradients, equal on every rank; NaN if a gradient is not finite. Collective.
+    """Return the global gradient norm, the same on every rank; NaN if a gradient is not finite. Collective.
 
-    `squares`: this rank's sum of squares of each weight; `device`: of the collective's tensors.
+    `squares`: for each weight, the sum of squares of this rank's gradients; `device`: where the collective runs.
     """
     local = torch.tensor(list(squares), dtype=torch.float64, device=device)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]

@@ -1,7 +1,7 @@
 """The kernels that compute a model: compiled decoder layers, faster matrix products, and their warm-up.
 
-`train.compile: layers` puts each decoder layer, except for its attention, through torch.compile, which fuses the
-operations between the matrix products. The first step takes half a minute longer; torch caches the compiled kernels, so
+With `train.compile: layers`, torch.compile compiles each decoder layer, except for its attention, and fuses the
+operations between matrix products. The first step takes half a minute longer. torch caches the compiled kernels, so
 that the next run starts faster.
 """
 
@@ -40,9 +40,9 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
-    """Compile the layers if `spec` asks for it; otherwise copy transposed matrices where that makes products faster.
+    """Compile the layers if `spec` asks for compilation, else copy transposed matrices if copies speed up products.
 
-    Nothing may have wrapped the layers yet. Raises MissingToolError as `compile_layers`.
+    Call this before anything wraps the layers. Raises MissingToolError without a C++ compiler.
     """
     if spec.compile == "layers":
         compile_layers(model, topology.threads)
@@ -51,7 +51,7 @@ def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> N
 
 
 def compile_layers(model: nn.Module, threads: int) -> None:
-    """Compile every decoder layer; nothing may have wrapped the layers yet. Raises MissingToolError."""
+    """Compile every decoder layer, before anything wraps the layers. Raises MissingToolError without a C++ compiler."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *_COMPILERS) if name):
         raise MissingToolError(
             "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"
@@ -61,7 +61,7 @@ def compile_layers(model: nn.Module, threads: int) -> None:
     register_experts(compiled=True)
     options = _compile_options()
     for layer in decoder_layers(model):
-        # Not layer.compile(), which would compile the hooks, too, in which a layer waits for its weights.
+        # layer.compile() would also compile the hooks in which a layer waits for its weights.
         layer.forward = compile_function(layer.forward, options=options)
 
 
@@ -76,18 +76,21 @@ def _compile_options() -> dict[str, Any] | None:
 
 
 def warm_up_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tuple[int, ...]) -> None:
-    """Make the kernels for all document lengths of the run, after the first backward pass; later calls do nothing."""
+    """Create the CPU attention kernels for all document lengths of a run, so that memory does not grow later.
+
+    Call this after every backward pass: only the first call for a row length creates kernels.
+    """
     if isinstance(attention, TiledAttention) and caches_kernels(spec.precision):
         attention.warm_up_shapes(edges, spec.document_tokens)
 
 
 @functools.cache
 def transposing_pass() -> CustomGraphPass:
-    """Return a pass over a compiled layer's graph that copies the transposed left side of matrix products.
+    """Return a torch.compile pass that copies transposed left operands of matrix products, for faster products.
 
-    oneDNN's AMX kernels take 2.6 times as long if the left side is a transposed view. Every gradient of a linear
+    oneDNN's AMX kernels take 2.6 times as long if the left operand is a transposed view. The gradient of every linear
     layer's weight is such a product: the transposed gradient of the output, times the input. The copy costs half of
-    the gain. Raises ImportError if this torch has no such passes.
+    the gain. Raises ImportError if this version of torch has no custom passes.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -103,7 +106,7 @@ def transposing_pass() -> CustomGraphPass:
                 product.replace_input_with(left, copy)
 
         def uuid(self) -> Any:
-            """Return the part of torch.compile's cache key that stands for this pass."""
+            """Return the part of torch.compile's cache key that identifies this pass."""
             return get_hash_for_files((__file__, matmul.__file__))
 
     return TransposingPass()
@@ -118,14 +121,14 @@ def _is_transposed(node: Any) -> bool:
 
 
 def _size(node: Any, dimension: int) -> int:
-    """Return the size of a dimension, or a large number if it is symbolic, because rows have had several lengths."""
+    """Return the size of a dimension, or a large number for a symbolic size, which rows of several lengths cause."""
     size = node.meta["val"].shape[dimension]
     return size if isinstance(size, int) else _MANY
 
 
 @functools.cache
 def _kernel() -> Callable[[Tensor], Tensor]:
-    """Return a compiled copy, which is twice as fast as torch's own."""
+    """Return a compiled function that copies a transposed matrix, twice as fast as torch's own copy."""
     return compile_function(lambda matrix: matrix.t().contiguous(), dynamic=True, options=inductor_options())
 
 
@@ -138,8 +141,9 @@ def _fake_copy(matrix: Tensor) -> Tensor:
     return matrix.new_empty(matrix.shape[1], matrix.shape[0])
 
 
-# An operation that torch.compile does not inline. It would fuse the copy into the loop that makes the matrix and write
-# it column by column, and those cache lines evict each other if the rows are a multiple of 4 KiB apart.
+# A custom operation, because torch.compile does not inline custom operations. It would fuse an inlined copy into the
+# loop that computes the matrix, and would write the copy column by column. The cache lines of a column evict each other
+# if the rows are a multiple of 4 KiB apart.
 torch.library.define("aliquot::transposed_copy", "(Tensor matrix) -> Tensor")
 torch.library.impl("aliquot::transposed_copy", "CPU", _transposed_copy)
 torch.library.register_fake("aliquot::transposed_copy", _fake_copy)

@@ -1,4 +1,4 @@
-"""Select the engine of a run, and derive its settings from the configuration. The only file that knows all engines.
+"""Select the engine of a run, and derive the engine's settings. This is the only file that knows all engines.
 
 Importing this file imports no torch, because the planner selects engines, too.
 """
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
     from aliquot.models.meta import MetaModel
 
-_SHARED_FRACTION = 0.5  # the part of a machine's memory that one copy of the weights may take
+_SHARED_FRACTION = 0.5  # with engine auto: the most of a machine's memory that engine host's weights may take
 
 
 def chosen_engine(
     config: RunConfig, device: Literal["cpu", "cuda"], numel: int, memory_bytes: int, even: bool = True
 ) -> Literal["host", "fsdp", "deepspeed"]:
-    """Return the engine for a model of `numel` parameters. Raises EngineError if it cannot follow a setting.
+    """Return the engine for a model of `numel` parameters. Raises EngineError for a setting that it lacks.
 
-    `memory_bytes`: of a host; `even`: all hosts have the same number of ranks.
+    `memory_bytes`: the memory of a host; `even`: all hosts have the same number of ranks.
     """
     name = config.shard.engine
     if name == "auto" and config.shard.deepspeed_config is not None:
@@ -61,11 +61,11 @@ def engine_class(
 ) -> tuple[str, type[Engine]]:
     """Return the name and the class of the engine for a model of `numel` parameters, and import only that engine.
 
-    `planned`: the choice of rank 0's plan for `shard.engine: auto`. Raises EngineError as `chosen_engine`.
+    `planned`: the engine in rank 0's plan for `shard.engine: auto`. Raises EngineError like `chosen_engine`.
     """
     even = topology.world_size == topology.nodes * topology.local_world_size
     if config.shard.engine == "auto" and planned is not None and (even or planned != "host"):
-        name = planned  # not by the memory of this node, because other nodes may have more or less
+        name = planned  # this node's memory does not decide, because other nodes may have more or less
     else:
         name = chosen_engine(config, topology.device, numel, memory_limit(), even)
     if name == "host":

@@ -1,9 +1,10 @@
-"""Prove before a run that the engine trains this model correctly, on a narrow copy, against transformers' attention.
+"""Prove before a run that the engine trains the model correctly, by a comparison with transformers on a narrow copy.
 
-Two rows of two documents go through the engine as micro-batches over all ranks. Losses and the gradient of every weight
-must equal those of the same model with transformers' eager attention, fed one document at a time. An error in
-attention, masks, windows, heads, sums or the exchange of gradients shows here, and not as a curve that looks plausible.
-The proof runs in fp32; a bf16 run also tries whether the model's code runs with bf16 weights at all.
+The engine computes two rows of two documents as micro-batches on all ranks. The reference is the same narrow model with
+transformers' eager attention, which gets one document at a time. The losses and the gradient of every weight must
+agree. The proof finds errors in attention, masks, windows, heads, sums or the gradient exchange, which would otherwise
+give a wrong but plausible loss curve. The proof runs in fp32. A bf16 run also tests whether the model's code runs with
+bf16 weights at all.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ROWS = 2
-# Relative to each weight's gradient: all architectures of docs/models.md pass, and no fault of
-# tests/engines/test_startup_proof.py does.
+# Relative to each weight's gradient. All architectures of docs/models.md pass with this tolerance, and every fault in
+# tests/engines/test_startup_proof.py is found.
 _TOLERANCE = 1e-3
-_REDUCED_TOLERANCE = 2**-7  # bf16 rounds sums by 2^-9 of themselves, and the sums of two hosts may cancel
-_NOISE = 1e-5  # relative to the whole gradient: the rest of a gradient that should be zero
+_REDUCED_TOLERANCE = 2**-7  # for sums sent as bf16, which has a relative error of 2^-9; sums of hosts may cancel
+_NOISE = 1e-5  # relative to the norm of all gradients: rounding errors in a gradient that should be zero
 
 
 @dataclass(frozen=True)
 class _Example:
-    """The rows that both sides compute, and the weights of the narrow copy."""
+    """The rows that the engine and transformers both compute, and the weights of the narrow copy."""
 
     rows: list[MicroBatch]
     scale: float
@@ -47,10 +48,10 @@ class _Example:
 
 
 def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology) -> None:
-    """Compare engine `kind` with transformers. Collective.
+    """Compare engine `kind` with transformers on a narrow copy of the model. Collective.
 
-    Raises SelfTestError on every rank with the name of a module whose gradient is wrong, and UnsupportedModelError if
-    the model's code does not run in `spec.precision`.
+    Raises SelfTestError on every rank if the loss or a weight's gradient is wrong. Raises UnsupportedModelError if the
+    model's code does not run in `spec.precision`.
     """
     with quiet():
         if spec.precision == "bf16":
@@ -65,7 +66,7 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
             loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
             losses.append(float(loss.detach()))
             model_calls.with_auxiliary(model, loss * scale, scale, row.labels, documents).backward()  # type: ignore[no-untyped-call]
-        weights = model.state_dict()  # includes the buffers of a checkpoint, which get no gradients
+        weights = model.state_dict()  # includes persistent buffers, which get no gradients
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         expected = {name: gradients.get(name, torch.zeros_like(weight)).view(-1) for name, weight in weights.items()}
         computed, parts = _run_engine(config, traits, kind, spec, topology, _Example(rows, scale, weights))
@@ -89,7 +90,7 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
 
 
 def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> None:
-    """Run forward and backward as a run does; buffers stay fp32, routers' biases among them."""
+    """Run a forward and a backward pass with bf16 weights. Buffers, such as routers' biases, stay fp32."""
     model = built(narrow(config, dropout=False), traits.attention).train()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -102,7 +103,7 @@ def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> 
         else:
             loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
         loss.backward()  # type: ignore[no-untyped-call]
-    except Exception as error:  # each model's code fails in its own way on weights of another dtype than its buffers
+    except Exception as error:  # models raise various exceptions if weights and buffers differ in dtype
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run with weights of bf16: {reason}; train.precision: fp32 can train it"
@@ -118,7 +119,7 @@ def _row(ids: Tensor, positions: Tensor, edges: tuple[int, ...]) -> MicroBatch:
 def _run_engine(
     config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology, shown: _Example
 ) -> tuple[list[float], dict[str, tuple[int, Tensor]]]:
-    """Return the summed losses of all rows, and by name this rank's parts: where each begins, and its gradient."""
+    """Run all rows through the engine. Return their losses, and this rank's gradients as {name: (start, values)}."""
     on_meta = meta.build(narrow(config, dropout=False), traits)
     rows = shown.rows
     rounds = -(-len(rows) // topology.world_size)

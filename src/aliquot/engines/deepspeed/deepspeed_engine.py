@@ -1,7 +1,8 @@
-"""The deepspeed engine: DeepSpeed ZeRO-3 with the user's JSON, for people who have one, and for comparison.
+"""The deepspeed engine: DeepSpeed ZeRO-3 with the user's DeepSpeed JSON, to reuse an existing JSON or to compare.
 
-DeepSpeed holds bf16 partitions, fp32 masters, moments and gradients, and gathers and reduces by its settings. Data,
-batches, schedule, checkpoints and export are aliquot's. DeepSpeed's partition of a tensor is a flat range: a part.
+DeepSpeed stores the bf16 partitions, fp32 master weights, moments and gradients, and runs the collectives. aliquot
+provides data, batches, schedule, checkpoints and export. DeepSpeed's partition of a tensor is a flat range, so that
+aliquot can treat a partition as a `Part`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Partition:
     stop: int
 
     def values(self, kind: str) -> Tensor:
-        """Return the memory of a weight or moment, flat fp32, on the GPU or, if DeepSpeed offloads it, on the host."""
+        """Return the memory of the master weight or of a moment, flat fp32. DeepSpeed may have offloaded the memory."""
         optimizer = self.parameter._z3_optimizer  # set on every parameter by DeepSpeed
         group, offset, _ = optimizer.grad_position[optimizer.get_param_id(self.parameter)]
         flat = optimizer.fp32_partitioned_groups_flat[group]
@@ -70,7 +71,7 @@ class DeepspeedEngine:
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         if frozen := [name for name, weight in meta.named_parameters() if not weight.requires_grad]:
             raise EngineError(f"{frozen[0]} is frozen: shard.engine must be host or fsdp, not deepspeed")
-        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init reads it, even for a single rank
+        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init reads LOCAL_RANK, even for one rank
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
         if topology.device == "cpu":
@@ -83,7 +84,7 @@ class DeepspeedEngine:
         cast_parameters(meta, spec.compute_dtype)
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
-            weight.ds_tensor.zero_()  # allocates the pages, so that the ledger counts them as weights
+            weight.ds_tensor.zero_()  # allocates the pages, so that the memory ledger counts them as weights
         copies = copies_transposed(topology.device, spec.compute_dtype)
         training = _Training(meta, spec.fused_loss, head_loss_on(topology.device, copies_transposed=copies))
         if spec.fused_loss:
@@ -157,7 +158,7 @@ class DeepspeedEngine:
             return self._loss(batch, 1.0)[0]
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, detached, and the loss that backward() starts from."""
+        """Return the summed loss, detached, and the scaled loss to call backward() on."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         documents = Documents(fed.edges, self._attention)
         arguments = (fed.input_ids, fed.position_ids, fed.labels, documents, scale, fed.chosen)
@@ -199,7 +200,7 @@ class DeepspeedEngine:
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._engine.eval()
         with torch.no_grad():
-            # All ranks must run equally many forward passes, because every pass gathers layers from all of them.
+            # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
             several = self._world_size > 1
             result: Tensor = self._model.model.generate(ids.to(self._device), synced_gpus=several, **options)  # type: ignore[operator]
         return result

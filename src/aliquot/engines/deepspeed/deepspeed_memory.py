@@ -1,18 +1,18 @@
-"""The memory of engine deepspeed: the allocations of DeepSpeed 0.19.8 ZeRO-3, read from its source code.
+"""The memory of engine deepspeed, computed like the allocations in the source code of DeepSpeed 0.19.8 (ZeRO-3).
 
-DeepSpeed reports its memory in five phases while it builds (see_memory_usage); the memory ledger has the same phases. A
-rank owns ceil(numel / ranks) elements of each weight, its partitions:
+DeepSpeed reports its memory after five phases of its initialization (see_memory_usage). The memory ledger has the same
+phases. A rank owns a partition of each weight, ceil(numel / ranks) elements. The phases allocate:
 
-after load               the partitions that zero.Init made, 2 bytes per owned element (partition_parameters.py).
-after bf16 partitions    stage3.py, _create_fp16_partitions_with_defragmentation: all partitions copied into one flat
-                         buffer, and freed one by one. Large ones return to the system. Those below 16 MiB come from the
-                         heap and stay with the allocator.
-after fp32 master        _create_fp32_partitions: a clone in fp32, 4 bytes.
-after optimizer state    initialize_optimizer_states: no moments, which Adam makes in its first step. With
-                         offload_optimizer an fp32 gradient of every sub-group, 4 bytes.
-after ZeRO init          _setup_for_real_optimizer: grad_partitions_flat_buffer in bf16, 2 bytes. Then
-                         create_reduce_and_remove_grad_hooks gathers every weight once, and one layer's three MLP
-                         weights stay whole.
+after load               partition_parameters.py: the partitions from zero.Init, 2 bytes per owned element.
+after bf16 partitions    stage3.py, _create_fp16_partitions_with_defragmentation: DeepSpeed copies all partitions into
+                         one flat buffer, and frees the partitions one by one. Partitions below 16 MiB come from the
+                         heap and stay with the allocator; larger ones return to the system.
+after fp32 master        _create_fp32_partitions: an fp32 copy, 4 bytes per owned element.
+after optimizer state    initialize_optimizer_states: no moments, because Adam creates moments in its first step. With
+                         offload_optimizer, an fp32 gradient of every sub-group, 4 bytes per owned element.
+after ZeRO init          _setup_for_real_optimizer: grad_partitions_flat_buffer in bf16, 2 bytes per owned element. Then
+                         create_reduce_and_remove_grad_hooks gathers every weight once, and the three MLP weights of
+                         one layer stay gathered.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from aliquot.engines.engine_plan import RankMemory
 from aliquot.models.model_shape import ModelShape, Shape, numel
 
 _HEAP_BYTES = 16 << 20  # smaller partitions come from the allocator's heap and stay there after they are freed
-# stage3_max_reuse_distance: a weight stays whole if it is used again within so many elements. In the backward pass the
-# distance is twice the size of the layers above the weight. The second is stage3_max_live_parameters.
+# DeepSpeed's defaults of stage3_max_reuse_distance and stage3_max_live_parameters. A gathered weight stays gathered if
+# DeepSpeed uses the weight again within the reuse distance, which counts elements. Between the uses of a weight in the
+# forward and in the backward pass, the distance is twice the size of the layers above the weight.
 _MAX_REUSE, _MAX_LIVE = 10**9, 10**9
 REUSED_NUMEL = _MAX_REUSE // 2
 _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold, if the JSON does not set it
 
 
 def persistent_numel(config: RunConfig, shape: ModelShape, layout: RankLayout) -> int:
-    """Return the elements of the weights that stay gathered until an update (parameter_offload.py)."""
+    """Return the elements of small weights, which DeepSpeed keeps gathered until an update (parameter_offload.py)."""
     threshold = _settings(config, shape, layout).get("stage3_param_persistence_threshold", _PERSISTENT_NUMEL)
     return sum(numel(weight) for weight in shape.weights if numel(weight) <= threshold)
 
 
 def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> RankMemory:
-    """Return the memory of a rank in training."""
+    """Return the memory of a rank in training with engine deepspeed."""
     zero = _settings(config, shape, layout)
     compute = 2 if config.train.precision == "bf16" else 4
     weights = shape.weights
@@ -52,8 +53,8 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
     live = min(shape.numel, reuse // 2, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
     prefetched = min(int(zero.get("stage3_prefetch_bucket_size", 5 * 10**7)), shape.numel)
     gathered = compute * (max(live, largest) + prefetched)
-    # Only the part of the bucket that gradients fill takes memory. The input of the reduce-scatter is a copy of it
-    # (reduce_scatter_coalesced). On CPU there is a third, because gloo's reduce-scatter is an all-reduce of a clone.
+    # Only the filled part of the gradient bucket takes memory. The input of the reduce-scatter is a copy of the bucket
+    # (reduce_scatter_coalesced). On CPU there is one more copy, because gloo's reduce-scatter all-reduces a clone.
     bucket = min(max(int(zero.get("reduce_bucket_size", 5 * 10**8)), largest), shape.numel)
     copies = 3 if layout.device == "cpu" else 2
     return RankMemory(
@@ -61,19 +62,19 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
         gradients=(compute + (4 if offloaded else 0)) * owned,
         gradients_from_start=True,
         moments=8 * owned,
-        # The sub-group's gradients flat and in fp32, and the square root of its second moments.
+        # For one sub-group: flat gradients, fp32 gradients, and the square root of the second moments.
         update=(compute + 4 + 4) * group,
         forward=gathered,
         backward=gathered + copies * compute * bucket,
         evaluation=gathered,
-        # On CPU the copies of the bucket are allocated anew in each step and fragment the heap: unused heap grew by two
-        # copies in twenty steps.
+        # On CPU, each step allocates the copies of the bucket anew, which fragments the heap: in 20 steps, the unused
+        # heap grew by the size of two copies.
         holes=2 * compute * bucket if layout.device == "cpu" else 0,
     )
 
 
 def build_phases(config: RunConfig, shape: ModelShape, layout: RankLayout) -> list[tuple[str, dict[str, int]]]:
-    """Return the private bytes by phase while DeepSpeed builds its optimizer, in addition to the process itself."""
+    """Return the private bytes after each phase of DeepSpeed's initialization, without the process's base memory."""
     zero = _settings(config, shape, layout)
     weights = shape.weights
     compute = 2 if config.train.precision == "bf16" else 4

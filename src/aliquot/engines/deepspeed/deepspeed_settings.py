@@ -1,4 +1,4 @@
-"""The settings for DeepSpeed: the JSON in the run config, completed from the rest of the run config."""
+"""Complete the DeepSpeed JSON in the run config with settings from the other sections of the run config."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
         zero.setdefault("offload_optimizer", {"device": "cpu"})
         zero.setdefault("offload_param", {"device": "cpu"})
     result["zero_optimization"] = {k: v for k, v in zero.items() if _fate(f"zero_optimization.{k}") != "overridden"}
-    # DeepSpeed counts one micro-batch of aliquot as one of its own; the engine tells DeepSpeed which one ends a step.
+    # For DeepSpeed, every micro-batch is one sample. The engine tells DeepSpeed which micro-batch ends a step.
     result |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size}
     result["gradient_clipping"] = config.train.max_grad_norm
     bf16 = {key: value for key, value in explicit.get("bf16", {}).items() if key != "immediate_grad_update"}
@@ -49,7 +49,7 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
 
 
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without the values "auto", which set nothing, and without sections that are empty afterwards."""
+    """Return a copy without "auto" values, which set nothing, and without sections that have only "auto" values."""
     explicit = {
         key: _without_auto(value) if isinstance(value, dict) and value else deepcopy(value)
         for key, value in values.items()
@@ -68,7 +68,7 @@ def _log_lines(deepspeed: Mapping[str, Any]) -> list[str]:
 
 
 def _fate(path: str) -> str:
-    """Return whether a key or section is honoured or overridden; a section is honoured if one of its keys is."""
+    """Return whether a key or section is honoured or overridden. A section counts as honoured if any of its keys is."""
     rule = rule_for(path)
     below = [RULES[key].kind for key in RULES if key.startswith(f"{path}.")]
     return rule.kind if rule is not None else ("honoured" if "honoured" in below else "overridden")

@@ -1,4 +1,4 @@
-"""Start DeepSpeed: the C++ ops that it compiles, the optimizer that it wraps, and the phases in which it builds."""
+"""Start DeepSpeed: check the tools for its C++ ops, create its optimizer, and report its initialization phases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aliquot.engines.base import EngineSpec
 from aliquot.optim.adamw import decay_groups, decays
 
 _TOOLS = {"g++": "a C++ compiler (Debian: apt install g++)", "ninja": "pip install ninja"}
-# The messages with which DeepSpeed reports its memory -> the phase of the memory ledger that ends there.
+# The message of a DeepSpeed memory report -> the phase of the memory ledger that ends with this report.
 _PHASES = {
     "Before creating fp16 partitions": "after load",
     "After creating fp16 partitions": "after bf16 partitions",
@@ -34,9 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 def prepare_ops() -> None:
-    """Make sure that DeepSpeed can start on CPUs, where it compiles its shared-memory op even if nothing uses it.
+    """Check that DeepSpeed can compile its C++ ops on CPUs, and remove the locks of killed builds.
 
-    Raises MissingToolError if a tool for the build is not installed.
+    On CPUs, DeepSpeed compiles its shared-memory op at every start, even if nothing uses the op. Raises
+    MissingToolError if a build tool is not installed.
     """
     if missing := missing_tools():
         raise MissingToolError(
@@ -50,7 +51,7 @@ def prepare_ops() -> None:
 
 
 def missing_tools() -> list[str]:
-    """Return how to install each tool that is missing."""
+    """Return an installation hint for each missing build tool."""
     # pip installs ninja in the directory of Python, which need not be on the PATH.
     scripts = sysconfig.get_path("scripts")
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
@@ -59,14 +60,14 @@ def missing_tools() -> list[str]:
 
 
 def locks() -> list[Path]:
-    """Return the lock files of torch's builds of DeepSpeed's ops."""
+    """Return the lock files of extension builds by torch, which also builds DeepSpeed's ops."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     root = Path(os.environ["TORCH_EXTENSIONS_DIR"]) if "TORCH_EXTENSIONS_DIR" in os.environ else cache
     return sorted(lock for depth in ("*/lock", "*/*/lock") for lock in root.glob(depth))
 
 
 def _is_abandoned(lock: Path) -> bool:
-    """Whether a lock is old, and open in no process of this host: a build keeps its lock open."""
+    """Whether a lock is old and no process of this host has it open; a running build keeps its lock open."""
     with suppress(FileNotFoundError):
         return time.time() - lock.stat().st_mtime > _YOUNG_S and lock not in _open_files()
     return False
@@ -81,7 +82,10 @@ def _open_files() -> Iterator[Path]:
 def adamw(
     weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Return AdamW over two groups, with and without weight decay: DeepSpeed's for offloaded states, else torch's."""
+    """Return AdamW over two parameter groups, with and without weight decay.
+
+    For offloaded states this is DeepSpeedCPUAdam, unless the settings disable it; otherwise it is torch's AdamW.
+    """
     decaying = [decays(name, tuple(cast(Any, w).ds_shape)) for name, w in weights]
     groups = decay_groups([w for _, w in weights], decaying, spec.weight_decay)
     options: dict[str, Any] = {"lr": 0.0, "betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
@@ -95,7 +99,7 @@ def adamw(
 
 
 def prepare_states(optimizer: Any) -> None:
-    """Create the zero moments that Adam would create in its first step, because parts exist from the start."""
+    """Create zero moments before Adam's first step, so that a checkpoint can be restored into the moments."""
     for flat in optimizer.fp32_partitioned_groups_flat:
         optimizer.optimizer.state[flat] = {
             "step": _step(optimizer.optimizer, 0),
@@ -105,7 +109,7 @@ def prepare_states(optimizer: Any) -> None:
 
 
 def set_steps(optimizer: Any, steps: int) -> None:
-    """Set the step that Adam's bias correction counts from."""
+    """Set the number of completed steps, which Adam's bias correction needs."""
     for flat in optimizer.fp32_partitioned_groups_flat:
         optimizer.optimizer.state[flat]["step"] = _step(optimizer.optimizer, steps)
 
@@ -116,7 +120,10 @@ def _step(optimizer: torch.optim.Optimizer, steps: int) -> Any:
 
 @contextmanager
 def report_phases(end_phase: Callable[[str], object]) -> Iterator[None]:
-    """Call `end_phase` where DeepSpeed reports its memory. It has no hook for that, so a profiler watches the calls."""
+    """Call `end_phase` whenever DeepSpeed reports its memory while the context is active.
+
+    DeepSpeed has no hook for memory reports, so a profile function watches for calls of see_memory_usage.
+    """
     from deepspeed.runtime.utils import see_memory_usage
 
     code = see_memory_usage.__code__

@@ -1,8 +1,9 @@
 """Collectives of the fsdp engine: FSDP2's all-gather and reduce-scatter through shared memory, and a self-test.
 
-gloo would send the same bytes through loopback, and its reduce-scatter is an all-reduce. Large collectives are cut. The
-staging buffer has two halves, used in turn. Before a rank writes to a half again, it has passed the barrier of the
-other half, which every rank enters only after it has read the first one.
+gloo would send the same bytes through the loopback interface, and its reduce-scatter is an all-reduce. Collectives that
+are larger than the staging buffer run in several pieces. The buffer has two halves, which the pieces use alternately.
+A rank overwrites a half only after the barrier for the other half, which no rank enters before it has read the first
+half.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_memory import HALF_BYTES
 
-_CHECK_NUMEL = 1000  # elements of a rank
+_CHECK_NUMEL = 1000  # elements per rank in the self-test
 
 
 class StagingBuffer:
-    """Shared memory in which each rank writes its own part, and reads the parts of all ranks."""
+    """Shared memory of the ranks of a host: each rank writes to its own part, and reads the parts of all ranks."""
 
     def __init__(self, peers: Peers) -> None:
         """Share the memory. Collective."""
@@ -39,7 +40,7 @@ class StagingBuffer:
         self.busy_s = 0.0  # in collectives, without waiting
 
     def exchange(self, values: Tensor) -> list[Tensor]:
-        """Return the flat `values` of every rank, by rank, valid until the exchange after the next. Collective."""
+        """Return the flat `values` of every rank, in rank order. Read them before the next exchange. Collective."""
         offset = self._half * HALF_BYTES
         self._half = 1 - self._half
         views = [memory.tensor(offset, (values.numel(),), values.dtype) for memory in self._memories]
@@ -57,14 +58,14 @@ class StagingBuffer:
 
 
 class _NewOutput:
-    """Allocates the output of each collective anew, because the gradients of parameters are views of it."""
+    """Allocate a new output for each collective, because parameters' gradients are views of the output."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class SharedAllGather(_NewOutput):
-    """FSDP2's extension point for all-gathers."""
+    """An all-gather through shared memory, for FSDP2's `set_custom_all_gather`."""
 
     def __init__(self, staging: StagingBuffer) -> None:
         self._staging = staging
@@ -83,7 +84,7 @@ class SharedAllGather(_NewOutput):
 
 
 class SharedReduceScatter(_NewOutput):
-    """FSDP2's extension point for reduce-scatters. Only sums, in the order of the ranks."""
+    """A reduce-scatter through shared memory, for FSDP2's `set_custom_reduce_scatter`. It sums in rank order."""
 
     def __init__(self, staging: StagingBuffer) -> None:
         self._staging = staging
@@ -110,9 +111,9 @@ class SharedReduceScatter(_NewOutput):
 
 
 def use_shared_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> StagingBuffer | None:
-    """Let CPU ranks of one host exchange weights and gradients through shared memory. None: gloo or nccl is used.
+    """Let CPU ranks of one host exchange weights and gradients through shared memory; None: gloo or nccl is used.
 
-    Raises EngineError if `spec` asks for shared memory, and the ranks cannot share any.
+    Raises EngineError if `spec` requires shared memory, but the ranks cannot share memory.
     """
     if spec.collectives == "gloo" or topology.world_size == 1:
         return None
@@ -131,22 +132,23 @@ def use_shared_memory(model: nn.Module, spec: EngineSpec, topology: Topology) ->
     staging = StagingBuffer(peers)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # torch annotates these with private classes, but calls them with keywords only.
+            # torch annotates the arguments with private classes, but calls them with keyword arguments only.
             module.set_custom_all_gather(SharedAllGather(staging))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(SharedReduceScatter(staging))  # type: ignore[arg-type]
     return staging
 
 
 def check_collectives(device: torch.device, staging: StagingBuffer | None) -> None:
-    """Sum and gather known numbers through `staging`, or by torch's own collectives if None. Collective.
+    """Test reduce-scatter and all-gather on known numbers, by `staging` or, if None, by torch. Collective.
 
-    Raises SelfTestError: torch <= 2.8 on gloo summed where it should average (pytorch#162338).
+    Raises SelfTestError if a result is wrong. For example, torch <= 2.8 with gloo returned sums instead of averages
+    (pytorch#162338).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(world_size, dtype=torch.float32, device=device).repeat_interleave(_CHECK_NUMEL)
     reduced = torch.empty(_CHECK_NUMEL, device=device)
     sum_of_ranks = world_size * (world_size + 1) / 2
-    addends = whole + rank + 1  # slice i, for rank i, holds i + rank + 1
+    addends = whole + rank + 1  # slice i goes to rank i and has the value i + rank + 1
     gathered = torch.empty_like(whole)
     if staging is None:
         dist.reduce_scatter_single(reduced, addends)

@@ -1,7 +1,7 @@
-"""The fsdp engine: PyTorch FSDP2, which gathers weights layer by layer. For weights that do not fit a node, and CUDA.
+"""The fsdp engine: PyTorch FSDP2, which gathers weights layer by layer, for GPUs and for weights larger than a node.
 
-Master weights are fp32 and sharded along dim 0; a layer is gathered in bf16 (or fp32), its gradient reduced in fp32.
-Frozen weights have no master and are sharded in the dtype in which they are gathered.
+Master weights are fp32 and sharded along dim 0. FSDP2 gathers a layer in bf16 (or fp32) and reduces gradients in fp32.
+Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Shard:
 
     name: str
     parameter: nn.Parameter  # holds a DTensor
-    local: Tensor  # the rows: a fp32 leaf that the optimizer updates; of a frozen weight in the compute dtype
+    local: Tensor  # the rows: an fp32 leaf that the optimizer updates, or compute dtype if the weight is frozen
     start: int  # flat index of the first element in the whole tensor
 
 
@@ -63,7 +63,7 @@ class FsdpEngine:
         self._shards = shards
         self._local = {shard.name: shard.local for shard in shards}
         self._trainable = [shard for shard in shards if shard.parameter.requires_grad]
-        self._states = {shard.name: i for i, shard in enumerate(self._trainable)}  # places in the optimizer
+        self._states = {shard.name: i for i, shard in enumerate(self._trainable)}  # index in the optimizer
         self._spec = spec
         self._device = torch.device(topology.device)
         self._world_size = topology.world_size
@@ -78,13 +78,14 @@ class FsdpEngine:
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        # On CPU gradients stay allocated between steps. New ones among activations of changing sizes would fragment the
-        # heap, by 94 MiB in 90 steps of 60 M parameters. torch's allocator of GPU memory does not fragment.
+        # On CPU, gradients stay allocated between steps. New gradients between activations of changing sizes would
+        # fragment the heap: by 94 MiB in 90 steps of a model with 60 M parameters. torch's allocator of GPU memory does
+        # not fragment.
         self._keeps_gradients = topology.device == "cpu"
-        self._gathered = False  # unsharded weights are whole now
+        self._gathered = False  # whether unsharded weights are gathered now
         self._staging = staging  # None: gloo or nccl carries the collectives
         groups = [_group_numel(module) for module in self._groups]
-        # The root stays gathered while the largest layer is. A single rank gathers a copy, too.
+        # The root group stays gathered while any layer is gathered. A single rank also gathers a copy.
         most = sum(groups) if self._spec.unsharded.weights else groups[0] + max(groups[1:], default=0)
         self._gathered_bytes = spec.compute_dtype.itemsize * most
 
@@ -95,17 +96,17 @@ class FsdpEngine:
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
         backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
-        # With pinned memory FSDP2 would copy the shards at the first forward pass, and the optimizer would update the
-        # former ones.
+        # With pinned memory, FSDP2 would copy the shards in the first forward pass, and the optimizer would update the
+        # old shards.
         offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
         for name, parameter in meta.named_parameters():
             if not parameter.requires_grad and name not in spec.exact:
                 parameter.data = parameter.data.to(spec.compute_dtype)
-        # FSDP2 shards no scalar and gathers a layer in one dtype: every rank holds these few weights whole.
+        # FSDP2 cannot shard scalars or gather two dtypes in one layer. Every rank holds these few weights whole.
         whole = {p: name for name, p in meta.named_parameters() if p.ndim == 0 or name in spec.exact}
         if scalars := [name for parameter, name in whole.items() if parameter.requires_grad]:
             raise EngineError(f"engine fsdp: FSDP2 shards no weight without a dimension, and {scalars[0]} has none")
-        reshard = False if spec.unsharded.weights else None  # None: all groups except for the root
+        reshard = False if spec.unsharded.weights else None  # None: reshard all groups except for the root
         for group in _groups_of(meta):
             fully_shard(
                 group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
@@ -117,7 +118,7 @@ class FsdpEngine:
             _add_fused_loss(meta, head_loss_on(topology.device, copies_transposed=copies, compiled=compiled))
         for module in meta.modules():
             if isinstance(module, FSDPModule):
-                # Gradients are summed; the loss's scale divides by the global number of tokens.
+                # Sum gradients without averaging, because the loss is already scaled by the global number of tokens.
                 if topology.world_size > 1:  # for a single rank FSDP2 would divide by 1 in an extra pass
                     module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
@@ -161,7 +162,7 @@ class FsdpEngine:
     def ready(self) -> None:
         check_collectives(self._device, self._staging)
         for shard in self._shards:
-            if not isinstance(shard.parameter, DTensor):  # held whole by every rank, which has filled its range
+            if not isinstance(shard.parameter, DTensor):  # every rank holds such a weight whole, with its range filled
                 whole = torch.zeros_like(shard.parameter, dtype=torch.float32).view(-1)
                 whole[shard.start : shard.start + shard.local.numel()] = shard.local
                 dist.all_reduce(whole)
@@ -191,7 +192,7 @@ class FsdpEngine:
         return summed
 
     def _hold_unsharded(self, last: bool) -> None:
-        """Reduce gradients and drop weights only in the last micro-batch, where they are unsharded.
+        """Delay the reduction of unsharded gradients and the release of unsharded weights to the last micro-batch.
 
         Unsharded gradients cost 4 bytes and unsharded weights 2 bytes per parameter of the model on every rank.
         """
@@ -212,7 +213,7 @@ class FsdpEngine:
         return 1 if batch is None or self._spec.packs else max(batch.calls, len(batch.edges) - 1)
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, detached, and the loss that backward() starts from."""
+        """Return the summed loss, detached, and the scaled loss to call backward() on."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
         if not self._spec.fused_loss:
@@ -225,7 +226,7 @@ class FsdpEngine:
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         for shard in self._trainable:
             gradient = cast("DTensor | None", shard.parameter.grad)
-            # A shard without rows has no gradient, but the optimizer needs one for every weight.
+            # A shard without rows has no gradient, but the optimizer needs a gradient for every weight.
             shard.local.grad = torch.zeros_like(shard.local) if gradient is None else gradient.to_local()
             if not self._keeps_gradients:
                 shard.parameter.grad = None
@@ -252,7 +253,7 @@ class FsdpEngine:
         )
 
     def _count_wire(self, gathers: int, reduces: int) -> None:
-        """Count the bytes that this rank sends: (N - 1) / N of all weights per gather, of trainable ones per reduce."""
+        """Count the bytes sent by this rank: (N - 1) / N of all weights per gather, of trainable weights per reduce."""
         numel = sum(shard.parameter.numel() for shard in self._shards)
         trainable = sum(shard.parameter.numel() for shard in self._trainable)
         share = (self._world_size - 1) / self._world_size
@@ -262,7 +263,7 @@ class FsdpEngine:
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
         with torch.no_grad():
-            # All ranks must run equally many forward passes, because every pass gathers layers from all of them.
+            # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
             result: Tensor = self._model.generate(ids.to(self._device), synced_gpus=self._world_size > 1, **options)  # type: ignore[operator]
         return result
 
@@ -285,9 +286,9 @@ def _local_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
 
 
 def _groups_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to gather as groups, inner before outer: decoder layers, an untied head, then the model.
+    """Return the modules for fully_shard, inner before outer: decoder layers, an untied head, then the model.
 
-    A layer that shares weights with another module is gathered with the model.
+    A layer that shares weights with another module gets no group; FSDP2 gathers the layer with the model.
     """
     uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     groups = []

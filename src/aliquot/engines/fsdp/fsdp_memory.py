@@ -1,4 +1,4 @@
-"""The memory of the fsdp engine, and of torch's FSDP2 (fully_shard), which gathers, holds and drops weights."""
+"""The memory of the fsdp engine, including the weights that torch's FSDP2 (fully_shard) gathers and releases."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HALF_BYTES = 16 << 20  # half of a rank's staging buffer in shared memory
 
 @dataclass(frozen=True)
 class _Groups:
-    """Padded elements of the groups that FSDP2 gathers: the root, and the layers in their order."""
+    """Elements, with padding, of each group that FSDP2 gathers at once: the root, and the layers in model order."""
 
     root: int
     layers: Sequence[int]
-    learned_root: int  # with gradients
+    learned_root: int  # elements with gradients
     learned_layers: Sequence[int]
     ranks: int
     compute: int  # bytes of a gathered element
@@ -39,9 +39,9 @@ def fsdp_memory(
     layer_bytes: int,
     unsharded: Unsharded = SHARDED,
 ) -> RankMemory:
-    """Return the memory of a rank.
+    """Return the memory of a rank with engine fsdp.
 
-    `backward_bytes`: the most activations during a backward pass; `layer_bytes`: the activations of one layer.
+    `backward_bytes`: the most bytes of activations during a backward pass; `layer_bytes`: the activations of a layer.
     """
     compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
     root, *layers = shape.padded_groups(ranks)
@@ -49,7 +49,7 @@ def fsdp_memory(
     owned = sum(learned) // ranks
     frozen = (root + sum(layers)) // ranks - owned
     shared = layout.device == "cpu" and layout.nodes == 1 and ranks > 1 and config.shard.collectives != "gloo"
-    # FSDP2 holds the flat result of an all-gather until the next one is made; a single rank only copies.
+    # FSDP2 keeps the flat result of an all-gather until the next all-gather. A single rank only copies.
     flat = compute if ranks > 1 else 0
     groups = _Groups(root, layers, learned[0], learned[1:], ranks, compute, flat)
     largest = max(layers)
@@ -67,25 +67,25 @@ def fsdp_memory(
         evaluation=forward,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * owned,
-        # Gradients stay in place from step to step, but each micro-batch allocates new gradients of the root.
+        # Gradients stay allocated between steps, but each micro-batch allocates new gradients of the root group.
         holes=4 * learned[0] // ranks if layout.device == "cpu" else 0,
     )
 
 
 def _backward(groups: _Groups, backward_bytes: int, layer_bytes: int, unsharded: Unsharded) -> int:
-    """Return the most bytes of a backward pass in addition to `backward_bytes`, which is the peak in the last layer.
+    """Return the most bytes of a backward pass beyond `backward_bytes`, the peak of activations in the last layer.
 
-    While a group is in its backward pass, these are in memory: the root and the group whole, the next group gathered
-    ahead (flat), the group's gradients in the compute dtype, and the fp32 input of the previous group's reduce-scatter,
-    which FSDP2 holds until the next one. Unsharded weights are all in memory until the end. Unsharded gradients have
-    been added to their sums, which count as gradients, before they are reduced.
+    During the backward pass of a group, memory holds: the gathered root and group, the flat all-gather result of the
+    next group, the group's gradients in the compute dtype, and the fp32 input of the previous group's reduce-scatter.
+    FSDP2 keeps this input until the next reduce-scatter. Unsharded weights are all in memory until the end. FSDP2 adds
+    unsharded gradients to their sums, which count as gradients, before it reduces the sums.
     """
     most = done = 0
     compute, flat, ranks, layers, learned = (
         groups.compute, groups.flat, groups.ranks, groups.layers, groups.learned_layers
     )  # fmt: skip
     whole = groups.whole_bytes
-    unreduced = 0 if unsharded.gradients else compute  # per gradient of the group that is being reduced
+    unreduced = 0 if unsharded.gradients else compute  # bytes per gradient of the group that is being reduced
     for at in range(len(layers) - 1, -1, -1):
         ahead = flat * layers[at - 1] if at and not unsharded.weights else 0
         before = 4 * learned[at + 1] if at + 1 < len(layers) else 0

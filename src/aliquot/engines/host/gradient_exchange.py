@@ -1,10 +1,10 @@
-"""Sum gradients over hosts, piece by piece, while the last backward pass of a step still computes.
+"""Sum gradients over hosts, piece by piece, during the last backward pass of an optimizer step.
 
-Every rank completes the same pieces in the same order (host_gradients.py). The part of a piece that a rank of another
-host owns leaves at once. A rank adds received parts to its own sums in the order of the hosts. It looks for arrivals
-whenever it completes a piece, and waits for arrivals only after the last piece. Finally, the hosts compare checksums of
-all messages. A tied embedding travels twice: first of all weights, when its gradient as the head is complete, and last
-with the rows that tokens have looked up in the last micro-batch.
+All ranks complete the sums of the same pieces in the same order (host_gradients.py). If a rank of another host owns a
+part of a piece, that part is sent at once. A rank adds received parts to its own sums in host order. It polls for
+received parts whenever it completes a piece, and waits for them only after the last piece. Finally, the hosts compare
+checksums of all messages. A tied embedding is sent twice. The first message of a step is its gradient as the output
+head; the last message contains the rows that tokens have looked up in the last micro-batch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ExchangePiece:
     index: int
     start: int
     stop: int
-    adds_rows: bool = False  # looked-up rows, to be added to sums that have travelled before
+    adds_rows: bool = False  # the piece has looked-up rows, to be added to sums that were sent before
 
 
 @dataclass
 class _SumsArrival:
-    """A piece of this rank's own sums, and the buffers in which other hosts' sums of the piece arrive."""
+    """A piece of this rank's own sums, and the buffers that receive other hosts' sums of the piece."""
 
     piece: ExchangePiece  # counted from the first element that this rank owns
     buffers: dict[int, Tensor]  # by host
@@ -58,7 +58,7 @@ class _SumsArrival:
 
 
 class GradientExchange:
-    """The exchange of one rank with its counterparts, step by step: `begin`, `send` every piece in turn, `finish`."""
+    """Exchange of sums with this rank's counterparts. A step calls `begin`, `send` for every piece, and `finish`."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class GradientExchange:
         looked_up: Mapping[int, Sequence[Tensor]],
         most_rows: int,
     ) -> None:
-        """Prepare the exchange of `pieces`, none on disk, in the order in which every rank completes their sums.
+        """Prepare the exchange of `pieces`, listed in the order in which all ranks complete the pieces' sums.
 
-        `looked_up`: by weight and host a bool for each row of that host's owner; sums of other rows are zero.
-        `most_rows`: the most rows that a host sends in a piece that adds rows.
+        No piece has sums on disk. `looked_up`: by weight and host, a bool for each row that the host's owner owns;
+        rows with False have sums of zero. `most_rows`: the most rows that a host sends in a piece with `adds_rows`.
         """
         self._wire = wire
         self._weights = weights
@@ -91,7 +91,7 @@ class GradientExchange:
         self._arrivals: deque[_SumsArrival] = deque()
         self._arriving_bytes = 0
         self._added = 0
-        self._departures: deque[tuple[Future[None], Tensor, bool]] = deque()  # the last: the tensor is of the pool
+        self._departures: deque[tuple[Future[None], Tensor, bool]] = deque()  # (send, message, is it from the pool)
         self._departing_bytes = 0
         self._pool = BufferPool(sums.sent_dtype, EXCHANGE_BYTES)
         self._sent: dict[int, Tally] = {}
@@ -105,7 +105,7 @@ class GradientExchange:
         self._post_receives()
 
     def send(self, piece: ExchangePiece) -> None:
-        """Send a piece whose sums over this host are complete, but for rows that follow separately."""
+        """Send a piece whose sums over this host are complete, except for rows that `send_rows` sends later."""
         self._take_turn(piece)
         for host in self._wire.peer_hosts:
             if (part := self._part(piece, host)) is not None:
@@ -119,7 +119,7 @@ class GradientExchange:
         self.poll()
 
     def send_rows(self, index: int, rows_by_host: Sequence[Rows]) -> None:
-        """Send the looked-up rows, fp32, of each host's range of a weight."""
+        """Send to each host the looked-up rows, fp32, in that host's range of a weight."""
         piece = ExchangePiece(index, 0, self._weights[index].numel, adds_rows=True)
         self._take_turn(piece)
         self._local_rows[index] = rows_by_host[self._wire.host]
@@ -142,12 +142,12 @@ class GradientExchange:
         self._departing_bytes += values.nbytes
 
     def send_buffer(self, numel: int) -> Tensor:
-        """Return memory for transient sums, which is taken back when they have left."""
+        """Return a buffer for transient sums. When the sums are sent, the buffer returns to the pool."""
         self._wait_for_space()
         return self._pool.take(numel)
 
     def _wait_for_space(self) -> None:
-        """Wait while more than EXCHANGE_BYTES are on their way out."""
+        """Wait while more than EXCHANGE_BYTES are being sent."""
         oldest, since = None, 0.0
         while self._departing_bytes > EXCHANGE_BYTES:
             if oldest is not self._departures[0][0]:
@@ -158,7 +158,7 @@ class GradientExchange:
             self._wire.probe(since)
 
     def poll(self) -> None:
-        """Do everything that is possible without waiting."""
+        """Add received sums and release sent buffers, as far as possible without waiting."""
         while (
             self._arrivals
             and self._added < self._local_completed
@@ -169,9 +169,9 @@ class GradientExchange:
             self._end_departure()
 
     def finish(self) -> None:
-        """Wait until all of this rank's own sums are sums over all hosts.
+        """Wait until this rank's own sums include the sums of all hosts.
 
-        Raises SelfTestError if a message differs from the sent one.
+        Raises SelfTestError if a received message differs from the message that was sent.
         """
         while self._added < len(self._local_pieces):
             self._add(self._arrivals.popleft())
@@ -181,7 +181,7 @@ class GradientExchange:
         self._wire.compare(self._sent, self._received)
 
     def _part(self, piece: ExchangePiece, host: int) -> ExchangePiece | None:
-        """Return the part of a piece that the owner on `host` has, counted from the owner's first element."""
+        """Return the part of a piece that the owner on `host` owns, counted from the owner's first element."""
         low, high = self._weights[piece.index].ranges[self._counterparts.ranks[host]]
         first, last = max(piece.start, low), min(piece.stop, high)
         return replace(piece, start=first - low, stop=last - low) if first < last else None
@@ -216,7 +216,7 @@ class GradientExchange:
         self._post_receives()
 
     def _is_dense(self, piece: ExchangePiece) -> bool:
-        """Whether the piece travels as plain values."""
+        """Whether hosts send the piece as plain values, not as encoded rows."""
         return not piece.adds_rows and piece.index not in self._looked_up
 
     def _received_values(self, buffer: Tensor, host: int, piece: ExchangePiece) -> Tensor:

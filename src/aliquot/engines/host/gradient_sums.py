@@ -1,8 +1,8 @@
-"""Gradient sums of a rank, in memory or, window by window, on disk.
+"""Gradient sums of a rank, stored in memory or, in windows, on disk.
 
-A rank has sums over the ranks of its host: for its own range of each weight and, for each other host, for the range
-that the rank's counterpart there owns. The latter travel to the counterpart once a step (gradient_exchange.py; sums on
-disk only when the step ends).
+The sums include the ranks of one host. A rank sums its own range of each weight and, for each other host, the range of
+the rank's counterpart on that host. The rank sends a counterpart's sums to the counterpart once per optimizer step
+(gradient_exchange.py). Sums on disk are sent only at the end of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aliquot.optim.sizes import States
 
 
 class GradientSums:
-    """Sums by host and weight; `host` is always the one whose rank owns the range."""
+    """Gradient sums by host and weight. In every method, `host` is the host whose rank owns the range."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class GradientSums:
         sent_dtype: torch.dtype | None = None,
         transient: Collection[int] = (),
     ) -> None:
-        """Allocate the sums, in `dtype` for this rank's own ranges, in `sent_dtype` for other hosts (None: `dtype`).
+        """Allocate the sums: `dtype` for this rank's own ranges, `sent_dtype` for other hosts (None: `dtype`).
 
-        `transient`: weights whose sums for other hosts are sent at once and not stored. Such sums use memory of
-        `allocate_transient` until they have left. Does not apply to weights with sums on disk.
+        `transient`: weights whose sums for other hosts are sent at once and not stored. Transient sums stay in memory
+        from `allocate_transient` until they are sent. Weights with sums on disk are never transient.
         """
         self._host = counterparts.host
         self.allocate_transient: Callable[[int], Tensor] = torch.empty
-        self._transient_sums: dict[tuple[int, int, int], Tensor] = {}  # (host, weight, start): filled, not yet sent
+        self._transient_sums: dict[tuple[int, int, int], Tensor] = {}  # (host, weight, start) -> sums to send
         self._disk = disk
         places = {} if disk is None else disk.sums
         self._window_sums = None if disk is None else WindowSums(disk.scratch, places, dtype)
@@ -51,8 +51,8 @@ class GradientSums:
         self.transient = frozenset(transient) - on_disk
         self.dtype = dtype
         self.sent_dtype = dtype if sent_dtype is None else sent_dtype
-        self.on_disk: Sequence[int] = sorted(on_disk)  # the weights whose sums lie on disk
-        # None: on disk, or transient.
+        self.on_disk: Sequence[int] = sorted(on_disk)  # the weights whose sums are on disk
+        # [host][weight]; None if the sums are on disk or transient.
         self._sums = [
             [
                 None
@@ -72,13 +72,13 @@ class GradientSums:
         return sum(tensor.nbytes for tensors in self._sums for tensor in tensors if tensor is not None)
 
     def in_memory(self, host: int, index: int) -> Tensor:
-        """Return sums that are in memory, flat."""
+        """Return the flat sums of a range whose sums are in memory."""
         sums = self._sums[host][index]
         assert sums is not None
         return sums
 
     def local(self, index: int) -> Tensor | None:
-        """Return the sums of the range that this rank owns; None: they lie on disk."""
+        """Return the sums of the range that this rank owns; None if the sums are on disk."""
         return self._sums[self._host][index]
 
     def is_transient(self, host: int, index: int) -> bool:
@@ -88,10 +88,10 @@ class GradientSums:
     def writable(
         self, host: int, index: int, start: int, stop: int, overwrite: bool
     ) -> Iterator[tuple[Tensor, int, int]]:
-        """Yield (sums, start, stop): memory in which to change elements [start, stop) of the owner's range.
+        """Yield (sums, start, stop) for elements [start, stop) of the owner's range, to be changed in place.
 
-        Each tensor is valid until the next is asked for. With `overwrite` the tensors hold garbage, and the caller sets
-        every element.
+        Each tensor is valid until the caller requests the next one. With `overwrite` the tensors are uninitialized, and
+        the caller sets every element.
         """
         whole = self._sums[host][index]
         if whole is not None:
@@ -108,7 +108,7 @@ class GradientSums:
                 yield self._window_sums.open((host, index, number), overwrite)[low - first : high - first], low, high
 
     def outgoing(self, host: int, index: int, start: int, stop: int) -> Tensor:
-        """Return the complete sums for another host, elements [start, stop) of its owner's range."""
+        """Return the complete sums for another host: elements [start, stop) of the range of that host's owner."""
         transient = self._transient_sums.pop((host, index, start), None)
         return self.in_memory(host, index)[start:stop] if transient is None else transient
 
@@ -126,7 +126,7 @@ class GradientSums:
             self._window_sums.flush()
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of this rank's own sums of each weight, the same wherever the sums lie."""
+        """Return, by weight, the sum of squares of this rank's own sums, equal for sums in memory and on disk."""
         return [math.fsum(self._squares(index)) for index in range(len(self._windows[self._host]))]
 
     def _squares(self, index: int) -> Iterator[float]:
@@ -139,11 +139,11 @@ class GradientSums:
                 yield from self._window_sums.squares[self._host, index, number]
 
     def pieces(self, host: int, most_bytes: int) -> list[int]:
-        """Return the number of elements of each tensor that `visit` yields for the sums on disk (see wire.py)."""
+        """Return the number of elements of each tensor that `visit` yields for the sums on disk."""
         return [stop - start for index in self.on_disk for start, stop in self._windows[host][index]]
 
     def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        """Yield the sums on disk window by window; with `changes` the caller changes each in place."""
+        """Yield the sums on disk, one window at a time. With `changes`, the caller changes each window in place."""
         if not self.on_disk:
             return
         assert self._disk is not None and self._window_sums is not None
@@ -157,7 +157,7 @@ class GradientSums:
                 self._window_sums.squares[host, index, number] = block_squares(values)
             else:
                 yield values.to(self.sent_dtype, copy=True)
-        for _ in stream:  # writes the last window
+        for _ in stream:  # the exhausted stream writes the last window
             pass
 
     def _place(self, host: int, index: int, number: int) -> tuple[int, int]:

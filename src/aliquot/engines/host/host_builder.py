@@ -1,16 +1,16 @@
-"""Construct the parts of a host engine, in the one order that works.
+"""Construct the components of the host engine, in the order of their dependencies.
 
-1. The list of weights, because every part names a weight by its index in this list.
-2. The layers that lie on disk, because shared memory must not allocate their pages.
-3. Shared memory. The model's meta parameters become views of it. Embedding and head are looked up afterwards, because
-   placing replaces the parameter objects.
-4. The scratch file, because sums and states have their places in it.
-5. Gradient sums, then the ring that fills them.
+1. The list of weights, because every component names a weight by its index in this list.
+2. The choice of streamed layers, because shared memory must not allocate pages for weights on disk.
+3. Shared memory. The model's parameters become views of it. The builder looks up embedding and head afterwards, because
+   `place` replaces the parameter objects.
+4. The scratch file, which stores the sums and states that are on disk.
+5. Gradient sums, then the ring buffer whose gradients are added to the sums.
 6. Optimizer states, because the state of a weight refers to the memory of its gradient sum.
-7. Whatever delays the use of updated weights, because it follows the order in which the states are updated.
-8. Streamed layers, because reading a layer waits for its update.
+7. The exchange of updated weights or the overlapped update, because both follow the update order of the states.
+8. Streamed layers, because a layer may be read only after its update.
 
-Steps 3, 5, 7 and 8 share memory among the ranks of the host, and step 3 places pages: they are collective.
+Steps 3, 5, 7 and 8 are collective, because the ranks of the host share memory in these steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from aliquot.tensor_io.parts import row_ranges
 
 @dataclass(frozen=True)
 class HostParts:
-    """The parts of a host engine. At most one of `publication` and `overlapped` is not None."""
+    """The components of a host engine. At most one of `publication` and `overlapped` is not None."""
 
     weights: Sequence[Weight]
     shared: SharedWeights
@@ -51,13 +51,13 @@ class HostParts:
     optimizer: BlockedAdamW
     forward_order: ForwardOrder
     update_order: Sequence[int]  # of the trainable weights
-    publication: WeightPublication | None  # several hosts: weights come from other hosts
-    overlapped: OverlappedUpdate | None  # states on disk: a thread updates the weights
+    publication: WeightPublication | None  # with several hosts: exchanges updated weights
+    overlapped: OverlappedUpdate | None  # with states on disk: updates weights in a thread
     streamed: StreamedLayers | None
 
 
 def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> HostParts:
-    """Construct all parts and place the model's parameters in shared memory. Collective."""
+    """Construct all components and place the model's parameters in shared memory. Collective."""
     weights = [
         Weight(
             name,
@@ -92,7 +92,7 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
     sums = GradientSums(weights, counterparts, sum_dtype, states, disk, sent_dtype, transient)
     width = 1 if looked_up is None else looked_up.shape[1]
     gradients = HostGradients(hosts, weights, sums, order, spec.compute_dtype, spec.micro_batch_tokens, width)
-    serve = gradients.ring.read_published  # while a rank waits, the others may wait for it to read
+    serve = gradients.ring.read_published  # other ranks may wait until a waiting rank reads its ring
 
     shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
     held = HostStates(shards, sums, states, disk, streamed, spec.compile == "layers")
@@ -124,5 +124,5 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
 
 
 def parameter_index(model: nn.Module, parameter: nn.Parameter) -> int:
-    """Return the place of a parameter in the list of weights."""
+    """Return the index of a parameter in the engine's list of weights."""
     return next(index for index, weight in enumerate(model.parameters()) if weight is parameter)

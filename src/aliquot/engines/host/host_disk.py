@@ -12,12 +12,12 @@ from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import Record, paged, record, state_bytes, windows
 from aliquot.optim.sizes import States
 
-SumKey = tuple[int, int, int]  # the host whose rank owns the sums, the weight, the window
+SumKey = tuple[int, int, int]  # (host whose rank owns the sums, weight, window number)
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The storage format of the state that an update reads and writes."""
+    """The storage format of the state on disk that an update reads and writes."""
 
     states: States  # of the moments
     splits: bool  # master weights are stored as the bf16 copy and the low halves
@@ -25,7 +25,7 @@ class StateFormat:
 
     @property
     def weight_itemsize(self) -> int:
-        """Bytes of an element of a weight as forward and backward passes use it."""
+        """Bytes per element of a weight in the dtype of forward and backward passes."""
         return 2 if self.splits else 4
 
 
@@ -39,11 +39,11 @@ class Window:
 
 
 class HostDisk:
-    """A scratch file and the places in it.
+    """A rank's scratch file, and the position of each window in the file.
 
-    `windows` are of optimizer state and of frozen weights on disk, by weight; `states` are those of optimizer state.
-    `sums` has offset in bytes and number of elements of each window of gradient sums on disk, for this rank and for its
-    counterparts on other hosts.
+    `windows` lists, by weight, the windows of optimizer state and of frozen weights; `states` has only the windows of
+    optimizer state. `sums` has (offset in bytes, number of elements) of each window of gradient sums, for this rank and
+    for its counterparts on other hosts.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class HostDisk:
     ) -> None:
         """Lay out and allocate the file. Raises StorageError if the directory cannot hold it.
 
-        `embedding`: its rows are looked up, so that its sums stay in memory; `streamed`: the weights of streamed
-        layers, which lie on disk themselves.
+        `embedding`: the input embedding, whose sums stay in memory because tokens look up its rows. `streamed`: the
+        weights of streamed layers, whose compute copies are also on disk.
         """
         shapes = [weight.shape if weight.trainable else None for weight in weights]
         with_sums = set(first_of(shapes, on_disk.gradients, never=embedding))
@@ -85,7 +85,7 @@ class HostDisk:
                 cut = windows(weights[index].shard_numel(owner), state_format.states, weights[index].row_numel)
                 for number, (start, stop) in enumerate(cut):
                     if host == counterparts.host:
-                        offset = self.states[index][number].record.offset  # the sums are the record's first field
+                        offset = self.states[index][number].record.offset  # sums are a record's first field
                     else:
                         offset, end = end, end + paged((stop - start) * state_format.sum_itemsize)
                     self.sums[host, index, number] = (offset, stop - start)

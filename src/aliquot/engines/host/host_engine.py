@@ -1,17 +1,18 @@
-"""The host engine: on CPU, one copy of the weights per NUMA node in shared memory, from which all its ranks compute.
+"""The host engine for CPUs: all ranks of a NUMA node compute from one copy of the weights in shared memory.
 
-Forward and backward passes gather nothing. Master weights, moments and gradient sums are sharded over all ranks;
-gradients are summed in shared memory, and between hosts once per optimizer step. The order of a step:
+Forward and backward passes gather no weights. Master weights, moments and gradient sums are sharded over all ranks. The
+ranks of a host sum gradients in shared memory, and hosts exchange the sums once per optimizer step. A step has this
+order:
 
-1. Each micro-batch: forward and backward pass. Every gradient is staged as it arises, and its owner adds it to the sum
-   (host_gradients.py). In the last micro-batch of several hosts, complete sums leave for their owner on another host
-   (gradient_exchange.py).
-2. The step: when the sums of all hosts are complete, the ranks agree on the norm. No rank computes any more. Owners
-   clip, run AdamW and write the shared weights; after a barrier all ranks may read them.
-3. With several hosts, or with optimizer state on disk, there is no barrier. Each layer waits for its own new weights
-   instead (weight_publication.py).
+1. Each micro-batch runs a forward and a backward pass. Ranks stage gradients in shared memory as soon as autograd has
+   computed them, and the owner of a range sums the range's gradients (host_gradients.py). With several hosts, ranks
+   send complete sums to the owner on another host during the last micro-batch (gradient_exchange.py).
+2. When the sums of all hosts are complete, the ranks compute the global gradient norm. From then on, no rank computes
+   from the weights. Owners clip, run AdamW and write the shared weights. After a barrier, all ranks may read them.
+3. With several hosts, or with optimizer state on disk, there is no such barrier. Instead, each layer waits for its own
+   updated weights (weight_publication.py).
 
-host_builder.py constructs the parts.
+host_builder.py constructs the components of the engine.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ class HostEngine:
         self._index = {weight.name: index for index, weight in enumerate(self._weights)}
         self._used_first = self._forward_order.first if spec.packs else self._update_order
 
-        # A layer first waits for its updated weights, then for its reading from the disk: hooks run in this order.
+        # Hooks run in the order of registration: a layer first waits for its updated weights, then for its disk reads.
         self._hooks = [*self._gradient_hooks(), *(self._layer_hooks(self._forward_order.layers) if spec.packs else ())]
         if self._streamed is not None:
             self._streamed.attach()
-        # If each document is a call, a weight has several gradients, which autograd sums.
+        # If the model is called once per document, a weight gets several gradients, and autograd must sum them.
         self._experts = experts_weights(model) if spec.packs else []
         for weight in self._experts:
             send_to(weight, StagedExperts(self._gradients, parameter_index(model, weight)))
@@ -96,7 +97,7 @@ class HostEngine:
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
     def _gradient_hooks(self) -> Iterator[RemovableHandle]:
-        """Stage each gradient as soon as autograd has completed it, a tied weight's once."""
+        """Register hooks that stage each gradient as soon as autograd has completed it, for tied weights only once."""
 
         def stage(index: int, parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -108,7 +109,7 @@ class HostEngine:
                 yield parameter.register_post_accumulate_grad_hook(partial(stage, index))  # type: ignore[no-untyped-call]
 
     def _layer_hooks(self, layers: Layers) -> Iterator[RemovableHandle]:
-        """Have each layer wait for its own weights."""
+        """Register hooks that let each layer wait for its own updated weights."""
 
         def wait(indices: Sequence[int], *_: Any) -> None:
             self._wait_usable(indices)
@@ -158,14 +159,15 @@ class HostEngine:
         embedding = self._model.get_input_embeddings()  # type: ignore[operator]
         rows = None
         if self._cuts_look_up:
-            # The gradient of a look-up is a row per token, not a whole table: cut the graph here and sum rows instead.
+            # Cut the autograd graph at the embedding, so that its gradient is one row per token, not a whole table.
             with torch.no_grad():
                 rows = F.embedding(batch.input_ids, embedding.weight)
             rows.requires_grad_()
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale, rows)
         self._spec.hooks.step("forward")
-        # Skipped layers have not waited for their weights, and between hosts gradients follow after all weights.
+        # Layers that the model skipped have not waited for their weights. Hosts must exchange all weights before
+        # gradients.
         self._wait_all_usable()
         if scaled.requires_grad:  # otherwise only the head is trainable, and its gradient is staged already
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -174,7 +176,7 @@ class HostEngine:
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
         if last and self._hosts.wire is not None:
-            # Here, with all ranks: a rank that waits for space may wait for others to receive.
+            # All ranks must do this together, because a rank that waits for buffers may wait for others to receive.
             self._gradients.finish()
             self._gradients.exchange()
         self._spec.hooks.step("backward")
@@ -191,7 +193,7 @@ class HostEngine:
             return self._loss(batch, 1.0)[0]
 
     def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, detached, and the loss that backward() starts from."""
+        """Return the summed loss, detached, and the scaled loss to call backward() on."""
         documents = Documents(batch.edges, self._attention)
         positions, labels = batch.position_ids, batch.labels
         if not self._spec.fused_loss:
@@ -200,7 +202,7 @@ class HostEngine:
         tokens = batch.input_ids if rows is None else rows
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         training, chosen = torch.is_grad_enabled(), choose(labels)
-        # Before layers save activations, so that the logits lie in one block of memory.
+        # Allocate the logits before layers save activations, while the heap has a free block of this size.
         room = self._head_loss.room(chosen, labels, head.weight) if training else None
         hidden = model_calls.hidden_states(self._model, tokens, positions, documents)
         self._wait_all_usable()
@@ -214,16 +216,16 @@ class HostEngine:
     def _add_embedding(self, embedding: nn.Module, ids: Tensor, gradient: Tensor | None) -> None:
         weight = cast(nn.Parameter, embedding.weight)
         assert gradient is not None
-        if embedding.padding_idx is not None:  # as nn.Embedding: look-ups of the padding row do not train it
+        if embedding.padding_idx is not None:  # like nn.Embedding, do not train the padding row
             used = ids != embedding.padding_idx
             ids, gradient = ids[used], gradient[used]
         self._gradients.add_rows(parameter_index(self._model, weight), ids, gradient)
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         if self._hosts.wire is None:
-            # Once a step, not after each micro-batch, because ranks wait for each other here.
+            # Once per optimizer step instead of per micro-batch, because all ranks wait for each other here.
             self._gradients.finish()
-        # All ranks wait for each other here: no rank computes from the weights any more.
+        # In this collective, all ranks wait for each other. Afterwards, no rank computes from the old weights.
         with self._hosts.name_lost_host():
             norm = global_norm(self._sums.squares(), torch.device("cpu"))
         if self._streamed is not None:
@@ -243,7 +245,7 @@ class HostEngine:
         return StepResult(norm)
 
     def _shards_to_update(self) -> Iterator[FlatShard]:
-        """Yield every shard, and publish a weight when all its shards have been updated."""
+        """Yield every shard to update, and publish each weight after the last of its shards is updated."""
         current = None
         for index, shard in self._states.to_update(self._update_order):
             if index != current:
@@ -261,7 +263,7 @@ class HostEngine:
             pending.mark_updated(index)
 
     def _publish_all(self) -> None:
-        """Bring the owners' weights to every host; afterwards all ranks may read them."""
+        """Copy the weights from their owners to every host, so that all ranks may read the weights."""
         if self._publication is None:
             self._hosts.peers.barrier()
             return
@@ -275,12 +277,12 @@ class HostEngine:
         self._wait_usable(self._update_order)
 
     def _wait_usable(self, indices: Sequence[int]) -> None:
-        """Wait until the updated values of these weights may be used."""
+        """Wait until this rank may compute with the updated values of these weights."""
         for pending in self._pending:
             pending.wait_usable(indices)
 
     def _join_update(self) -> None:
-        """Wait, in any thread, until the last update of this rank's ranges is complete."""
+        """Wait until the last update of this rank's ranges is complete. May be called in any thread."""
         if self._overlapped is not None:
             self._overlapped.join()
 
@@ -319,7 +321,7 @@ class HostEngine:
             self._overlapped.close()
         if self._hosts.wire is not None:
             self._hosts.wire.close()
-        # Engine, weight, hook, engine: a cycle through autograd's own memory, which Python's collector does not see.
+        # Engine, weights and hooks form a reference cycle through autograd objects that Python's collector cannot see.
         for hook in self._hooks:
             hook.remove()
         for weight in self._experts:
@@ -333,7 +335,7 @@ class HostEngine:
 
 @dataclass(frozen=True)
 class StagedExperts:
-    """Receives the gradient of a weight [experts, ...] expert by expert: nn/experts/expert_modules.py."""
+    """Stage the gradient of a weight [experts, ...] in blocks of experts (see nn/experts/expert_modules.py)."""
 
     gradients: HostGradients
     index: int

@@ -1,13 +1,12 @@
-"""Stage gradients in shared memory as they arise, and sum each range on the rank that owns it.
+"""Sum gradients over the ranks of a host: ranks stage gradients in shared memory, and owners add them to sums.
 
-No rank stores a whole gradient. Every rank stages the same pieces in the same order, although autograd may compute
-gradients in another order. A tag names the weight of a piece, and tells whether the rank's micro-batch has touched the
-weight at all. Each owner adds the pieces of the ranks of its host to its sums, rank by rank, so that the result depends
-on neither speed nor chance.
+No rank stores the gradients of the whole model. All ranks stage the same pieces in the same order, although autograd
+may compute gradients in another order. The tag of a piece contains the weight, and whether the rank has a gradient for
+the weight in this micro-batch. Owners add the pieces in rank order, so that the sums are reproducible.
 
-A rank sums its own ranges and, if there are several hosts, the ranges of its counterparts on the other hosts. Sums for
-other hosts travel once a step, as soon as they are complete (gradient_exchange.py), and are stored only if a step has
-several micro-batches.
+A rank sums its own ranges and, with several hosts, also the ranges of its counterparts on the other hosts. The rank
+sends its counterparts' sums once per optimizer step, as soon as they are complete (gradient_exchange.py). It stores
+these sums only if a step has several micro-batches.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _CHECK_NUMEL = 1000
 
 
 class HostGradients:
-    """The way of a rank's gradients into sums; the ranks of a host make the same calls in the same order."""
+    """Stage and sum the gradients of a rank. All ranks of a host make the same calls in the same order."""
 
     def __init__(
         self,
@@ -56,7 +55,8 @@ class HostGradients:
     ) -> None:
         """Share the staging memory. Collective over the host.
 
-        `tokens`: the most of a micro-batch, and so the most rows in the gradient of a look-up; `width`: of these rows.
+        `tokens`: the most tokens in a micro-batch, and so the most rows in the gradient of an embedding look-up.
+        `width`: elements of such a row.
         """
         self._hosts = hosts
         self._peers = hosts.peers
@@ -69,25 +69,25 @@ class HostGradients:
         self._counterparts = Counterparts(hosts.counterparts, hosts.host)
         self._sums = sums
         self._order = order.dense
-        self._turn = 0  # the place in the order that this micro-batch has reached
-        self._early: dict[int, Tensor] = {}  # gradients that came before their turn
-        self._contributions: Counter[int] = Counter()  # to each sum in this optimizer step: the first replaces
+        self._turn = 0  # index in `_order` of the weight to stage next
+        self._early: dict[int, Tensor] = {}  # by weight, gradients that are ready before their position in the order
+        self._contributions: Counter[int] = Counter()  # gradients per sum in this optimizer step; the first replaces
         # The number of gradients of each weight in a micro-batch: the last gradient completes the sum.
         self._expected = Counter([*order.head, *order.dense, *order.looked_up])
         self._look_ups = Counter(order.looked_up)
-        self._staged: Counter[int] = Counter()  # in this micro-batch
+        self._staged: Counter[int] = Counter()  # gradients of each weight in this micro-batch
         self._is_last = self._starts_exchange = True
         self._micro_batch = (-1, 0)  # the optimizer step, and the number of the micro-batch in it
-        self._noise: tuple[tuple[int, int], RoundingNoise] | None = None  # of the micro-batch that is being summed
+        self._noise: tuple[tuple[int, int], RoundingNoise] | None = None  # of the current sums' micro-batch
         self._exchange = None
         self._looked_up: dict[int, list[Tensor]] = {}  # by weight and host, the rows that have sums in this step
-        self._adds_rows: set[int] = set()  # tied embeddings, whose rows travel after their dense sums
+        self._adds_rows: set[int] = set()  # tied embeddings, whose rows are sent after their dense sums
         if hosts.wire is not None:
             self._exchange = self._plan_exchange(hosts.wire, order)
         self.staged_bytes = self.moved_bytes = 0
 
     def _plan_exchange(self, wire: Wire, order: GradientOrder) -> GradientExchange:
-        """List the pieces that hosts exchange: a weight after its last gradient, tied embeddings' rows at the end."""
+        """Plan the exchange between hosts: send a weight after its last gradient, and tied embeddings' rows last."""
         weights, on_disk = self._weights, {*self._sums.on_disk}
         dense, looked_up = [*order.head, *order.dense], {*order.looked_up}
         complete = [index for at, index in enumerate(dense) if index not in dense[at + 1 :]]
@@ -110,7 +110,7 @@ class HostGradients:
         return GradientExchange(wire, weights, self._sums, self._counterparts, pieces, self._looked_up, most_rows)
 
     def begin_micro_batch(self, step: int, last: bool) -> None:
-        """Begin a micro-batch of optimizer step `step`; after the `last` sums leave for other hosts."""
+        """Begin a micro-batch of optimizer step `step`. In the `last` one, ranks send complete sums to other hosts."""
         if not last and self._sums.transient:
             raise ValueError(
                 "expected one micro-batch per optimizer step, got a second one, but sums for other hosts are not"
@@ -123,22 +123,23 @@ class HostGradients:
         self._starts_exchange = last
 
     def stage(self, index: int, gradient: Tensor) -> None:
-        """Stage the complete gradient of a weight, as soon as it is the weight's turn."""
+        """Stage the complete gradient of a weight as soon as all weights before it in the order are staged."""
         self._early[index] = gradient
         while self._turn < len(self._order) and self._order[self._turn] in self._early:
             self._stage_next()
 
     def take_turn(self, index: int) -> bool:
-        """Take the turn of a weight if it has come; the caller must then stage all its pieces with `buffer`, `publish`.
+        """Return whether a weight is next in the order, so that the caller can stage its gradient block by block.
 
-        Weights that follow in the order are staged when the next gradient arrives.
+        If the result is true, the caller must stage all pieces with `buffer` and `publish`. The next call of `stage`
+        or `end_micro_batch` stages the weights that follow in the order.
         """
         is_next = self._turn < len(self._order) and self._order[self._turn] == index
         self._turn += is_next
         return is_next
 
     def end_micro_batch(self) -> None:
-        """Publish an absent gradient for every remaining weight."""
+        """Stage all remaining weights. Weights without a gradient are staged as absent."""
         while self._turn < len(self._order):
             self._stage_next()
         self._turn = 0
@@ -152,28 +153,28 @@ class HostGradients:
             buffer = self.buffer(index, start, stop)
             if gradient is not None:
                 buffer.copy_(gradient.reshape(-1)[start:stop])
-                self.moved_bytes += (stop - start) * self._dtype.itemsize  # the head writes into the buffer itself
+                self.moved_bytes += (stop - start) * self._dtype.itemsize  # no copy for the head's gradient
             self.publish(present=gradient is not None)
 
     def row_edges(self, index: int) -> tuple[int, ...]:
-        """Return the rows at which the gradient of a weight is cut into pieces."""
+        """Return the row numbers at which the gradient of a weight is cut into pieces."""
         weight = self._weights[index]
         return piece_edges(weight.numel // weight.row_numel, weight.row_numel, self._dtype.itemsize)
 
     def row_buffer(self, index: int, first: int, last: int) -> Tensor:
-        """Return memory for rows [first, last) of the gradient of a weight; `publish` must follow."""
+        """Return a buffer for rows [first, last) of a weight's gradient. Fill the buffer, then call `publish`."""
         weight = self._weights[index]
         return self.buffer(index, first * weight.row_numel, last * weight.row_numel).view(-1, *weight.shape[1:])
 
     def buffer(self, index: int, start: int, stop: int) -> Tensor:
-        """Return memory for elements [start, stop) of the gradient of a weight, flat; `publish` must follow."""
+        """Return a flat buffer for elements [start, stop) of a weight's gradient. Fill it, then call `publish`."""
         self._piece = self.ring.stage(TAG_BYTES + (stop - start) * self._dtype.itemsize)
         self._range = (index, start, stop)
         at = TAG_BYTES // self._dtype.itemsize
         return self.ring.view(self._piece, self._peers.index, self._dtype, at, (stop - start,))
 
     def publish(self, present: bool = True) -> None:
-        """Hand the buffer to the owners; not `present`: this rank adds nothing there."""
+        """Publish the buffer to the owners. If `present` is false, this rank adds nothing to the sums."""
         index, start, stop = self._range
         self._tag(self._piece, self._peers.index).copy_(torch.tensor([index, start, present]))
         first = not self._contributions[index]
@@ -193,7 +194,7 @@ class HostGradients:
         self.ring.publish(self._piece, read)
 
     def add_rows(self, index: int, ids: Tensor, rows: Tensor) -> None:
-        """Stage the gradient of a look-up: `rows` [T, E] belong to rows `ids` [T] of a weight."""
+        """Stage the gradient of an embedding look-up: add `rows` [T, E] to rows `ids` [T] of the weight's gradient."""
         piece = self.ring.stage(self._rows_bytes)
         view = self._rows_view(piece, self._peers.index)
         count = len(ids)
@@ -220,26 +221,29 @@ class HostGradients:
         self.ring.publish(piece, read)
 
     def finish(self) -> None:
-        """Complete all sums of this host; later gradients belong to the next optimizer step."""
+        """Complete all sums over this host. Later gradients belong to the next optimizer step."""
         self.ring.drain()
         for index in range(len(self._weights)):
-            if not self._contributions[index]:  # no gradient has replaced the sum of the step before
+            if not self._contributions[index]:  # no gradient has replaced the sum of the previous step
                 for host in range(len(self._counterparts.ranks)):
                     self._sums.zero(host, index)
         self._contributions.clear()
         self._sums.flush()
 
     def exchange(self) -> None:
-        """Sum this rank's own ranges over all hosts; most pieces have been exchanged before."""
+        """Finish the sums of this rank's ranges over all hosts. The backward pass has exchanged most pieces already."""
         if self._hosts.wire is not None and self._exchange is not None:
             self._exchange.finish()
             self.ring.while_waiting = None
             reduce_scatter(self._hosts.wire, self._sums, WINDOWS_AHEAD)
 
     def _completes(self, index: int, look_ups_left: int) -> bool:
-        """Whether the gradient that is staged now is the last of this step for its weight, except for look-ups."""
+        """Whether the weight gets no more gradients in this step, apart from `look_ups_left` look-ups.
+
+        The first call in the last micro-batch also begins the exchange between hosts.
+        """
         if self._starts_exchange and self._exchange is not None:
-            self._exchange.begin()  # not earlier: weights are received until the forward pass has used the last one
+            self._exchange.begin()  # not earlier, because a forward pass still receives weights
             self.ring.while_waiting = self._exchange.poll
             self._starts_exchange = False
         return self._is_last and self._staged[index] == self._expected[index] - look_ups_left - 1
@@ -278,7 +282,7 @@ class HostGradients:
                 self.moved_bytes += count * (len(sources) * self._dtype.itemsize + sum_bytes)
 
     def _rows_of_owners(self, piece: Piece, index: int) -> list[Rows]:
-        """Return the looked-up rows of each owner's range, summed over positions and ranks like a dense gradient."""
+        """Return the looked-up rows in each owner's range, summed over tokens and ranks like a dense gradient."""
         counts, ids, rows = zip(*(self._rows_view(piece, rank) for rank in range(self._peers.size)), strict=True)
         rows_by_host = []
         for owner in self._counterparts.ranks:
@@ -313,18 +317,18 @@ class HostGradients:
         return self._noise[1]
 
     def _tag(self, piece: Piece, rank: int) -> Tensor:
-        """Return the tag of a piece of `publish`, int64 [3]: the weight, the first element, whether it is present."""
+        """Return the tag of a piece, int64 [3]: weight index, first element, and whether the gradient is present."""
         return self.ring.view(piece, rank, torch.int64, 0, (3,))
 
     def _rows_view(self, piece: Piece, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return count [], ids int64 [tokens] and rows [tokens, E] of a piece of `add_rows`."""
+        """Return count [], ids int64 [tokens] and rows [tokens, E] of a piece that `add_rows` has staged."""
         ids_at, rows_at = align(8) // 8, (align(8) + align(8 * self._tokens)) // self._dtype.itemsize
         count = self.ring.view(piece, rank, torch.int64, 0, ())
         ids = self.ring.view(piece, rank, torch.int64, ids_at, (self._tokens,))
         return count, ids, self.ring.view(piece, rank, self._dtype, rows_at, (self._tokens, self._width))
 
     def check(self) -> None:
-        """Sum known numbers through the ring and over the wire. Collective. Raises SelfTestError if a sum is wrong."""
+        """Test sums of known numbers over ranks and hosts. Collective. Raises SelfTestError if a sum is wrong."""
         hosts, ring, ranks = self._hosts, self.ring, self._peers.ranks
         total = torch.zeros(_CHECK_NUMEL)
         piece = ring.stage(4 * _CHECK_NUMEL)

@@ -1,6 +1,6 @@
-"""The memory of the host engine: one copy of the weights per NUMA node, everything else sharded over all ranks.
+"""The memory of the host engine: one copy of the weights per NUMA node, all other state sharded over the ranks.
 
-Buffer sizes are here, too, because the planner computes with them. Imports no torch.
+The file also defines the engine's buffer sizes, because the planner needs them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from aliquot.models.model_shape import LayerKind, ModelShape, Shape, numel, padd
 from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 
-# A rank can be ahead of another by the gradients that fit into the ring, a layer or more of most models. A larger ring
-# gains nothing.
+# Size of a rank's ring buffer for staged gradients. A rank can be ahead of other ranks by the gradients that fit into
+# the buffer, a layer or more of most models. A larger buffer gains nothing.
 RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # streamed layers in memory: one computes, one is read, another rank still uses the third
-EXCHANGE_BYTES = 128 << 20  # of a rank, between hosts: receives that are posted ahead, and as much on its way out
-WINDOWS_AHEAD = 2  # windows of sums on disk that arrive from each host, and that leave, while one is summed
+EXCHANGE_BYTES = 128 << 20  # per rank, between hosts: receives posted ahead, and as much again in flight to others
+WINDOWS_AHEAD = 2  # windows of on-disk sums in flight from and to each host while one window is summed
 PUBLISHED_NUMEL = 4 << 20  # elements of a weight in one message between hosts
-# Learning rate; bits per weight that an average step changes; the same if each weight of 0.02 moves by the rate, as in
-# Adam's first step.
+# Measured: (learning rate, bits per weight to encode the changes of an average step, the same for Adam's first step, in
+# which each weight, of magnitude 0.02, moves by the learning rate).
 _CHANGED_BITS = ((1e-5, 2.2, 2.4), (2e-5, 2.4, 2.8), (1e-4, 3.7, 5.9), (5e-4, 6.2, 10.5), (3e-3, 6.2, 12.8))
-TAG_BYTES = 64  # in front of each piece: its weight and its place
+TAG_BYTES = 64  # at the start of each piece: its weight and its position in the weight
 
 
 def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk) -> RankMemory:
-    """Return the memory of a rank with the state in `on_disk` on disk."""
+    """Return the memory of a rank with engine host, if the state that `on_disk` selects is on disk."""
     states, splits = config.train.optimizer_states, config.train.precision == "bf16"
     compute, sum_itemsize = 2 if splits else 4, _sum_itemsize(states)
     shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
@@ -48,7 +48,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         moments += in_memory * 2 * moment_bytes(states, shares[weight], numel(weight[1:]))
         summed = count - sums_on_disk.get(weight, 0)
         gradients += summed * sum_itemsize * shares[weight]
-        # Sums for other hosts. With one micro-batch a step only those of a tied embedding, to which rows are added.
+        # Sums for other hosts. With one micro-batch per step, ranks store only sums to which looked-up rows are added.
         added_to = int(weight == shape.embedding and shape.embedding_is_added_to)
         waiting += (min(summed, added_to) if passes else summed) * shares[weight]
     others = layout.nodes - 1
@@ -66,7 +66,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         gradients_from_start=True,
         own_gradients=gradients,
         moments=moments,
-        update=SCRATCH_BYTES + (2 * max(shares.values()) if others and splits else 0),  # a weight before its update
+        update=SCRATCH_BYTES + (2 * max(shares.values()) if others and splits else 0),  # old values of a weight
         shared_weights=(shape.numel - _streamed_numel(shape, on_disk)) * compute * copies,
         buffers=layout.ranks_per_node
         * (
@@ -78,15 +78,16 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
 
 
 def sent_itemsize(config: RunConfig) -> int:
-    """Return the bytes of an element of a gradient that travels to another host."""
+    """Return the bytes per element of a gradient that is sent to another host."""
     return 2 if config.shard.reduce_dtype == "bf16" else _sum_itemsize(config.train.optimizer_states)
 
 
 def published_bytes(config: RunConfig, first_step: bool = False) -> float:
-    """Return the bytes per weight that travel to another host after an update.
+    """Return the bytes per weight that a rank sends to another host after an update.
 
-    distributed/collectives/weight_patch.py encodes them: in bf16 two bits per weight, and a byte for each that changes
-    by more than one unit in the last place. Their number depends on the learning rate (benchmarks/patches.py).
+    distributed/collectives/weight_patch.py encodes a bf16 weight in two bits, and in one more byte if the weight
+    changes by more than one unit in the last place. How many weights do depends on the learning rate
+    (benchmarks/patches.py).
     """
     if config.train.precision == "fp32":
         return 4.0
@@ -101,15 +102,15 @@ def published_bytes(config: RunConfig, first_step: bool = False) -> float:
 
 
 def _between_hosts(config: RunConfig, owned: int, others: int, copied: int) -> int:
-    """Return the most bytes of a rank that are received ahead from `others` hosts, or on their way out.
+    """Return the most bytes of a rank's buffers for messages from and to `others` hosts.
 
-    `owned`: elements that the rank owns; `copied`: elements of gradients for another host that leave from a copy.
+    `owned`: elements that the rank owns; `copied`: elements of gradients that are sent to another host from a copy.
     """
     if not others:
         return 0
     sums = sum(min(EXCHANGE_BYTES, others * elements * sent_itemsize(config)) for elements in (owned, copied))
     if config.train.precision == "fp32":
-        return sums  # weights travel between their final places
+        return sums  # hosts send and receive fp32 weights in place, without buffers
     weight_bytes = published_bytes(config, first_step=True)
     arriving = int(min(EXCHANGE_BYTES, others * owned * 2) / 2 * weight_bytes)  # only written pages count
     return sums + arriving + int(owned * weight_bytes) + 2 * PUBLISHED_NUMEL
@@ -117,21 +118,21 @@ def _between_hosts(config: RunConfig, owned: int, others: int, copied: int) -> i
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes of all ranks: the size of the scratch files, and the traffic of a step."""
+    """Disk bytes of all ranks: the size of the scratch files, and the traffic of an optimizer step."""
 
     size: int
     update: int  # read and written by updates
-    update_first: int  # the part of `update` before the next forward pass can begin; the rest overlaps with it
-    beside_read: int  # while forward and backward compute
-    beside_written: int
-    written: int  # the writes of the whole step
+    update_first: int  # the part of `update` that delays the next forward pass, which overlaps with the rest
+    beside_read: int  # during forward and backward passes
+    beside_written: int  # during forward and backward passes
+    written: int  # all writes of a step
 
 
 def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk, micro_batches: int) -> DiskUse:
-    """Return the use of the disks, without rounding to pages; `micro_batches`: per rank and optimizer step."""
+    """Return the disk use of engine host, not rounded to pages. `micro_batches`: per rank and optimizer step."""
     splits = config.train.precision == "bf16"
     all_states = sum(count * _state_bytes(config, weight) for weight, count in on_disk.states)
-    # Every host has sums of the whole gradient, which travel to their owners once a step.
+    # Every host stores sums of the whole gradient, and sends the sums to their owners once per step.
     summed = sum(count * numel(weight) for weight, count in on_disk.gradients)
     sums = summed * _sum_itemsize(config.train.optimizer_states)
     exchanged = (layout.nodes - 1) * sums
@@ -144,7 +145,8 @@ def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: 
         size=all_states + learned + frozen + layout.nodes * sums,
         update=update,
         update_first=update if layout.nodes > 1 else first + (update - first) // shape.layers,
-        # Both passes read the layers, except for layers that are still resident when the backward pass begins.
+        # Forward and backward pass each read the streamed layers. This ignores that the backward pass begins with
+        # layers that are still in memory.
         beside_read=(micro_batches - 1) * layout.nodes * sums + micro_batches * 2 * (learned + frozen),
         beside_written=micro_batches * layout.nodes * sums,
         written=all_states + learned + micro_batches * layout.nodes * sums + (sums if layout.nodes > 1 else 0),
@@ -170,13 +172,13 @@ def _frozen(shape: ModelShape, on_disk: OnDisk) -> list[int]:
 
 def _by_layer(shape: ModelShape, on_disk: OnDisk, count: Callable[[LayerKind], int]) -> list[int]:
     if not on_disk.layers:
-        return []  # early, because a search over settings calls this a hundred thousand times
+        return []  # return early, because a search over settings calls this function 100,000 times
     counts = {at: elements for kind in shape.kinds for elements in [count(kind)] for at in kind.positions}
     return [counts[at] for at in streamed_layers(shape.layers, on_disk.layers)]
 
 
 def _streamed_numel(shape: ModelShape, on_disk: OnDisk) -> int:
-    """Return the elements of the shared copy that are never in memory together with the rest."""
+    """Return the elements of streamed layers that are not in memory: all layers but the RESIDENT_LAYERS largest."""
     per_layer = map(sum, zip(_learned(shape, on_disk), _frozen(shape, on_disk), strict=True))
     return sum(sorted(per_layer)[:-RESIDENT_LAYERS])
 
@@ -184,11 +186,11 @@ def _streamed_numel(shape: ModelShape, on_disk: OnDisk) -> int:
 def _windows_bytes(
     config: RunConfig, shares: Mapping[Shape, int], on_disk: OnDisk, layout: RankLayout
 ) -> tuple[int, int]:
-    """Return a rank's buffers for windows: during an update, and during forward and backward passes.
+    """Return the bytes of a rank's buffers for windows: (during an update, during forward and backward passes).
 
-    Before an update on several hosts the exchange of sums on disk may need more buffers than the update.
+    With several hosts, the exchange of on-disk sums before an update may need more buffers than the update.
     """
-    # A stream for each host, and for each other host arriving and leaving messages.
+    # One disk stream per host, and the windows in flight from and to each other host.
     exchanging = layout.nodes * STREAM_BUFFERS + (layout.nodes - 1) * 2 * (WINDOWS_AHEAD + 1) if layout.nodes > 1 else 0
     states, splits = config.train.optimizer_states, config.train.precision == "bf16"
     summed = dict(on_disk.gradients)
@@ -214,16 +216,16 @@ def _sum_itemsize(states: str) -> int:
 
 
 def ring_bytes(row_numel: int, looked_up: int, itemsize: int) -> int:
-    """Return the size of a rank's ring, which holds two of the largest pieces: a row of a weight, or a look-up."""
+    """Return the size of a rank's ring buffer, which fits two of the largest pieces: weight rows or look-ups."""
     return max(RING_BYTES, 2 * (TAG_BYTES + row_numel * itemsize), 2 * looked_up)
 
 
 def looked_up_bytes(tokens: int, width: int, itemsize: int) -> int:
-    """Return the size of a piece with the gradient of a look-up of `tokens` tokens: their count, ids and rows."""
+    """Return the size of a piece for the gradient of an embedding look-up: the tokens' count, ids and rows."""
     return align(8) + align(8 * tokens) + align(tokens * width * itemsize)
 
 
 def piece_edges(rows: int, row_numel: int, itemsize: int) -> tuple[int, ...]:
-    """Return the rows at which a weight is cut into pieces that are small enough for the ring."""
+    """Return the row numbers at which a weight is cut into pieces that are small enough for the ring buffer."""
     step = max(1, _PIECE_BYTES // (row_numel * itemsize))
     return (*range(0, rows, step), rows)

@@ -1,8 +1,8 @@
-"""Master weights and moments of a rank, in memory or, window by window, on disk.
+"""Master weights and Adam moments of a rank, stored in memory or, in windows, on disk.
 
-Forward and backward passes use bf16 copies, the high halves of the masters, which are shared and stay in memory. The
-low halves and the moments may lie on disk; of a streamed layer the bf16 copies, too; of a frozen weight only that copy.
-An update reads windows ahead of the arithmetic and writes windows behind it.
+Forward and backward passes use the bf16 high halves of the master weights, which are in memory shared by all ranks. The
+low halves and the moments may be on disk. The bf16 weights of streamed layers are on disk, too. Frozen weights have
+bf16 weights alone. During an update, the next windows are read and earlier windows are written while the CPU computes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aliquot.tensor_io.range_io import mapped_tensor
 
 
 class HostStates:
-    """The state of all ranges that a rank owns."""
+    """Master weights and moments of all ranges that a rank owns."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class HostStates:
     ) -> None:
         """Allocate the state in memory.
 
-        `streamed`: the weights of streamed layers, which lie on disk themselves; `compiled`: a compiled kernel updates.
+        `streamed`: the weights of streamed layers, whose bf16 weights are also on disk. `compiled`: a compiled kernel
+        runs the update.
         """
         self._split = PairedWeights if compiled and states == "fp32" else SplitWeights
         self._shards = shards
@@ -52,7 +53,7 @@ class HostStates:
         self._windows = {} if disk is None else disk.windows
         self._scratch = None if disk is None else disk.scratch
         self._loaded: dict[Kind, _LoadedField] = {}
-        self._loading = threading.Lock()  # because a save reads in a thread of its own
+        self._loading = threading.Lock()  # because checkpoint saves read in another thread
         self._resident: dict[int, FlatShard] = {}
         self._frozen = {
             index: self._weights(shard, 0, shard.numel, {})
@@ -62,12 +63,12 @@ class HostStates:
         for index, shard in enumerate(shards):
             if index not in self._updated_on_disk and shard.trainable:
                 gradient = sums.local(index)
-                assert gradient is not None  # a weight with its sums on disk has its states there, too
+                assert gradient is not None  # a weight whose sums are on disk also has its states on disk
                 self._resident[index] = self._flat_shard(shard, 0, shard.numel, gradient, {})
 
     @property
     def low_bytes(self) -> int:
-        """Bytes of the low halves of masters in memory."""
+        """Bytes of the low halves of master weights in memory."""
         weights = (shard.weights for shard in self._resident.values())
         return sum(masters.low.nbytes for masters in weights if isinstance(masters, SplitWeights))
 
@@ -78,17 +79,17 @@ class HostStates:
 
     @property
     def on_disk(self) -> bool:
-        """Whether states of any weight lie on disk."""
+        """Whether states of any weight are on disk."""
         return bool(self._updated_on_disk)
 
     def update_order(self, forward_order: Sequence[int]) -> list[int]:
-        """Return the trainable weights as `to_update` visits them: first those in memory, then those on disk."""
+        """Return the update order of trainable weights: first weights with state in memory, then state on disk."""
         return [index for place in (self._resident, self._updated_on_disk) for index in forward_order if index in place]
 
     def to_update(self, order: Sequence[int]) -> Iterator[tuple[int, FlatShard]]:
-        """Yield every shard with its weight; the caller updates one before it asks for the next, in any thread.
+        """Yield (weight index, shard) for every shard. The caller updates each shard before it requests the next one.
 
-        Raises StorageError if the disk fails.
+        The caller may run in any thread. Raises StorageError if the disk fails.
         """
         self.put_away()
         visits = [(index, window) for index in order for window in self._updated_on_disk.get(index, ())]
@@ -104,7 +105,7 @@ class HostStates:
             yield index, self._flat_shard(self._shards[index], start, stop, gradient, fields)
 
     def view(self, index: int, kind: Kind) -> Tensor | None:
-        """Return this rank's range if it is resident as fp32; None if it is not, or if replicas must be written too."""
+        """Return this rank's range of a weight or moment if it is fp32 in memory without replicas, else None."""
         store = None if self._is_on_disk(index, kind) else self._store(index, kind)
         if isinstance(store, WholeWeights) and not store.is_alone:
             return None
@@ -131,7 +132,7 @@ class HostStates:
     def _stores(
         self, index: int, kind: Kind, start: int, values: Tensor, changes: bool
     ) -> Iterator[tuple[Store, int, Tensor]]:
-        """Yield the stores that `values` belong to, the place in each, and the part of `values` there."""
+        """Yield (store, first index in the store, slice of `values`) for every store that `values` overlaps."""
         if not self._is_on_disk(index, kind):
             yield self._store(index, kind), start, values
             return
@@ -153,7 +154,7 @@ class HostStates:
             shard, start, stop = self._shards[index], window.start, window.stop
             names = [name for name in ("compute", "weight") if name in window.record.fields]
             names = names if kind == "weight" else [kind]
-            spans = [window.record.fields[name] for name in names]  # adjacent
+            spans = [window.record.fields[name] for name in names]  # adjacent on disk
             first = spans[0][0]
             memory = mapped_tensor(spans[-1][0] + paged(spans[-1][1]) - first, torch.uint8)
             fields = {name: memory[at - first :][:size] for name, (at, size) in zip(names, spans, strict=True)}
@@ -174,7 +175,7 @@ class HostStates:
     def _store(self, index: int, kind: Kind) -> Store:
         if index in self._frozen:
             return self._frozen[index]
-        if index not in self._resident:  # only the fp32 master of a weight with states on disk comes here
+        if index not in self._resident:  # an fp32 master weight in memory, with moments on disk
             shard = self._shards[index]
             return self._weights(shard, 0, shard.numel, {})
         flat = self._resident[index]
@@ -184,7 +185,7 @@ class HostStates:
     def _flat_shard(
         self, shard: WeightShard, start: int, stop: int, gradient: Tensor, fields: Mapping[str, Tensor]
     ) -> FlatShard:
-        """Return elements [start, stop) of a range; states that are not in `fields` are new memory of zeros."""
+        """Return elements [start, stop) of a range, with new zeros for states that are not in `fields`."""
         return FlatShard(
             weights=self._weights(shard, start, stop, fields),
             exp_avg=self._moment(shard, start, stop, fields.get("exp_avg"), squared=False),
@@ -214,7 +215,7 @@ Store = Weights | Moment
 
 @dataclass
 class _LoadedField:
-    """One field of a window, in memory to be read or changed in pieces."""
+    """One field of a window on disk, loaded into memory so that callers can read or change it in pieces."""
 
     scratch: ScratchFile
     window: Window
@@ -229,7 +230,7 @@ class _LoadedField:
 
 
 def _move(window: Window) -> Move:
-    """Read a whole record, and write it back without its first field if that is the gradient."""
+    """Return the disk request of an update: read a whole record, and write back all fields except the gradient."""
     record = window.record
     written_from = next(at for name, (at, _) in record.fields.items() if name != "gradient")
     return Move(record.offset, record.size_bytes, written_from)

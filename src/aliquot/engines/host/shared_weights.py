@@ -1,8 +1,9 @@
 """The model's weights in shared memory, and the orders in which forward and backward passes use the weights.
 
-There is one copy per NUMA node, from which all ranks of the node compute. Every module of this package names a weight
-by its index in the engine's list of `Weight`s. Each rank owns a range of each weight: it alone updates the range, in
-the copies of all NUMA nodes of its host. Every rank follows the same orders, which are lists of indices.
+There is one copy of the weights per NUMA node, from which all ranks of the node compute. The modules of this package
+name a weight by its index in the engine's list of `Weight`s. Each rank owns a range of each weight. Only the owner
+updates the range, in the copies of all NUMA nodes of its host. An order is a list of weight indices, the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]  # [rank]: flat
+    ranges: tuple[tuple[int, int], ...]  # [rank]: (start, stop) in the flat weight
     trainable: bool
     dtype: torch.dtype  # in which forward and backward passes use the weight
 
@@ -46,18 +47,18 @@ class Weight:
         return math.prod(self.shape[1:])
 
     def shard_numel(self, rank: int) -> int:
-        """Return how many elements `rank` owns."""
+        """Return the number of elements that `rank` owns."""
         start, stop = self.ranges[rank]
         return stop - start
 
     def trainable_numel(self, rank: int) -> int:
-        """Return how many elements `rank` owns gradients and optimizer state of."""
+        """Return the number of elements for which `rank` has gradients and optimizer state."""
         return self.shard_numel(rank) if self.trainable else 0
 
 
 @dataclass(frozen=True)
 class Counterparts:
-    """The ranks that gradient sums and updated weights travel between: one on each host, this rank among them."""
+    """The ranks that exchange gradient sums and updated weights: one per host, including this rank."""
 
     ranks: Sequence[int]  # [host]
     host: int  # of this rank
@@ -76,7 +77,7 @@ class WeightShard:
     offset_bytes: int  # in each of the memories
     dtype: torch.dtype
     numel: int
-    start: int  # in the whole weight
+    start: int  # first element, counted in the whole weight
     row_numel: int
     trainable: bool
     decays: bool
@@ -87,7 +88,7 @@ class WeightShard:
         return [memory.tensor(self.offset_bytes, (self.numel,), self.dtype) for memory in self.memories]
 
     def release_pages(self) -> None:
-        """Return the pages that hold nothing but this range to the kernel; all ranks then read zeros."""
+        """Free the memory pages that contain only this range. Until the range is written again, ranks read zeros."""
         first = -(-self.offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (self.offset_bytes + self.numel * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
         for memory in self.memories:
@@ -109,7 +110,7 @@ class SharedWeights:
         self.size_bytes = local.size_bytes
 
     def place(self, model: nn.Module) -> None:
-        """Replace the model's meta parameters by views of this node's copy, tied ones by one view."""
+        """Replace the model's meta parameters by views of this NUMA node's copy. Tied parameters share a view."""
         views = [self.view(index) for index in range(len(self._weights))]
         pairs = zip(self._weights, views, strict=True)
         placed = {weight.name: nn.Parameter(view, requires_grad=weight.trainable) for weight, view in pairs}
@@ -117,7 +118,7 @@ class SharedWeights:
         replace_tensors(model, placed | aliases)
 
     def view(self, index: int) -> Tensor:
-        """Return a weight in this node's copy."""
+        """Return a weight in this NUMA node's copy."""
         weight = self._weights[index]
         return self._memories[0].tensor(self._offsets[index], weight.shape, weight.dtype)
 
@@ -148,7 +149,7 @@ class SharedWeights:
         for owner, values in enumerate(published):
             for index, start, value in values:
                 seen = float(views[index][start])
-                if seen != value and not math.isnan(value):  # NaN of a diverged weight arrives, but equals nothing
+                if seen != value and not math.isnan(value):  # NaN is not equal to itself
                     message = f"rank {owner} published {value} and this rank reads {seen}: broken shared memory?"
                     raise SelfTestError(message)
 
@@ -157,12 +158,12 @@ class SharedWeights:
 class GradientOrder:
     """The order in which a rank stages the gradients of a micro-batch: `head`, then `dense`, then `looked_up`.
 
-    Frozen weights are in none of the three. A tied embedding may be in two, because it gets a gradient from each.
+    Frozen weights are in no list. A tied embedding may be in two lists, with a gradient as head and as embedding.
     """
 
     dense: Sequence[int]  # autograd completes these gradients
-    head: Sequence[int] = ()  # the fused loss hands over this gradient, before the backward pass
-    looked_up: Sequence[int] = ()  # the engine hands over rows of this gradient, after the backward pass
+    head: Sequence[int] = ()  # the fused loss stages this gradient before the backward pass
+    looked_up: Sequence[int] = ()  # the engine stages rows of this gradient after the backward pass
 
     @classmethod
     def from_model(
@@ -170,8 +171,9 @@ class GradientOrder:
     ) -> Self:
         """Derive the order from the model.
 
-        `head`: its gradient comes from the fused loss; `looked_up`: the embedding whose gradient arrives as rows;
-        `packs`: several documents are one call, so that experts hand over their gradients one by one.
+        `head`: the weight whose gradient the fused loss computes. `looked_up`: the embedding whose gradient the engine
+        stages as rows. `packs`: the model takes several documents in one forward pass, and each expert stages its own
+        gradients.
         """
         parameters = list(model.parameters())
         heads = [at for at, weight in enumerate(parameters) if weight is head and weight.requires_grad]
@@ -184,22 +186,22 @@ class GradientOrder:
 
     @property
     def complete_at_once(self) -> set[int]:
-        """Weights whose sum of a micro-batch is complete after one whole gradient.
+        """Weights that get exactly one whole gradient per micro-batch.
 
-        The rows of an embedding that is the head, too, travel separately and do not count.
+        The looked-up rows of a tied embedding do not count, because they are sent separately.
         """
         return set(self.head) ^ set(self.dense)
 
 
 def _experts_first(model: nn.Module, order: Sequence[int]) -> list[int]:
-    """Move the experts of each layer before the layer's other weights in `order`, the order of the backward pass.
+    """Move the expert weights of each layer before the layer's other weights in `order`, the backward order.
 
-    Weights that follow the experts in the layer, such as a norm's, get their gradients after the experts do.
+    Experts get their gradients before weights that come later in the layer's parameter list, such as a norm's.
     """
     parameters = list(model.parameters())
     experts = {id(weight) for weight in experts_weights(model)}
     layer_of = {id(p): at for at, layer in enumerate(decoder_layers(model)) for p in layer.parameters()}
-    layer_starts: dict[int, int] = {}  # the place in `order` of a layer's first weight
+    layer_starts: dict[int, int] = {}  # the index in `order` of a layer's first weight
 
     def place(at: int, index: int) -> tuple[int, bool]:
         layer = layer_of.get(id(parameters[index]))
@@ -211,10 +213,10 @@ def _experts_first(model: nn.Module, order: Sequence[int]) -> list[int]:
 
 
 class ForwardOrder:
-    """The order in which a forward pass uses the weights: `first`, those of each of the `layers`, then the head."""
+    """The order in which a forward pass uses the weights: `first`, then the weights of the `layers`, then the head."""
 
     def __init__(self, model: nn.Module, head: nn.Parameter | None) -> None:
-        """`head`: the weight that the fused loss uses after the model; None if the model itself uses it."""
+        """`head`: the weight that the fused loss multiplies by; None if the model itself computes the logits."""
         index = {id(parameter): at for at, parameter in enumerate(model.parameters())}
         self.layers = [(layer, [index[id(p)] for p in layer.parameters()]) for layer in decoder_layers(model)]
         in_layers = dict.fromkeys(at for _, indices in self.layers for at in indices)

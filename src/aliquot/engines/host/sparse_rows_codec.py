@@ -1,8 +1,8 @@
 """Encode gradient sums of an embedding for another host: only the rows that tokens have looked up are not zero.
 
 A message holds the number of rows, their row numbers, and their values. If tokens have looked up most rows, the message
-holds all rows and no row numbers. A tied embedding sends its looked-up rows separately, after the gradient of the head;
-the receiver adds them to the head's sum over all hosts.
+holds all rows and no row numbers. The looked-up rows of a tied embedding are sent separately, after the gradient of the
+head. The receiver adds these rows to the sum of the head's gradient over all hosts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.wire import corruption_error
 
-_ALL = -1  # in place of the number of rows
+_ALL = -1  # sent as the number of rows if the message holds all rows
 
 Rows = tuple[Tensor, Tensor]  # row numbers, int64 [n], and values [n, width]
 
 
 def most_bytes(rows: int, width: int, itemsize: int) -> int:
-    """Return the size of the longest message about `rows` rows."""
+    """Return the size in bytes of the longest message about `rows` rows."""
     return align(4 * (1 + rows)) + rows * width * itemsize
 
 
 def encode_table(values: Tensor, looked_up: Tensor) -> Tensor:
-    """Encode `values` [rows, width], which are zero where `looked_up`, bool [rows], is false. Returns uint8."""
+    """Encode `values` [rows, width], which are zero where `looked_up`, bool [rows], is false. Return uint8."""
     rows = len(values)
     numbers = looked_up.nonzero().flatten()
     if 10 * len(numbers) < 9 * rows:
@@ -35,7 +35,7 @@ def encode_table(values: Tensor, looked_up: Tensor) -> Tensor:
 
 
 def encode_rows(rows: Rows) -> Tensor:
-    """Encode `rows` in at most `most_bytes(len(rows))`. Returns uint8."""
+    """Encode n rows as a uint8 message of at most `most_bytes(n, width, itemsize)` bytes."""
     numbers, values = rows
     return _message([len(numbers), *numbers.tolist()], values)
 
@@ -49,9 +49,9 @@ def _message(numbers: list[int], values: Tensor) -> Tensor:
 
 
 def message_in(buffer: Tensor, rows: int, width: int, itemsize: int, sender: str) -> Tensor:
-    """Return the message at the beginning of `buffer`, uint8.
+    """Return the message at the beginning of `buffer`, uint8, without the unused end of the buffer.
 
-    Raises SelfTestError, which names `sender`, if there is no message about at most `rows` rows.
+    Raises SelfTestError, which names `sender`, if the message has an impossible number of rows or more than `rows`.
     """
     count = int(buffer[:4].view(torch.int32))
     if not _ALL <= count <= rows:
@@ -61,7 +61,7 @@ def message_in(buffer: Tensor, rows: int, width: int, itemsize: int, sender: str
 
 
 def decode_table(message: Tensor, rows: int, width: int, dtype: torch.dtype, sender: str) -> Tensor:
-    """Return the values that `encode_table` has encoded, flat. Raises SelfTestError as `decode_rows`."""
+    """Return the values that `encode_table` has encoded, flat. Raises SelfTestError like `decode_rows`."""
     if int(message[:4].view(torch.int32)) == _ALL:
         return message[align(4) :].view(dtype)
     numbers, values = decode_rows(message, rows, width, dtype, sender)
@@ -71,9 +71,9 @@ def decode_table(message: Tensor, rows: int, width: int, dtype: torch.dtype, sen
 
 
 def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype, sender: str) -> Rows:
-    """Return the rows that `encode_rows` has encoded, for an owner of `rows` rows.
+    """Return the rows that `encode_rows` has encoded. The receiver owns `rows` rows.
 
-    Raises SelfTestError, which names `sender`, if a row number is impossible.
+    Raises SelfTestError, which names `sender`, if a row number is out of range.
     """
     count = int(message[:4].view(torch.int32))
     numbers = message[4 : 4 * (1 + max(0, count))].view(torch.int32).long()
@@ -83,7 +83,10 @@ def decode_rows(message: Tensor, rows: int, width: int, dtype: torch.dtype, send
 
 
 def sum_rows(parts: Sequence[Rows], width: int) -> Rows:
-    """Sum `parts` in their order, in fp32. Row numbers may repeat within a part and are unique in the result."""
+    """Sum all rows with the same row number, part by part in the given order, in fp32.
+
+    Row numbers may repeat within a part and are unique in the result.
+    """
     unique, places = torch.unique(torch.cat([numbers for numbers, _ in parts]), return_inverse=True)
     total = torch.zeros(len(unique), width)
     at = 0

@@ -1,8 +1,9 @@
-"""Decoder layers whose weights lie on disk: a layer is in shared memory while it computes, and the next one is read.
+"""Stream decoder layers from disk: a layer's weights are in shared memory only around its use.
 
-All ranks of the host use the same layers in the same order, forward and backward. Each rank hence knows, without a
-message, which layer comes next and which one must make way, and reads its own ranges of the layer. A layer may be used
-when all ranks have read it; its pages are released when all ranks have gone on to another layer.
+All ranks of the host use the same layers in the same order, in forward and backward passes. Each rank therefore knows
+without a message which layer comes next and which layer to evict. While a layer computes, each rank reads its own
+ranges of the next layer. A rank may use a layer when all ranks have read their ranges. The pages of a layer are
+released when all ranks use another layer.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from aliquot.models.structure import decoder_layers
 from aliquot.offload.scratch_file import Move, ScratchStream
 from aliquot.offload.windows import paged
 
-_READ, _USED = 0, 1  # counters of a rank: finished readings, and started uses of layers
+_READ, _USED = 0, 1  # counters of a rank: finished reads of layers, and started uses of layers
 
 
 Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # the module of a layer, and its weights on disk
 
 
 def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> Layers:
-    """Return the layers to stream by `spec.on_disk`, without weights that several layers share.
+    """Return the layers that `spec.on_disk` selects for streaming, without weights that several layers share.
 
-    Raises EngineError if there should be streamed layers, and the engine cannot stream here.
+    Raises EngineError if `spec` asks for streamed layers, but this run does not support them.
     """
     if spec.on_disk is None or not spec.on_disk.layers:
         return []
@@ -63,12 +64,12 @@ def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> 
 class _Resident:
     """A layer that is in memory or being read."""
 
-    reading: int  # the number of its reading, counted from 1
+    reading: int  # the number of the read that loads the layer, counted from 1
     last_use: int
 
 
 class StreamedLayers:
-    """Reads layers ahead of their use; `attach` connects it with the model."""
+    """Reads streamed layers ahead of their use. `attach` registers the hooks on the model."""
 
     def __init__(
         self,
@@ -81,8 +82,8 @@ class StreamedLayers:
     ) -> None:
         """Share the counters. Collective over the host.
 
-        `serve` is called while this rank waits for other ranks, which may wait for this rank's ring. `wait_updated`
-        waits, in any thread, until this rank's ranges of weights are updated and written.
+        `serve` is called while this rank waits for other ranks, because they may wait until this rank reads its ring
+        buffer. `wait_updated` waits, in any thread, until this rank's ranges of weights are updated and written.
         """
         self._serve = serve
         self._wait_updated = wait_updated
@@ -96,28 +97,28 @@ class StreamedLayers:
         self._reading: Future[None] | None = None
         self._resident: OrderedDict[int, _Resident] = OrderedDict()  # the most recently used layer is the last
         self._readings = self._uses = 0
-        self._last_two: tuple[int, int] = (-1, -1)  # the layers used last
-        self._successor: dict[tuple[int, int], int] = {}  # the layer that was used after two others
+        self._last_two: tuple[int, int] = (-1, -1)  # the two layers that were used last
+        self._successor: dict[tuple[int, int], int] = {}  # (two layers in a row) -> the layer used next
         self.waited_s = 0.0
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Register the hooks of the layers. Hooks that wait for updated weights must be registered before."""
+        """Register the hooks of the layers. Register hooks that wait for updated weights before these hooks."""
         self._hooks = [hook for layer, module in enumerate(self._modules) for hook in self._register(layer, module)]
 
     @property
     def absent_bytes(self) -> int:
-        """Bytes of this rank's ranges that are never in memory together with the rest."""
+        """Bytes of this rank's ranges of layers that are not in memory: all but the RESIDENT_LAYERS largest."""
         sizes = sorted(sum(self._shards[at].copies[0].nbytes for at in indices) for indices in self._layers)
         return sum(sizes[:-RESIDENT_LAYERS])
 
     def pass_through(self) -> None:
-        """Use the layers as a forward pass does, on a rank that has nothing to compute."""
+        """Read the layers like a forward pass, on a rank without a micro-batch, because other ranks need its ranges."""
         for layer in range(len(self._layers)):
             self._use(layer)
 
     def evict_all(self) -> None:
-        """Release all layers before their weights change. No rank computes."""
+        """Release all layers before their weights change. Call this only while no rank computes."""
         self._finish_reading()
         for layer in self._resident:
             self._release(layer)
@@ -144,7 +145,7 @@ class StreamedLayers:
         if layer == self._last_two[1] and layer in self._resident:
             return
         self._uses += 1
-        self._progress.publish(self._uses, _USED)  # earlier uses are over
+        self._progress.publish(self._uses, _USED)  # tells other ranks that earlier uses are over
         self._successor[self._last_two] = layer
         self._last_two = (self._last_two[1], layer)
         if layer not in self._resident:
@@ -159,7 +160,7 @@ class StreamedLayers:
             self._start_reading(following, keep=layer)
 
     def _start_reading(self, layer: int, keep: int) -> None:
-        """Read a layer in place of the least recently used one other than `keep`."""
+        """Start to read a layer. If memory is full, evict the least recently used layer other than `keep`."""
         self._finish_reading()
         evicted: tuple[int, int] | None = None
         if len(self._resident) >= RESIDENT_LAYERS:
@@ -171,7 +172,7 @@ class StreamedLayers:
         self._reading = self._thread.submit(self._replace, layer, self._readings, evicted)
 
     def _replace(self, layer: int, reading: int, evicted: tuple[int, int] | None) -> None:
-        """Release one layer and read another, in the thread, which must neither send nor receive."""
+        """Release one layer and read another. Runs in the read thread, which must not exchange messages."""
         if evicted is not None:
             self._progress.wait(evicted[1] + 1, _USED)
             self._release(evicted[0])
@@ -191,7 +192,7 @@ class StreamedLayers:
             self._shards[index].release_pages()
 
     def _finish_reading(self) -> None:
-        """Wait until this rank reads nothing. Raises the error of the reading."""
+        """Wait until this rank's current read is finished. Raises the error of the read."""
         if self._reading is not None:
             while not self._reading.done():
                 self._serve()
@@ -200,7 +201,7 @@ class StreamedLayers:
             self._reading = None
 
     def _wait_read(self, reading: int) -> None:
-        """Wait until all ranks have done a reading."""
+        """Wait until all ranks have finished the read with the number `reading`."""
         if self._progress.local(_READ) < reading:
             self._finish_reading()
         self._progress.wait(reading, _READ, self._serve)

@@ -1,13 +1,14 @@
-"""Updated weights on their way to the layers that compute with them, while the next forward pass begins.
+"""Deliver updated weights to the layers that use them, while the next forward pass already begins.
 
 Owners update weights in the order in which a forward pass uses the weights. A layer waits only for its own weights.
 
-On one host with optimizer state on disk (`OverlappedUpdate`) the update runs in a thread: while a layer computes, the
-thread reads states of the next layers from disk and writes states of the previous layers.
+On one host with optimizer state on disk (`OverlappedUpdate`), the update runs in a thread. While a layer computes, the
+thread reads the states of the next layers from disk and writes the states of the previous layers.
 
-On several hosts (`WeightPublication`) each rank sends its updated weights to the other hosts. A message holds the
+On several hosts (`WeightPublication`), each rank sends its updated weights to the other hosts. A message holds the
 changed bits of a piece of a weight (distributed/collectives/weight_patch.py). Every rank receives the ranges of its
-counterparts, and applies them when a layer is about to use them, so that no thread takes a core from computing ranks.
+counterparts. It applies the changes when a layer is about to use the weights, so that no thread takes a core from
+computing ranks.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ class PendingUpdate:
     def __init__(self, peers: Peers, serve: Callable[[], None]) -> None:
         """Share the counters. Collective over the host.
 
-        `serve` is called while this rank waits for other ranks, which may wait for this rank's ring.
+        `serve` is called while this rank waits for other ranks, because they may wait until this rank reads its ring
+        buffer.
         """
         self._serve = serve
         self._places: dict[int, int] = {}
         self._progress = ProgressCounters(peers)
-        self._count_before = 0  # weights of earlier updates
-        self._usable = 0  # weights of this update that all ranks of the host have completed, for all we know
-        self.waited_s = 0.0  # for ranks of this host
+        self._count_before = 0  # number of weights in all earlier updates
+        self._usable = 0  # weights of this update that, as far as this rank knows, all ranks of the host have completed
+        self.waited_s = 0.0  # time spent waiting for ranks of this host
 
     def _count_up_to(self, indices: Sequence[int]) -> int:
         return 1 + max((self._places.get(index, -1) for index in indices), default=-1)
@@ -65,7 +67,7 @@ class PendingUpdate:
 
 
 class OverlappedUpdate(PendingUpdate):
-    """An update in a thread of its own, always in the same order of weights."""
+    """An optimizer update that runs in a thread, and always updates the weights in the same order."""
 
     def __init__(self, peers: Peers, order: Sequence[int], serve: Callable[[], None]) -> None:
         super().__init__(peers, serve)
@@ -75,41 +77,41 @@ class OverlappedUpdate(PendingUpdate):
         self._running: Future[None] | None = None
 
     def begin(self, update: Callable[[], None]) -> None:
-        """Start `update`, which updates all weights in order and calls `mark_updated` after each.
+        """Start `update`, which updates all weights in order and calls `mark_updated` after each weight.
 
-        No rank of the host computes any more, and the previous update has been waited for as a whole.
+        Call this when no rank of the host computes any more, and all weights of the previous update were waited for.
         """
         if self._running is not None:
             self._count_before += self._count
         self._usable = 0
 
-        end = self._count_before + self._count  # when `update` returns, the next one may have changed `_count_before`
+        end = self._count_before + self._count  # computed now, because `begin` changes `_count_before`
 
         def run() -> None:
             update()
-            self._progress.publish(end)  # includes weights of which this rank owns no row
+            self._progress.publish(end)  # includes weights of which this rank owns no rows
 
         self._running = self._thread.submit(run)
 
     def mark_updated(self, index: int) -> None:
-        """Publish, within `update`, that this rank's range of a weight may be used."""
+        """Tell the other ranks that this rank's range of a weight is updated. Called within `update`."""
         self._progress.publish(self._count_before + self._places[index] + 1)
 
     def wait_usable(self, indices: Sequence[int]) -> None:
-        """Wait until all ranks of the host have updated these weights. Raises errors of the update."""
+        """Wait until all ranks of the host have updated these weights. Raises an error of this rank's update."""
         count = self._count_up_to(indices)
         if count > self._usable:
             self._wait_for_ranks(count, self._raise_failure)
 
     def wait_updated_here(self, indices: Sequence[int]) -> None:
-        """Wait, in any thread, until this rank has updated its ranges of these weights. Raises as `wait_usable`."""
+        """Wait, in any thread, until this rank has updated its ranges of these weights. Raises like `wait_usable`."""
         count = 0 if self._running is None else self._count_up_to(indices)
         while self._progress.local() < self._count_before + count:
             self._raise_failure()
             time.sleep(POLL_S)
 
     def join(self) -> None:
-        """Wait, in any thread, until this rank has updated all its ranges. Raises as `wait_usable`."""
+        """Wait, in any thread, until this rank has updated all its ranges. Raises like `wait_usable`."""
         if self._running is not None:
             self._running.result()
 
@@ -123,7 +125,7 @@ class OverlappedUpdate(PendingUpdate):
 
 @dataclass
 class _WeightsArrival:
-    """A piece of a weight of another host: a buffer for its changed bits, or, if None, the weights themselves."""
+    """A piece of a weight from another host. `buffer` receives changed bits; None: whole weights arrive in place."""
 
     index: int
     host: int
@@ -135,7 +137,7 @@ class _WeightsArrival:
 
 
 class WeightPublication(PendingUpdate):
-    """The exchange of updated weights between hosts. A weight is complete when it is received and applied."""
+    """Exchange updated weights between hosts. A weight is complete when all its pieces are received and applied."""
 
     def __init__(
         self,
@@ -164,9 +166,9 @@ class WeightPublication(PendingUpdate):
         self._pool = BufferPool(torch.uint8, EXCHANGE_BYTES)
 
     def begin(self, order: Sequence[int], raw: bool) -> None:
-        """Begin a publication of weights in the `order` of updates and uses. No rank of any host computes any more.
+        """Begin to publish weights, in the `order` in which ranks update and use the weights.
 
-        `raw`: send the weights themselves, not their changed bits.
+        Call this when no rank of any host computes any more. `raw`: send whole weights, not their changed bits.
         """
         assert self._arrived == len(self._order), "every weight must be used before it is replaced"
         self._raw = raw
@@ -183,12 +185,12 @@ class WeightPublication(PendingUpdate):
         self._post_receives()
 
     def before_update(self, index: int) -> None:
-        """Remember this rank's range of a weight, to find the bits that the update changes."""
+        """Copy this rank's range of a weight before its update, to find the bits that the update changes."""
         if not self._raw:
             self._old = self._copies(index, self._wire.host)[0].clone()
 
     def mark_updated(self, index: int) -> None:
-        """Send this rank's updated range of a weight. Does not wait, because receivers may wait for this rank."""
+        """Send this rank's updated range of a weight. Does not block, because receivers may wait for this rank."""
         updated = self._copies(index, self._wire.host)[0]
         for start, stop in _pieces(updated.numel()):
             values = updated[start:stop]
@@ -204,7 +206,7 @@ class WeightPublication(PendingUpdate):
         self._poll()
 
     def wait_usable(self, indices: Sequence[int]) -> None:
-        """Wait until these weights are complete on all ranks of the host. Every rank of the host calls this.
+        """Wait until these weights are complete on all ranks of the host. All ranks of the host must call this.
 
         Raises SelfTestError if received weights differ from the sent ones, PeerLost if another host has ended.
         """
@@ -222,14 +224,14 @@ class WeightPublication(PendingUpdate):
         return self._shared.shard(index, self._counterparts.ranks[host]).copies
 
     def _poll(self) -> None:
-        """Do everything that is possible without waiting. No rank uses the applied weights yet."""
+        """Apply received pieces and release finished sends without waiting. No rank uses the applied weights yet."""
         while self._arrivals and self._arrivals[0].transfer.done():
             self._apply()
         while self._departures and self._departures[0].done():
             self._departures.popleft().result()
 
     def _apply(self) -> None:
-        """Apply the oldest arrival, whose transfer is over, to every copy of the weight."""
+        """Apply the oldest received piece, whose transfer is finished, to every shared copy of the weight."""
         arrival = self._arrivals.popleft()
         arrival.transfer.result()
         first, *others = [copy[arrival.start : arrival.stop] for copy in self._copies(arrival.index, arrival.host)]
