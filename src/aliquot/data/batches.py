@@ -161,7 +161,10 @@ class Batches:
         )
 
     def determinants(self) -> dict[str, str | int | float | None]:
-        """Return the settings that decide the data order. While they stay, the step number gives the position."""
+        """Return the settings that decide the order of the data.
+
+        While these settings are unchanged, a step number determines the position in the data.
+        """
         values: dict[str, str | int | float | None] = {
             "run.seed": self.seed,
             "data.sequence_length": self.format.length,

@@ -271,9 +271,9 @@ def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) ->
 def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
     """Yield candidate texts for `messages` as they would appear at the beginning of a longer chat.
 
-    The last message is an answer. One rendering is not enough. Some templates end a chat with a special token unless
-    they add a generation prompt (Phi-3). Other templates render the last answer of a chat differently from an answer
-    that a question follows (Qwen3).
+    The last message is an answer. No single rendering fits all templates. Some end a chat with a special token unless
+    they add a generation prompt (Phi-3). Others render the last answer of a chat differently from an answer that a
+    question follows (Qwen3).
     """
     rendered, asked = template.attempt(messages), template.attempt(messages, prompt=True)
     yield from filter(None, [rendered])

@@ -88,7 +88,7 @@ def read_messages(value: object, field: str, where: str, plain: str | None = Non
 def read_message(message: object, field: str, where: str) -> dict[str, Any]:
     """Return the message with the usual keys and roles: `from` becomes `role`, `value` becomes `content`.
 
-    Tool calls in JSON text are decoded. Raises BadRecordError for a message that no chat template can take.
+    Tool calls in JSON text are decoded. Raises BadRecordError for a malformed message.
     """
     role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(role, str):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE_CHARACTERS = 1 << 16
-LONGEST_CHARACTERS = 1 << 18  # of a piece that has no exact cut
+LONGEST_CHARACTERS = 1 << 18  # a piece without an exact cut ends near this length
 _BEYOND = 8  # the patterns examine at most this many characters after a cut
 _NEAR = 1 << 12
 _LETTER = r"[^\W\d_]"
@@ -59,7 +59,7 @@ _SPACES_TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": "�
 
 @dataclass(frozen=True)
 class Cut:
-    """The exact cuts of a tokenizer: at matches of `pattern`. Matched characters belong to no piece.
+    """The exact cuts of a tokenizer are the matches of `pattern`. Matched characters belong to no piece.
 
     A piece that is not the first of its document, and begins with a character of `drop_before`, gets an additional
     first token, which must be dropped. `drop_before` is None for tokenizers that add no first token.
@@ -123,7 +123,7 @@ def _character_class(marks: set[str], selects: Callable[[str], bool]) -> str:
 
 
 def _marks_after_letters(tokens: Iterable[str]) -> set[str]:
-    """Return the `_MARKS` that follow a letter, or the "▁" of a space, within a token."""
+    """Return those characters of `_MARKS` that follow a letter or a "▁" (a space) in any of `tokens`."""
     pattern = re.compile(rf"(?:{_LETTER}|▁)([{_MARKS}])")
     return {mark for token in tokens for mark in pattern.findall(token)}
 

@@ -67,7 +67,7 @@ def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
     _refuse_dangling(path)
     if not glob.has_magic(entry):
         raise DataError(f"{key}: no such file or directory", entry)
-    # Path.glob accepts no absolute pattern.
+    # glob.glob is used because Path.glob accepts no absolute pattern.
     files = []
     for match in sorted(map(Path, glob.glob(str(path), recursive=True))):  # noqa: PTH207
         _refuse_dangling(match)
@@ -215,7 +215,7 @@ def _named(formats: dict[str, bytes], start: bytes) -> str | None:
 
 def _is_binary(start: bytes) -> bool:
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # incremental: may end within a character
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # incremental: `start` may end within a character
     except UnicodeDecodeError:
         return True
     return b"\0" in start

@@ -25,7 +25,7 @@ from aliquot.data.layout import Pieces
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.token_store import TokenStore
 
-_RATE_BITS = 40  # a rate of 1 is 2^40
+_RATE_BITS = 40  # fixed point: the rates of all sources sum to about 2^40
 _TIME_BITS = 60
 
 
@@ -112,7 +112,7 @@ class Stream:
 
     @property
     def sequence_tokens(self) -> Fraction:
-        """Mean tokens of a sequence."""
+        """The mean number of tokens in a sequence of this source."""
         return Fraction(self.epoch_tokens, self.packing.sequences)
 
     def sequence(self, index: int) -> Pieces:
@@ -168,7 +168,7 @@ class Steps:
         return range(first, max(first, min([first + self.size, *limits])))
 
     def begin(self, step: int) -> int:
-        """Return the sequence at which `step` begins if the run has no end."""
+        """Return the number of the first sequence of `step`, without regard to `stop`."""
         begin = 0
         for end in self.ends:
             steps = self._steps(begin, end)

@@ -97,7 +97,7 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
 
 
 def irregularities(store: TokenStore) -> Iterator[str]:
-    """Yield lines about omitted records and inexact cuts in a token store."""
+    """Yield lines about omitted records and inexact cuts (see cuts.py) in a token store."""
     if store.left_out:
         yield "; ".join(counted(store.left_out, store.firsts))
     if store.inexact_cuts:

@@ -1,4 +1,4 @@
-"""Memory-mapped arrays: one process on a node fills them in files, all processes map the files, and share one copy.
+"""Arrays in memory-mapped files: one process of a node fills the files, and all its processes share the memory.
 
 Arrays are filled in place, AT_ONCE elements at a time, so that private memory does not grow with the arrays.
 """

@@ -34,7 +34,10 @@ HOLDS_SPECIAL = "a text or a piece of a text with special tokens, encoded as spe
 
 @dataclass(frozen=True)
 class Texts:
-    """A batch of texts to encode: whole documents, or pieces of a document, of which `first` and `last` are marked."""
+    """A batch of texts to encode: documents or pieces of documents.
+
+    `first` and `last` mark the first and the last piece of each document.
+    """
 
     texts: list[str]
     first: npt.NDArray[np.bool_]  # [texts]

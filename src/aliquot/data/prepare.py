@@ -46,7 +46,7 @@ NamedProgress = Callable[[str, int, int], None]  # (name of the work in progress
 
 @dataclass(frozen=True)
 class Prepared:
-    """The paths and settings of prepared data, which rank 0 sends to other ranks as JSON."""
+    """The paths and settings of prepared data, which ranks exchange as JSON."""
 
     train: dict[str, str]  # name of the source ("" for unnamed data) -> directory of its token store
     eval: dict[str, str]

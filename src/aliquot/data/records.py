@@ -35,8 +35,8 @@ from aliquot.data.formats import Format, format_of
 LONGEST_RECORD = 1 << 26  # bytes or characters of a record, which is in memory as a whole
 LONGEST_BYTES = 64 << 20  # of a file with one JSON object over several lines, which is read as a whole
 _BLOCK_CHARACTERS = 1 << 20
-_ROWS, _BATCH_BYTES = 512, 16 << 20  # rows of a table to read at once, and their bytes
-_NEAR_THE_END = 16  # characters: as long as the longest JSON value except strings
+_ROWS, _BATCH_BYTES = 512, 16 << 20  # limits of what is read from a table at once
+_NEAR_THE_END = 16  # characters; an error this near the end may come from a value that is cut off
 
 
 def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -59,7 +59,7 @@ class RecordReader:
         """Return the document of a record; if the record cannot be read, a blank document with the reason."""
         try:
             text, kind = self._read(record(), where)
-            text.encode()  # JSON may escape half of a surrogate pair
+            text.encode()  # raises an error if JSON escapes half of a surrogate pair
             return Document(text, kind, done_bytes, where=where)
         except BadRecordError as error:
             return left_out(error, done_bytes)

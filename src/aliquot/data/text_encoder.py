@@ -38,7 +38,7 @@ class EncoderSpec:
 
 
 class TextEncoder:
-    """Encodes the text of one record. `record` is the JSON of the record, in which special tokens are searched.
+    """Encodes the text of one record. `record` is the JSON of the record, which is searched for special tokens.
 
     If `as_text` is true, special tokens that the record's author spelled out are encoded as ordinary text.
     """
@@ -138,7 +138,7 @@ class TextEncoder:
         """Return (token id, (start, stop) in `text`) of each token.
 
         `as_text`: encode special tokens as ordinary text. Such text `inside` a longer text is encoded after a newline
-        if the newline is a separate token, because some tokenizers (SentencePiece) would put a space in front of it.
+        if the newline is a separate token. Some tokenizers (SentencePiece) would otherwise add a space in front.
         """
         for before in ["\n", ""] if inside and as_text else [""]:
             encoded = self._tokenizer(
@@ -161,9 +161,9 @@ def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
 
 @contextmanager
 def _whole_offsets(tokenizer: Any) -> Iterator[None]:
-    """Disable the post-processor of a tokenizer in the block, because it may trim spaces from token offsets.
+    """Disable the post-processor of a tokenizer inside the `with` block.
 
-    A token of spaces alone would then have an empty span.
+    The post-processor may trim spaces from token offsets. A token of spaces would then have an empty span.
     """
     backend = tokenizer.backend_tokenizer
     processor, backend.post_processor = backend.post_processor, None

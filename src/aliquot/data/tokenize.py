@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes of the source)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
-_ENCODER_BYTES = 256 << 20  # of one encoder process with its queue; records of megabytes with answers need 1 GiB more
+_ENCODER_BYTES = 256 << 20  # memory of an encoder process; records of megabytes with answers need 1 GiB more
 AHEAD = 4  # chunks per worker process that may be in memory at once
 
 

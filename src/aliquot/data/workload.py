@@ -154,7 +154,7 @@ class _Window(NamedTuple):
 
     first: int
     tokens: int
-    weight: float  # time of the row, in tokens of equal time; `tokens` decide the memory for the backward pass
+    weight: float  # relative time of the row; `tokens` decide the memory for the backward pass
 
 
 @lru_cache(maxsize=256)

@@ -52,7 +52,7 @@ def load_sharded(
             The parameters are on its device type.
         dtype: the dtype of the parameters. Default: the dtype of the given model or of the configuration. The files may
             have any float dtype.
-        watch: called with this rank's progress after each piece.
+        watch: called with this rank's progress while the rank reads.
 
     Raises:
         UserError: on every rank, if files are missing or malformed, tensors do not fit the model, placements are not

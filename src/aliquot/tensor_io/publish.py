@@ -134,7 +134,7 @@ def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = No
     """
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize
-    if not status.f_blocks or free_bytes >= needed_bytes:  # some network file systems report nothing
+    if not status.f_blocks or free_bytes >= needed_bytes:  # some network file systems report no sizes
         return
     if instead_of is not None:
         freed_bytes = sum(path.stat().st_blocks * 512 for path in instead_of.rglob("*") if path.is_file())
@@ -154,7 +154,7 @@ def set_aside(directory: Path, suffix: str = "trash") -> Path:
 
 
 def restore_former(parent: Path) -> None:
-    """Undo unfinished replacements of killed processes: rename each `former` directory back. Raises OSError."""
+    """Undo unfinished replacements of killed processes: rename `former` directories back to NAME. Raises OSError."""
     for path in list(parent.glob(".*.former-*")):
         match = _LEFTOVER.fullmatch(path.name)
         if match and not (parent / match["name"]).exists():

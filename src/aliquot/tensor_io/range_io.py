@@ -107,7 +107,7 @@ class RangeReader:
 
 
 class TargetFile:
-    """A safetensors file of final size that several threads write at once. Every method raises UserError.
+    """A safetensors file, already of its final size, that several threads write at once. Methods raise UserError.
 
     Written bytes are removed from the page cache after they reach the disk, because nobody reads them soon. Writes into
     pages that were just freed are also twice as fast.

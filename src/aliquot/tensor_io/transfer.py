@@ -46,14 +46,14 @@ def fill(
     watch: Watch | None = None,
     check: Callable[[TensorEntry, int, Tensor], None] = lambda entry, start, values: None,
 ) -> int:
-    """Read the values of all parts of `store` whose kind is in `maps` from files; return the number of bytes read.
+    """Read from files the values of all parts of `store` whose kind is in `maps`; return the number of bytes read.
 
     Only the calling thread accesses `store`, in the order of the elements of each part. `check` receives each piece
     (location of the tensor, first element, flat values in the dtype of the store); an exception ends the transfer.
     Raises UserError.
     """
     work = _Transfer(store, maps, watch)
-    values = mapped_tensor(PIECE_BYTES, torch.float32)  # a piece may hold one-byte elements
+    values = mapped_tensor(PIECE_BYTES, torch.float32)  # stored elements may have one byte each
 
     def store_piece(piece: _Piece, stored: Tensor) -> None:
         if piece.view is None:
@@ -79,7 +79,7 @@ def fill(
 
 
 def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None, watch: Watch | None = None) -> int:
-    """Write the values of all parts of `store` whose kind is in `maps` to files, and fsync the files.
+    """Write to files the values of all parts of `store` whose kind is in `maps`, and fsync the files.
 
     Returns the number of bytes written. Only the calling thread accesses `store`, in the order of the elements of each
     part. Raises UserError, also for values that overflow the dtype of the file.
