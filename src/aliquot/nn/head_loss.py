@@ -1,7 +1,8 @@
-"""Output head and cross-entropy in one step, summed over tokens with a label: no logits as a whole in fp32.
+"""Fused output head and cross-entropy, summed over tokens with a label, without a full matrix of logits in fp32.
 
-The forward pass computes the gradients of the head, so that logits exist once, in place, in the compute dtype, and only
-for tokens with a label and a few others. If these logits are too large, they are computed twice, in chunks.
+The forward pass already computes the gradients, and overwrites the logits with their gradient. Logits are in memory
+once, in the compute dtype, and only for tokens with a label and a few filler tokens. If these logits are too large,
+they are computed twice, in chunks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logi
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
 
-IGNORE = -100  # the label of a token without a prediction
+IGNORE = -100  # the label of tokens that do not enter the loss
 _LOGITS_COLUMNS = 4096
 _ALIGNED_ROWS = 16  # rows that begin at a multiple of 16 bytes for any number of columns
-_COLUMNS = 512  # of a product that stays in the cache until it is transposed
+_COLUMNS = 512  # of a product that stays in the CPU cache until it is transposed
 
 
 @dataclass
@@ -43,14 +44,14 @@ class GradientRows:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tokens of a row that a loss works on, computed from labels in CPU memory to avoid waiting for a GPU."""
+    """The tokens of a row that enter the loss. Labels in CPU memory decide, to avoid waiting for a GPU."""
 
     rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
     learned: int  # number of tokens with a label
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [1, T, V] of any float dtype, labels int64 [T] already shifted -> fp32 scalar, a sum, not a mean."""
+    """Sum the cross-entropy of logits [1, T, V] of any float dtype with shifted labels int64 [T]; an fp32 scalar."""
     return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
@@ -62,7 +63,7 @@ def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, 
     values, columns = logits.float(), labels[:, None]
     targets, largest = values.gather(1, columns), values.amax(1, keepdim=True)
     probabilities = torch.softmax(values, 1)
-    # The largest probability is 1 / the sum of exp(logit - largest), and never tiny.
+    # The largest probability is 1 / sum of exp(logit - largest). It is never tiny, so its logarithm is precise.
     normalizers = largest - probabilities.amax(1, keepdim=True).log()
     summed = (normalizers - targets).sum()
     probabilities.mul_(scale).scatter_add_(1, columns, torch.full_like(targets, -scale))
@@ -86,7 +87,10 @@ def _compiled() -> Callable[..., Any]:
 
 
 def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `to_gradient_` by a compiled kernel, for any number of rows; the scale is a tensor, else a constant."""
+    """Compute `to_gradient_` with a compiled kernel, for any number of rows.
+
+    The kernel gets the scale as a tensor, because torch.compile would turn a number into a constant.
+    """
     result: tuple[Tensor, Tensor] = _compiled()(logits, labels, torch.full((), scale, device=logits.device))
     return result
 
@@ -98,9 +102,10 @@ def head_loss_on(
     copies_transposed: bool = False,
     compiled: bool = False,
 ) -> FusedLoss:
-    """Return the loss for a device, with passes over fp32 rows that fit a core's cache, or that keep a GPU busy.
+    """Return the fused loss for a device. Its passes over fp32 rows fit a CPU core's cache, or keep a GPU busy.
 
-    `logits_bytes`: for a planned machine; None: for this one. `copies_transposed`: see machine/matmul.py.
+    `logits_bytes`: the most bytes of logits at once; None: chosen for this machine. `copies_transposed`: see
+    machine/matmul.py.
     """
     if logits_bytes is None:
         memory = None if device == "cpu" else torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -127,12 +132,12 @@ class FusedLoss:
         chosen: Chosen | None = None,
         room: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [T, E], weight [V, E] of one dtype, labels int64 [T] already shifted.
+        """Return the summed cross-entropy, a detached fp32 scalar, and `scale` times the sum, for backward().
 
-        Returns (summed cross-entropy as a detached fp32 scalar, `scale` times the sum). Call backward() on the second
-        value, without further scaling. Without autograd both are the same. With `rows` the gradient of `weight` goes
-        there during this call, and autograd gets none. `chosen`: the choice of tokens by `labels`, if it is known.
-        `room`: a buffer from `self.room` for the logits, which are overwritten.
+        Shapes: hidden [T, E], weight [V, E], labels int64 [T], already shifted. Call backward() on the second value
+        without further scaling. Without autograd, both values are the unscaled sum. With `rows`, this call sends the
+        gradient of `weight` to `rows`, and autograd gets none. `chosen`: the result of `choose(labels)`, if known.
+        `room`: a buffer from `self.room` for the logits, which this call overwrites.
         """
         hidden = hidden.to(weight.dtype)  # as transformers does: Mamba returns fp32 for weights of any dtype
         chosen = chosen or choose(labels)
@@ -152,9 +157,9 @@ class FusedLoss:
         return summed.detach(), scaled
 
     def room(self, chosen: Chosen, labels: Tensor, weight: Tensor) -> Tensor:
-        """Return an empty buffer for the logits of one chunk, to be allocated before layers save activations.
+        """Allocate a buffer for the logits of one chunk, before layers save activations.
 
-        Later the heap may have no free range of that size between saved activations, and would grow.
+        Later, the heap may have no free block of this size between saved activations, and would have to grow.
         """
         rows = len(labels) if chosen.rows is None else len(chosen.rows)
         return weight.new_empty(min(rows, self._chunk_rows(weight)), len(weight))
@@ -162,7 +167,8 @@ class FusedLoss:
     def logits(self, hidden: Tensor, weight: Tensor, room: Tensor | None = None) -> Tensor:
         """Return logits [N, V], in `room` if it is set.
 
-        AMX kernels of oneDNN take up to 1.5 times as long for all columns at once (`benchmarks/parts.py`).
+        oneDNN's AMX kernels take up to 1.5 times as long for all columns at once (`benchmarks/parts.py`). For AMX, the
+        product is therefore computed in blocks of columns.
         """
         if room is None:
             room = hidden.new_empty(len(hidden), len(weight))
@@ -175,7 +181,7 @@ class FusedLoss:
         return logits
 
     def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield ranges of rows, at least one, which is empty without rows."""
+        """Yield the ranges of rows whose logits fit into `logits_bytes`: at least one range, which may be empty."""
         count = self._chunk_rows(weight)
         for start in range(0, max(1, len(hidden)), count):
             yield start, min(start + count, len(hidden))
@@ -184,15 +190,15 @@ class FusedLoss:
         return max(16, self.logits_bytes // (weight.shape[0] * weight.element_size()))
 
     def column_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
-        """Chunks of the logits' columns in fp32, all rows of them."""
+        """Yield ranges of columns whose fp32 logits, over all rows, fit into `logits_bytes`."""
         count = max(16, self.logits_bytes // (4 * max(1, len(hidden))))
         for start in range(0, weight.shape[0], count):
             yield start, min(start + count, weight.shape[0])
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed cross-entropy of logits [N, V], in passes.
+        """Return the summed cross-entropy of logits [N, V], computed a few rows at a time.
 
-        All logits in fp32 would be the largest block of memory of a run, for which a fragmented heap has no room.
+        All logits in fp32 would be the largest block of memory of a run, and a fragmented heap would have to grow.
         """
         summed = torch.zeros((), device=logits.device)
         count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
@@ -218,16 +224,16 @@ class FusedLoss:
 
 
 def choose(labels: Tensor) -> Chosen:
-    """Choose the tokens of labels [T] that the loss works on, on the device of the labels."""
+    """Return the tokens that enter the loss of labels [T], on the device of the labels."""
     labelled = labels != IGNORE
     learned = int(labelled.sum())
     return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned)
 
 
 def _labelled_first(labelled: Tensor) -> Tensor:
-    """Return the tokens with a label, and then tokens without, up to a multiple of an eighth of all tokens.
+    """Return the tokens with a label, then tokens without a label, up to a multiple of an eighth of all tokens.
 
-    oneDNN keeps a kernel for every shape of product, so that the number of rows must have few values.
+    oneDNN caches a kernel for every shape of product, so the number of rows should have few different values.
     """
     with_label, without_label = labelled.nonzero().flatten(), (~labelled).nonzero().flatten()
     step = -(-len(labelled) // LOGITS_ROW_COUNTS)
@@ -304,7 +310,7 @@ def _columns(
 
 
 def _transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute out [V, E] = (left [E, T] @ right [T, V]) transposed: the result is the smallest matrix to transpose."""
+    """Compute out [V, E] = (left [E, T] @ right [T, V]).t(), because the result is the smallest matrix to transpose."""
     for a in range(0, right.shape[1], _COLUMNS):
         b = min(a + _COLUMNS, right.shape[1])
         out[a:b] = torch.mm(left, right[:, a:b]).t()

@@ -1,6 +1,7 @@
-"""Limit and count the shapes of matrix products, because oneDNN keeps a compiled kernel for each shape.
+"""Limit and count the shapes of matrix products, because oneDNN caches a compiled kernel for each shape.
 
-Rows of products are padded to few different numbers. The planner counts the shapes, so this module needs no torch.
+The number of rows of a product is padded to one of a few values. The planner counts the shapes, so this module needs no
+torch.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from collections.abc import Iterator
 
 # Products over all tokens, and over the tokens of an expert
 PRODUCTS = 6  # matrix products of an expert that differ in shape or order: two forward, four backward
-_MIN_ROWS = 8  # of an expert
-_FILLER_TOKENS = 64  # of a document of padding
+_MIN_ROWS = 8  # the fewest rows of an expert's product
+_FILLER_TOKENS = 64  # tokens of a padding document
 _MIN_TOKENS = 32  # the rows of a pair of AMX tiles
 
 # Tiles of attention on CPU (tiles.py)
 NARROWEST = 64  # width of the narrowest bin, which several documents share
-STEP = 32  # wider bins are multiples of it and hold one document, or a long and a short one
-LONGEST_BINNED = 256  # documents above are cut into blocks of queries
+STEP = 32  # wider bins are multiples of this, and hold one document or a long and a short one
+LONGEST_BINNED = 256  # longer documents are cut into blocks of queries
 QUERY_BLOCK = 128
-_SAVED_KEYS = 128  # mean number of a token's probabilities saved for backward; others are recomputed
-BATCHES = (16, 4, 1)  # numbers of bins of one width that are multiplied at once
+_SAVED_KEYS = 128  # mean number of a token's probabilities saved for the backward pass, which recomputes others
+BATCHES = (16, 4, 1)  # batch sizes: numbers of bins of one width that are multiplied at once
 TILE_PRODUCTS = 3  # products of a tile that differ in shape or order: scores, outputs, gradients of keys and values
 
 # Logits of the head loss
@@ -31,7 +32,7 @@ _PART_OF_GPU = 16  # 5 GiB on an H100; 8,192 tokens of a vocabulary of 128,256 i
 def filled_up(count: int, least: int = _MIN_ROWS) -> int:
     """Return `count` rounded up to a multiple of `least` and to one of eight steps between powers of two.
 
-    200 rows become 208, 1,000 become 1,024.
+    For example, 200 becomes 208, and 1,000 becomes 1,024.
     """
     step = max(least, (1 << (count - 1).bit_length() - 1) // 8 if count > 1 else 0)
     return -(-count // step) * step
@@ -43,12 +44,12 @@ def row_counts(most: int, least: int = _MIN_ROWS) -> int:
 
 
 def filled_row(tokens: int, sequences: int, sequence_length: int) -> int:
-    """Return the tokens of a micro-batch of unpacked sequences with its padding: at most those of full sequences."""
+    """Return the tokens of a micro-batch of unpacked sequences, with padding, at most those of full sequences."""
     return min(filled_up(tokens, _MIN_TOKENS), sequences * sequence_length)
 
 
 def filler(tokens: int, sequences: int, sequence_length: int) -> list[int]:
-    """Return the lengths of the documents of padding, which are short because their attention costs little."""
+    """Return the lengths of the padding documents, which are short because short documents need little attention."""
     padding = filled_row(tokens, sequences, sequence_length) - tokens
     whole, rest = divmod(padding, min(_FILLER_TOKENS, sequence_length))
     return [min(_FILLER_TOKENS, sequence_length)] * whole + [rest] * (rest > 0)
@@ -69,13 +70,13 @@ def _numbers(most: int, least: int) -> Iterator[int]:
 
 
 def saved_numel(tokens: int) -> int:
-    """Return the saved probabilities of a head for a row of tokens: at least those of its widest bin."""
+    """Return how many attention probabilities a head saves for a row of tokens: at least those of its widest bin."""
     widest = min(LONGEST_BINNED, max(NARROWEST, -(-tokens // STEP) * STEP))
     return max(_SAVED_KEYS * tokens, widest**2)
 
 
 def tile_shapes(tokens: int, longest: int, window: int | None) -> int:
-    """Return the most tile shapes in rows of `tokens` with documents of at most `longest` tokens and a window."""
+    """Return the most different tile shapes in rows of `tokens`, for documents of at most `longest` tokens."""
     bins = sum(width == NARROWEST or width - STEP < longest for width, _ in binned(tokens))
     if longest <= LONGEST_BINNED:
         return bins
@@ -87,7 +88,7 @@ def tile_shapes(tokens: int, longest: int, window: int | None) -> int:
 
 
 def binned(tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield (width, number of bins at once) of all possible bins in rows of `tokens`."""
+    """Yield (width, batch size) of all batches of bins that a row of `tokens` may need."""
     for width in range(NARROWEST, LONGEST_BINNED + 1, STEP):
         for count in BATCHES:
             # A wider bin exists only if a document does not fit into a narrower bin.
@@ -96,5 +97,5 @@ def binned(tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def logits_room(gpu_memory_bytes: int | None) -> int:
-    """Return the most bytes of logits at once. `gpu_memory_bytes`: memory of the GPU; None: a CPU."""
+    """Return the most bytes of logits at once. `gpu_memory_bytes`: memory of the GPU; None on a CPU."""
     return HOST_LOGITS_BYTES if gpu_memory_bytes is None else max(HOST_LOGITS_BYTES, gpu_memory_bytes // _PART_OF_GPU)

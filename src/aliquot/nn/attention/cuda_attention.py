@@ -1,8 +1,8 @@
-"""Attention over packed documents on a GPU: a row is one call of a kernel.
+"""Attention over packed documents on a GPU, with one kernel call per row.
 
-`varlen_attn` runs if flash attention supports the layer (grouped heads, windows). `flex_attention` with a mask of
-documents runs for soft-caps, sinks, values of another width than keys, and fp32. Heads that are too narrow for both run
-document by document.
+`varlen_attn` runs if flash attention supports the layer (grouped heads, windows). `flex_attention` with a document mask
+runs for soft-caps, sinks, fp32, and values that are wider or narrower than keys. Heads that are too narrow for both
+kernels run one document at a time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 _FLASH_HEAD_DIM = 256  # the widest head of flash attention
 _FLEX_HEAD_DIM = 16  # the narrowest head of flex_attention
-_GRAPHS = 64  # limit of compiled graphs of flex_attention; torch's 8 are too few
+_GRAPHS = 64  # limit of compiled graphs of flex_attention; torch's limit of 8 is too low
 _HALF = (torch.bfloat16, torch.float16)
 
 
 @cache
 def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
-    """Compile flex_attention. A failure is an error, because the uncompiled function would store all scores.
+    """Compile flex_attention. A failed compilation raises, because the uncompiled function would store all scores.
 
-    Graphs differ by window, scale, need of gradients, heads, dtype (the startup proof uses fp32), and for rows of one
-    token or one block.
+    torch compiles a graph for each combination of window, scale, need of gradients, heads and dtype (the startup proof
+    uses fp32), and graphs for rows of one token or one block.
     """
     return compile_function(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
 
@@ -61,7 +61,7 @@ class CudaAttention:
             documents.cuts[kind] = _sent(torch.tensor(documents.edges, dtype=torch.int32), query.device)
         edges = documents.cuts[kind]
         longest = max(stop - start for start, stop in pairwise(documents.edges))
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D], as the projections made them
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D], as in the projections
         before = -1 if scoring.window is None else scoring.window - 1
         out: Tensor = self.varlen(
             q, k, v, edges, edges, longest, longest,
@@ -86,7 +86,7 @@ class CudaAttention:
             scale=scoring.scaling, enable_gqa=query.shape[1] != key.shape[1], return_aux=AuxRequest(lse=True),
         )  # fmt: skip
         if scoring.sinks is not None:
-            # A sink adds its exponential to the sum that the softmax divides by, and no value.
+            # A sink adds its exponential to the denominator of the softmax, but has no value vector.
             share = torch.sigmoid(aux.lse - scoring.sinks.to(aux.lse.dtype)[None, :, None])
             out = out * share[..., None].to(out.dtype)
         result: Tensor = out.transpose(1, 2)
@@ -94,7 +94,7 @@ class CudaAttention:
 
 
 class FlashOfDocuments:
-    """The backend for meta tensors: products and saved tensors are those of flash attention, by document."""
+    """The attention backend for meta tensors, with the products and saved tensors of flash attention per document."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         def flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -126,12 +126,12 @@ def _flash_can(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for a GPU, in contrast to `torch.tensor` on the device."""
+    """Copy to the device without waiting for a GPU; `torch.tensor` with a device would wait."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
-    """Return the mask of documents: a token attends to itself and earlier tokens of its document, `window` in all."""
+    """Return the document mask: a token attends to itself and earlier tokens of its document, at most `window`."""
     length = edges[-1]
     ends = _sent(torch.tensor(edges[1:]), device)
     document = torch.bucketize(torch.arange(length, device=device), ends, right=True)
@@ -144,9 +144,9 @@ def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> B
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
-    """Run the kernel that a GPU would choose, because torch would compute all scores on meta tensors.
+    """Run flash attention, as on a GPU, because torch's default for meta tensors would compute all scores.
 
-    On meta tensors the kernel returns the width of the query, even if values are narrower (DeepSeek's latent
+    On meta tensors, the kernel returns heads as wide as the query's, even if values are narrower (DeepSeek's latent
     attention).
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention

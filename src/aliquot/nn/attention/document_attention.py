@@ -1,7 +1,8 @@
-"""Attention per document: packed sequences attend within their documents only, without an S x S mask.
+"""Attention per document: tokens of a packed sequence attend only within their document, without an S x S mask.
 
-transformers calls it by its AttentionInterface. The row with its backend is a keyword argument of the model's forward,
-so that activation checkpointing replays it. `ReferenceAttention` is the definition of what every backend computes.
+transformers calls `document_attention` through its AttentionInterface. The model's forward method gets the `Documents`
+of a row as a keyword argument, so that activation checkpointing passes them again. `ReferenceAttention` defines what
+every backend computes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aliquot.core.errors import UnsupportedModelError
 from aliquot.nn.attention.tiled_attention import TiledAttention
 
 IMPLEMENTATION = "aliquot_documents"
-# Keyword arguments of models that have no effect on attention: queries and keys contain positions already.
+# Keyword arguments of models that have no effect on attention, because queries and keys already contain positions.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids", "position_embeddings", "use_cache", "cache_position", "past_key_values", "past_key_value",
@@ -26,7 +27,7 @@ _WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-Kernel = Callable[..., Tensor]  # called as F.scaled_dot_product_attention
+Kernel = Callable[..., Tensor]  # has the signature of F.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -34,46 +35,46 @@ class Scoring:
     """How a layer turns products of queries and keys into attention scores."""
 
     scaling: float
-    window: int | None = None  # tokens that a token attends to, with itself
+    window: int | None = None  # tokens that a token attends to, including itself
     softcap: float | None = None  # scores become softcap x tanh(scores / softcap): Gemma 2
-    sinks: Tensor | None = None  # [H]: scores of no value, which take a share of each head's softmax (gpt-oss)
+    sinks: Tensor | None = None  # [H]: a score per head without a value, which takes a share of the softmax (gpt-oss)
 
 
 class AttentionBackend(Protocol):
-    """Causal attention within each document.
+    """An implementation of causal attention within each document.
 
-    A backend stores what it computes from a row in the row itself, so that results do not depend on earlier rows.
+    A backend caches data about a row in the row's `Documents`, so that results do not depend on earlier rows.
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
-        """query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v] -> [1, T, H, D_v].
+        """Attend: query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, D_v] -> [1, T, H, D_v].
 
         A token attends to itself and to earlier tokens of its document.
         """
         ...
 
     def on_meta(self) -> AttentionBackend:
-        """Return a backend for meta tensors, from which the planner learns memory and products of `attend`."""
+        """Return a backend for meta tensors, with which the planner counts the memory and products of `attend`."""
         ...
 
 
 class Documents:
-    """The edges of documents in a row, 0 = e0 < e1 < ... = T, and the backend that attends within them.
+    """The document boundaries of a row, 0 = e0 < e1 < ... = T, and the attention backend for these documents.
 
-    Without a backend the model cannot attend to several documents in a row: each document is a call of the model.
+    Without a backend, the model cannot attend to several documents in a row and is called once per document.
     """
 
     def __init__(self, edges: tuple[int, ...], backend: AttentionBackend | None) -> None:
         self.edges = edges
         self.backend = backend
-        # The backend's cut of the row, by (window, dtype): the first layer computes it for all layers.
+        # The backend's tiles or masks of the row, by (window, dtype). The first layer computes them for all layers.
         self.cuts: dict[tuple[int | None, torch.dtype], Any] = {}
         # Router logits of each call of a mixture of experts with an auxiliary loss: [tokens, experts] of each layer.
         self.router_logits: list[tuple[Tensor, ...]] = []
 
 
 class ReferenceAttention:
-    """Attention by its definition: scores of all pairs, a mask, softmax. Slow; other backends must give the same."""
+    """Attention by its definition: scores of all pairs, a mask, softmax. Slow; all backends must give this result."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         position = torch.arange(query.shape[2], device=query.device)
@@ -93,7 +94,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor,
 
     `visible`: bool [T, T_kv].
     """
-    group = query.shape[1] // key.shape[1]  # number of queries that share a key
+    group = query.shape[1] // key.shape[1]  # number of query heads that share a key head
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.mT * scoring.scaling
     if scoring.softcap is not None:
@@ -108,7 +109,10 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor,
 def causal(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, kernel: Kernel = F.scaled_dot_product_attention
 ) -> Tensor:
-    """query [1, H, T, D], key and value [1, H_kv, T_kv, .] -> [1, H, T, D_v]: the last T of T_kv are queried."""
+    """Compute causal attention in one document. The last T of T_kv positions are queries.
+
+    query [1, H, T, D], key and value [1, H_kv, T_kv, .] -> [1, H, T, D_v].
+    """
     queries, keys, window = query.shape[2], key.shape[2], scoring.window
     grouped = query.shape[1] != key.shape[1]
     plain = scoring.softcap is None and scoring.sinks is None
@@ -126,7 +130,7 @@ def causal(
 
 
 def attention_on(device: str, packs: bool = True, selective: bool = False) -> AttentionBackend | None:
-    """Return the backend of a device; None if each document is a call with the model's own attention.
+    """Return the backend of a device; None if the model runs once per document, with its own attention.
 
     `selective`: selective activation checkpointing is on.
     """
@@ -140,9 +144,9 @@ def attention_on(device: str, packs: bool = True, selective: bool = False) -> At
 
 
 def register(compiled: bool = False) -> None:
-    """Register `attn_implementation=IMPLEMENTATION` with transformers, which builds no mask for it.
+    """Register `document_attention` with transformers as `attn_implementation=IMPLEMENTATION`, without a mask.
 
-    `compiled`: exclude it from torch.compile, because its products depend on the edges of documents.
+    `compiled`: exclude the function from torch.compile, because its products depend on document boundaries.
     """
     from transformers import AttentionInterface
 
@@ -160,10 +164,11 @@ def document_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> ([1, T, H, D_v], None).
+    """Compute attention for transformers, as an implementation of its AttentionInterface.
 
+    query [1, H, T, D], key [1, H_kv, T_kv, D], value [1, H_kv, T_kv, D_v] -> ([1, T, H, D_v], None).
     Options are `sliding_window`, `softcap`, `s_aux` (sinks) and `documents`; any other raises UnsupportedModelError.
-    Without `documents` (generation) the row is one document, and its last T of T_kv positions are queries.
+    Without `documents` (generation), the row is one document, and its last T of T_kv positions are queries.
     """
     window, softcap, sinks = (options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
     documents: Documents | None = options.pop("documents", None)

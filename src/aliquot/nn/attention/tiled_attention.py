@@ -1,7 +1,7 @@
-"""Attention over packed documents on CPU as few dense products: see tiles.py for how a row is cut.
+"""Attention over packed documents on CPU, as a few dense matrix products over tiles (see tiles.py).
 
-The kernel of torch is slow on CPUs in bf16, with one call for each document; products over bins of short documents are
-fast. Scores and probabilities have the compute dtype, and softmax computes in fp32, as in transformers' eager
+torch's attention kernel is slow on CPUs in bf16 and needs one call per document. Products over bins of short documents
+are fast. Scores and probabilities have the compute dtype, and softmax computes in fp32, as in transformers' eager
 attention.
 """
 
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 
 class SavedProbabilities:
-    """Probabilities saved for the backward pass, in one block of a fixed size for each head.
+    """Attention probabilities saved for the backward pass, in one block of memory with a fixed size per head.
 
-    Backward recomputes the probabilities of tiles that find no room. The block size, and so the memory of a row, does
-    not depend on the documents.
+    The backward pass recomputes the probabilities of tiles that do not fit into the block. The block size, and so the
+    memory of a row, does not depend on the documents.
     """
 
     def __init__(self, query: Tensor, numel: int) -> None:
         """`query` [T, H, D]; `numel`: saved probabilities of a head."""
         self.block = query.new_empty(numel * query.shape[1]) if numel else None
         self.places: list[tuple[int, torch.Size] | None] = []  # start and shape of each tile; None: not saved
-        self.sinks: list[Tensor] = []  # shares of sinks, of tiles with a place
+        self.sinks: list[Tensor] = []  # softmax shares of sinks, for saved tiles
         self._used = 0
 
     def place(self, shape: torch.Size) -> Tensor | None:
-        """Return the place of the next tile; None if there is no room."""
+        """Return memory in the block for the next tile's probabilities; None if the block is full."""
         if self.block is None or self._used + shape.numel() > len(self.block):
             self.places.append(None)
             return None
@@ -64,7 +64,7 @@ class SavedProbabilities:
 def saved_tiles(
     places: list[tuple[int, torch.Size] | None], block: Tensor | None, sinks_of_tiles: list[Tensor]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (probabilities, shares of sinks) of each tile; None if they were not saved or there are no sinks."""
+    """Yield (probabilities, softmax shares of sinks) of each tile; None for values that were not saved or no sinks."""
     if block is None:
         yield from repeat((None, None))
         return
@@ -87,7 +87,7 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class TiledAttention:
-    """The backend on CPU. `selective`: checkpointing keeps the output, and no probabilities are saved."""
+    """The backend for CPUs. With `selective`, activation checkpointing keeps the output instead of probabilities."""
 
     selective: bool = False
     _warm_shapes: dict[_Kind, set[tuple[int, ...]]] = field(default_factory=dict, repr=False, compare=False)
@@ -105,10 +105,10 @@ class TiledAttention:
         return out[None]
 
     def warm_up_shapes(self, edges: tuple[int, ...], most: int) -> None:
-        """Multiply once in every shape that a row with such `edges`, and documents up to `most` tokens, may need.
+        """Run every product shape once that a row of this length, with documents of at most `most` tokens, may need.
 
-        oneDNN compiles a kernel for each shape, tens of MiB in all, which would otherwise appear over hundreds of
-        steps. Documents longer than all bins count as long as the next power of two.
+        oneDNN compiles a kernel for each shape, tens of MiB in all. Without this warm-up, memory would grow over
+        hundreds of steps. The length of documents that are too long for bins is rounded up to a power of two.
         """
         rows = {(width,) * count for width, count in binned(edges[-1])}
         longest = max((b - a for a, b in pairwise(edges)), default=0)
@@ -124,7 +124,7 @@ class TiledAttention:
 
 
 def _multiply(kind: _Kind, lengths: tuple[int, ...]) -> None:
-    """Run forward and backward with documents of these lengths."""
+    """Run a forward and a backward pass of attention over documents of these lengths."""
     edges = tuple(accumulate(lengths, initial=0))
     inputs = [torch.zeros(edges[-1], *heads, dtype=kind.dtype, requires_grad=True) for heads in kind.heads]
     out = _Tiled.apply(*inputs, None, cut(edges, kind.window, inputs[0]), 1.0, None, False)  # type: ignore[no-untyped-call]
@@ -132,7 +132,10 @@ def _multiply(kind: _Kind, lengths: tuple[int, ...]) -> None:
 
 
 class _Tiled(torch.autograd.Function):
-    """query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v], sinks [H] or None -> [T, H, D_v], all contiguous."""
+    """Autograd function of attention over tiles, with contiguous tensors.
+
+    query [T, H, D], key [T, H_kv, D], value [T, H_kv, D_v], sinks [H] or None -> [T, H, D_v].
+    """
 
     @staticmethod
     def forward(
@@ -167,7 +170,7 @@ class _Tiled(torch.autograd.Function):
         saved = saved_tiles(ctx.places, saved_block, saved_sinks)
         q, k, v, g = (to_slots(x, tiles) for x in (query, key, value, gradient.contiguous()))
         if tiles.padding is not None:
-            g.index_fill_(0, tiles.padding, 0)  # padding has no gradient for keys and values
+            g.index_fill_(0, tiles.padding, 0)  # padding adds nothing to the gradients of keys and values
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         scores = _Scores(ctx.scaling, ctx.softcap, sinks, heads)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -191,7 +194,7 @@ class _Tiled(torch.autograd.Function):
             queries, out_gradient = long_queries(q, long, heads) * ctx.scaling, long_queries(g, long, heads)
             keys, values = long_keys(k, long), long_keys(v, long)
             result = torch.empty_like(queries)
-            # The gradient of a key sums over blocks of queries; it is rounded once, at the end.
+            # The gradient of a key is a sum over blocks of queries, and is rounded only once, at the end.
             sum_k, sum_v = (torch.zeros_like(rows_of_head, dtype=wide) for rows_of_head in (keys, values))
             for block in long.blocks:
                 rows, keys_seen = slice(block.first * heads[1], block.last * heads[1]), slice(block.key, block.last)
@@ -216,7 +219,7 @@ class _Tiled(torch.autograd.Function):
 def _attended(
     query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scores: _Scores, saved: SavedProbabilities
 ) -> Tensor:
-    """Return [T, H, D_v]; `saved` receives the probabilities of each tile."""
+    """Compute the output of attention, [T, H, D_v]. `saved` receives the probabilities of each tile."""
     heads, scaling = scores.heads, scores.scaling
     q, k, v = (to_slots(x, tiles) for x in (query, key, value))
     out = q.new_empty(*q.shape[:2], v.shape[2])
@@ -238,14 +241,14 @@ def _attended(
 
 
 def attended_alone(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *tiles_and_scores: Any) -> Tensor:
-    """Compute torch.ops.aliquot.tiled_attention, whose schema below names the other arguments: [T, H, D_v]."""
+    """Implement torch.ops.aliquot.tiled_attention, [T, H, D_v]. The schema below names the other arguments."""
     layout, biases, tokens, slots, scaling, softcap = tiles_and_scores
     heads = (key.shape[1], query.shape[1] // key.shape[1])
     tiles, scores = Tiles.of(layout, biases, tokens, slots), _Scores(scaling, softcap, sinks, heads)
     return _attended(query, key, value, tiles, scores, SavedProbabilities(query, 0))
 
 
-# Selective activation checkpointing (models/backward_pass.py) keeps results of operations that torch knows.
+# Selective activation checkpointing (models/backward_pass.py) only keeps results of operations registered with torch.
 torch.library.define(
     "aliquot::tiled_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int[] layout, Tensor[] biases, Tensor? tokens, "
@@ -261,12 +264,12 @@ class _Scores:
     scaling: float  # of products; 1 for long documents, whose queries are scaled instead
     softcap: float | None
     sinks: Tensor | None  # [H]
-    heads: tuple[int, int]  # (heads of keys and values, queries that share one of them)
+    heads: tuple[int, int]  # (key-value heads, query heads per key-value head)
 
     def bin_probabilities(
         self, queries: Tensor, keys: Tensor, bins: Bins, saved: SavedProbabilities | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return probabilities [bins x H_kv, group x width, width] and shares of sinks without the last dimension."""
+        """Return probabilities [bins x H_kv, group x width, width] and sinks' shares [bins x H_kv, group x width]."""
         scores = torch.bmm(queries, keys.mT)
         grid = scores.view(bins.count, *self.heads, bins.width, bins.width)
         sinks = None if self.sinks is None else self.sinks.view(1, *self.heads, 1, 1)
@@ -275,7 +278,7 @@ class _Scores:
     def block_probabilities(
         self, queries: Tensor, keys: Tensor, block: Block, saved: SavedProbabilities | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return probabilities [H_kv, queries x group, visible keys] and shares of sinks without the last dimension."""
+        """Return probabilities [H_kv, queries x group, visible keys] and sinks' shares [H_kv, queries x group]."""
         kv_heads, group = self.heads
         rows = slice(block.first * group, block.last * group)
         scores = torch.bmm(queries[:, rows], transposed(keys, slice(block.key, block.last)))
@@ -286,7 +289,7 @@ class _Scores:
     def _softmax(
         self, scores: Tensor, grid: Tensor, bias: Tensor, sinks: Tensor | None, saved: SavedProbabilities | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply softmax. `grid` is a view of `scores` in the shape of `sinks`; `bias` applies to its last columns."""
+        """Apply softmax. `grid` is a view of `scores` in the shape of `sinks`; `bias` applies to the last columns."""
         scaling = self.scaling
         if self.softcap is not None:
             grid.mul_(scaling / self.softcap).tanh_()
@@ -309,7 +312,7 @@ class _Scores:
         return place.copy_(with_sinks[..., :-1]), sink_shares
 
     def gradient(self, probabilities: Tensor, probability_gradients: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the gradient of products, through softmax, soft-cap and scaling."""
+        """Return the gradient of the products of queries and keys, through softmax, soft-cap and scaling."""
         scores: Tensor = torch.ops.aten._softmax_backward_data(
             probability_gradients, probabilities, -1, probability_gradients.dtype
         )

@@ -1,8 +1,9 @@
-"""How attention over packed documents is cut into a few dense products on CPU.
+"""Cut attention over packed documents into a few dense matrix products, for CPUs.
 
 Short documents are sorted by length and packed into bins. Each bin is a small dense matrix with a mask, and bins of one
-width are multiplied as a batch. A long document is cut into blocks of queries, each of which is multiplied with all
-visible keys. Both are laid out in *slots*: the tokens of the row in another order, with a few padding slots.
+width are multiplied as a batch. A long document is cut into blocks of queries, and each block is multiplied with all
+visible keys. Bins and long documents consist of *slots*: the tokens of the row in another order, with a few padding
+slots.
 
 Packings change with every step, and oneDNN caches a compiled kernel of about 200 KiB for every shape of product. The
 shapes must therefore be few for any documents: bins are multiplied in batches of a few fixed sizes, and long documents
@@ -43,7 +44,7 @@ class Block:
     first: int
     last: int
     key: int
-    bias: Tensor  # [last - first, last keys], 0 or -inf; all queries attend to earlier keys
+    bias: Tensor  # [last - first, n]: 0 or -inf for the last n keys; all queries attend to earlier keys
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class Long:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of one row of T tokens.
+    """The bins and long documents of one row of T tokens.
 
-    `tokens` [slots] and `slots` [T] are None if slots follow the order of the row.
+    `tokens` [slots] and `slots` [T] are None if the slots have the order of the row.
     """
 
     bins: tuple[Bins, ...]
@@ -69,7 +70,7 @@ class Tiles:
     padding: Tensor | None  # the padding slots
 
     def layout(self) -> list[int]:
-        """Return the tiles as numbers, which an operation of torch accepts together with `biases`; see `of`."""
+        """Return the tiles as numbers, because torch operations accept no dataclasses. `of` is the inverse."""
         numbers = [len(self.bins)]
         for bins in self.bins:
             numbers += [bins.start, bins.count, bins.width]
@@ -84,7 +85,7 @@ class Tiles:
 
     @staticmethod
     def of(layout: list[int], biases: list[Tensor], tokens: Tensor | None, slots: Tensor | None) -> Tiles:
-        """Make tiles from `layout` and `biases`, without padding, which only backward needs."""
+        """Make tiles from `layout` and `biases`, without `padding`, which only the backward pass needs."""
         number, bias = iter(layout), iter(biases)
         bins = tuple(Bins(next(number), next(number), next(number), next(bias)) for _ in range(next(number)))
         longs = []
@@ -137,7 +138,7 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
 
 
 def _in_batches(bins: Bins, saved: int) -> Iterator[Bins]:
-    """Divide bins into batches that fit into the `saved` probabilities: a batch is saved as a whole or not at all."""
+    """Divide bins into batches of at most `saved` probabilities, because a batch is saved as a whole or not at all."""
     done = 0
     for size in BATCHES:
         while bins.count - done >= size and (size == 1 or size * bins.width**2 <= saved):
@@ -146,8 +147,8 @@ def _in_batches(bins: Bins, saved: int) -> Iterator[Bins]:
 
 
 def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
-    """Return width -> bins of document numbers: longest documents first, each in the fullest bin with room."""
-    room: dict[int, list[list[int]]] = defaultdict(list)  # free slots -> bins with this room
+    """Pack documents into bins: longest document first, into the fullest bin that fits. Return {width: bins}."""
+    room: dict[int, list[list[int]]] = defaultdict(list)  # free slots -> bins with so many free slots
     filled: dict[int, list[list[int]]] = defaultdict(list)
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length = lengths[document]
@@ -198,38 +199,38 @@ def from_slots(x: Tensor, tiles: Tiles) -> Tensor:
 
 
 def bin_queries(x: Tensor, bins: Bins, heads: tuple[int, int]) -> Tensor:
-    """[slots, H, D] -> [bins x H_kv, group x width, D]: the queries that share keys are rows of one product."""
+    """Gather queries: [slots, H, D] -> [bins x H_kv, group x width, D]. Queries that share keys are in one matrix."""
     grid = x[bins.start : bins.stop].view(bins.count, bins.width, *heads, x.shape[-1])
     return grid.permute(0, 2, 3, 1, 4).reshape(bins.count * heads[0], heads[1] * bins.width, x.shape[-1])
 
 
 def bin_keys(x: Tensor, bins: Bins) -> Tensor:
-    """[slots, H_kv, D] -> [bins x H_kv, width, D]."""
+    """Gather keys or values of bins: [slots, H_kv, D] -> [bins x H_kv, width, D]."""
     grid = x[bins.start : bins.stop].view(bins.count, bins.width, *x.shape[1:])
     return grid.transpose(1, 2).reshape(-1, bins.width, x.shape[-1])
 
 
 def bins_back(x: Tensor, out: Tensor, bins: Bins, heads: tuple[int, int]) -> None:
-    """The inverse of `bin_queries`, and of `bin_keys` with a group of one."""
+    """Write `x` to its slots in `out`: the inverse of `bin_queries` and, with a group of one, of `bin_keys`."""
     grid = out[bins.start : bins.stop].view(bins.count, bins.width, *heads, x.shape[-1])
     grid.copy_(x.view(bins.count, *heads, bins.width, x.shape[-1]).permute(0, 3, 1, 2, 4))
 
 
 def long_queries(x: Tensor, long: Long, heads: tuple[int, int]) -> Tensor:
-    """[slots, H, D] -> [H_kv, length x group, D]: a block of queries is a slice of rows."""
+    """Gather queries: [slots, H, D] -> [H_kv, length x group, D], where a block of queries is a slice of rows."""
     grid = x[long.start : long.start + long.length].view(long.length, *heads, x.shape[-1])
     return grid.transpose(0, 1).reshape(heads[0], long.length * heads[1], x.shape[-1])
 
 
 def long_keys(x: Tensor, long: Long) -> Tensor:
-    """[slots, H_kv, D] -> [H_kv, length, D]."""
+    """Gather keys or values of a long document: [slots, H_kv, D] -> [H_kv, length, D]."""
     return x[long.start : long.start + long.length].transpose(0, 1).contiguous()
 
 
 def transposed(x: Tensor, keys: slice) -> Tensor:
     """Transpose visible keys: [H_kv, length, D] -> [H_kv, D, keys], always as a view of contiguous rows.
 
-    Of other rows torch would make a transposed copy, for which oneDNN needs another kind of kernel.
+    torch would make a transposed copy of other rows, for which oneDNN needs another kind of kernel.
     """
     rows = x[:, keys]
     in_one_piece = rows.stride(0) == rows.shape[1] * rows.shape[2]

@@ -1,6 +1,6 @@
-"""The modules of a model that are experts, and what is attached to them.
+"""Find the modules of a model that are mixtures of experts, and attach data to them.
 
-An engine attaches where it wants gradients. A backward pass attaches how many tokens chose each expert.
+An engine attaches a receiver for the experts' gradients. A backward pass attaches the number of tokens per expert.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BALANCE = "aliquot_router_loss"
 
 
 def weights_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """Return the two large weights of a module of experts; None for another module."""
+    """Return the two large weights of a module of experts; None for any other module."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
         return None
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj  # type: ignore[return-value]
@@ -34,25 +34,25 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def experts_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained large weights of experts that belong to one module alone."""
+    """Return the large weights of experts that are trainable and belong to a single module."""
     pairs = [weights for module in model.modules() if (weights := weights_of(module)) is not None]
     names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return [weight for pair in pairs if all(names[id(w)] == 1 and w.requires_grad for w in pair) for weight in pair]
 
 
 class ExpertGradients(Protocol):
-    """Receives the gradient of one weight in a backward pass: all blocks in order, or the whole."""
+    """Receiver of one weight's gradient in a backward pass: all blocks in order, or the whole gradient."""
 
     def begin(self) -> Iterable[tuple[int, int]] | None:
-        """Begin a gradient: return experts [a, b) of each block; None if the gradient must come as a whole."""
+        """Begin a gradient. Return the experts [a, b) of each block; None: `whole` must get the whole gradient."""
         ...
 
     def buffer(self, first: int, last: int) -> Tensor:
-        """Return a buffer for the gradient of experts [first, last), in the weight's dtype; `publish` follows."""
+        """Return a buffer for the gradient of experts [first, last), in the weight's dtype. Call `publish` next."""
         ...
 
     def publish(self, present: bool) -> None:
-        """Publish the filled buffer; it is unfilled if `present` is false, because no expert had a token."""
+        """Publish the buffer. If `present` is false, the buffer is not filled, because no expert had a token."""
         ...
 
     def whole(self, gradient: Tensor) -> None: ...
@@ -71,7 +71,7 @@ def gradients_of(weight: Tensor) -> ExpertGradients | None:
 
 
 def pass_over(module: nn.Module, passes: Passes) -> None:
-    """Return the experts to compute, in order; the planner computes two and extrapolates to all."""
+    """Set which experts of `module` are computed, in order. The planner computes two and extrapolates to all."""
     setattr(module, _PASSES, passes)
 
 
@@ -81,7 +81,7 @@ def passes_of(module: nn.Module) -> Passes:
 
 
 def count(module: nn.Module, tokens: Sequence[int]) -> None:
-    """Add to the numbers of tokens that chose each expert of `module` in training."""
+    """Add `tokens` to the numbers of tokens that chose each expert of `module` in training."""
     before = getattr(module, _COUNTS, None) or [0] * len(tokens)
     setattr(module, _COUNTS, [a + b for a, b in zip(before, tokens, strict=True)])
 
@@ -96,14 +96,14 @@ def take_counts(model: nn.Module) -> Counts:
 
 
 def note_balance(model: nn.Module, loss: Tensor, tokens: Tensor) -> None:
-    """Record the auxiliary `loss` of a micro-batch, which applies to each of its predicted `tokens`."""
+    """Record the auxiliary `loss` of a micro-batch. Its weight in the mean is the number of predicted `tokens`."""
     before = getattr(model, _BALANCE, None)
     weighted = torch.stack([loss.detach().float() * tokens, tokens.float()])
     setattr(model, _BALANCE, weighted if before is None else before + weighted)
 
 
 def take_balance(model: nn.Module) -> list[float]:
-    """Return and reset [sum of losses over tokens, tokens]; empty without a record."""
+    """Return and reset [sum of losses over tokens, tokens]; empty if nothing was recorded."""
     noted = getattr(model, _BALANCE, None)
     if noted is None:
         return []
@@ -119,9 +119,10 @@ def mean_balance(rank_balances: Sequence[list[float]]) -> dict[str, object]:
 
 
 def spread(rank_counts: Sequence[Counts]) -> dict[str, object]:
-    """Return the load of the busiest expert over the mean, by layer, and unused experts, for metrics.jsonl.
+    """Return, for metrics.jsonl, each layer's ratio of the busiest expert's tokens to the mean, and unused experts.
 
-    A load of 1 is even; a load of the number of experts means that one expert has all tokens.
+    A ratio of 1 means that all experts get the same number of tokens. If one of E experts gets all tokens, the ratio
+    is E.
     """
     layers = max(map(len, rank_counts), default=0)
     if not layers:

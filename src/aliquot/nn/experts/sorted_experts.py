@@ -1,8 +1,8 @@
-"""Experts of a mixture on CPU: each expert computes once, over all tokens that chose it, from a view of its weights.
+"""Mixture of experts on CPU: tokens are sorted by expert, and each expert computes once, over all its tokens.
 
-transformers calls them by its ExpertsInterface, which defines signature and attributes. Forward saves the first product
-alone. Backward is written out, so that the gradient of scores needs no second product, and gradients of weights go to
-the engine expert by expert.
+transformers calls `sorted_experts` through its ExpertsInterface, which defines signature and attributes. The forward
+pass saves only the result of the first product. The backward pass is written by hand. The gradient of the scores thus
+needs no second product, and the engine gets the gradients of weights expert by expert.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from aliquot.nn.product_shapes import filled_up
 
 @dataclass(frozen=True)
 class Routing:
-    """Slots 0 to S - 1, ordered by expert.
+    """The assignment of tokens to slots 0 to S - 1, which are ordered by expert.
 
-    The slots of an expert are filled up to one of a few numbers of rows, because oneDNN keeps a kernel for every shape
-    of product. Filling slots hold token 0 with a score of 0.
+    The slots of an expert are padded to one of a few numbers of rows, because oneDNN caches a kernel for every shape of
+    product. Padding slots contain token 0 with a score of 0.
     """
 
     tokens: Tensor  # int64 [S]: the token of each slot
-    slots: Tensor  # int64 [T, K]: the slot of each choice of a token; S: not one of these experts
+    slots: Tensor  # int64 [T, K]: the slot of each choice of a token; S: the choice is no expert
     spans: tuple[tuple[int, int], ...]  # [expert]: its range of slots; empty without tokens
     counts: tuple[int, ...]  # [expert]: tokens that chose it
 
@@ -38,16 +38,16 @@ class Routing:
         return len(self.tokens)
 
     def scores(self, choice_scores: Tensor) -> Tensor:
-        """Return the score of each slot, [T, K] -> [S]; 0 for filling slots."""
+        """Return the score of each slot, [T, K] -> [S]; 0 for padding slots."""
         slot_scores = choice_scores.new_zeros(self.size + 1)
         slot_scores[self.slots.reshape(-1)] = choice_scores.reshape(-1)
         return slot_scores[: self.size]
 
 
 def route(chosen: Tensor, experts: int) -> Routing:
-    """Sort tokens by expert. `chosen`: int64 [T, K], experts of each token; a number beyond the last is no expert.
+    """Sort tokens by expert. `chosen`: int64 [T, K], experts of each token; a number beyond the last means no expert.
 
-    On the meta device, without values, all experts are chosen equally often.
+    On the meta device, which has no values, all experts get the same number of tokens.
     """
     if chosen.is_meta:
         return _even(chosen, experts)
@@ -96,7 +96,7 @@ def activation_of(module: nn.Module) -> Activation:
 
 
 class GatedSilu:
-    """silu(gate) * up, of [gate, up]."""
+    """The activation silu(gate) * up, whose input is the concatenation [gate, up]."""
 
     def forward(self, before: Tensor) -> Tensor:
         gate, up = before.chunk(2, 1)
@@ -134,9 +134,9 @@ IMPLEMENTATION = "aliquot_experts"
 
 
 def register(compiled: bool = False) -> None:
-    """Register `experts_implementation=IMPLEMENTATION` with transformers.
+    """Register `sorted_experts` with transformers as `experts_implementation=IMPLEMENTATION`.
 
-    `compiled`: exclude it from torch.compile, because its products depend on the choices of tokens.
+    `compiled`: exclude the function from torch.compile, because its products depend on the routing of tokens.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -145,12 +145,15 @@ def register(compiled: bool = False) -> None:
 
 
 def suits(module: nn.Module) -> bool:
-    """Return whether `sorted_experts` computes the same as a module of experts."""
+    """Return whether `sorted_experts` gives the same result as the module's own forward method."""
     return not getattr(module, "has_post_expert_norm", False)
 
 
 def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """hidden [T, H], chosen int64 [T, K], scores [T, K] -> [T, H], summed over K in fp32 in the order of `chosen`."""
+    """Compute a mixture of experts, summed over the K chosen experts in fp32, in the order of `chosen`.
+
+    hidden [T, H], chosen int64 [T, K], scores [T, K] -> [T, H].
+    """
     if hidden.is_cuda and not any(map(_is_misaligned, module.parameters())):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -163,7 +166,7 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     if module.has_bias:
         name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
         biases = [getattr(module, name), module.down_proj_bias]  # type: ignore[list-item]
-    # If no earlier weight learns, backward comes here only by autograd of the experts' weights.
+    # If no earlier weight is trainable, autograd runs this backward pass only for the experts' weights.
     learning = torch.is_grad_enabled() and (hidden.requires_grad or scores.requires_grad)
     sinks = [gradients_of(weight) if learning else None for weight in weights]
     if None in sinks:
@@ -192,14 +195,14 @@ class _Mixture:
     down_gradients: ExpertGradients | None
 
     def used(self) -> Iterator[tuple[int, slice]]:
-        """Yield chosen experts with their slots."""
+        """Yield each expert that has tokens, with its slots."""
         for expert in self.passes(range(len(self.routing.spans))):
             start, stop = self.routing.spans[expert]
             if start < stop:
                 yield expert, slice(start, stop)
 
     def forward_of(self, weight: Tensor) -> Tensor:
-        """[in, out]"""
+        """Return an expert's weight as [in, out]."""
         return weight if self.transposed else weight.t()
 
     def to_gradient(self, inputs: Tensor, gradient: Tensor, out: Tensor) -> None:
@@ -246,7 +249,7 @@ class _SortedExperts(torch.autograd.Function):
         hidden, scores, up, down, up_bias, down_bias, before = ctx.saved_tensors
         mixture: _Mixture = ctx.mixture
         routing = mixture.routing
-        count(mixture.module, routing.counts)  # here and not in forward, which may run twice
+        count(mixture.module, routing.counts)  # not in forward, which checkpointing may run twice
         slot_scores = routing.scores(scores)[:, None]
         score_gradients = torch.zeros(routing.size + 1, device=hidden.device)
         before_gradients = torch.empty_like(before)
@@ -293,7 +296,7 @@ def _run_experts(
     needs_gradient: bool,
     work: Callable[[int, Tensor | None], None],
 ) -> Tensor | None:
-    """Call `work(expert, buffer for the gradient of its weight)`; return the whole gradient if autograd needs it."""
+    """Call `work(expert, buffer for the expert's gradient)` for all experts. Return a gradient that autograd needs."""
     counts = mixture.routing.counts
     if sink is None and not needs_gradient:
         for expert, _ in mixture.used():
