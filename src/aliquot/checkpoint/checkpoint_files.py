@@ -34,7 +34,7 @@ class CheckpointSpec:
     """The contents of a checkpoint, the same on every rank."""
 
     tensors: Sequence[tuple[str, Shape]]  # all weights of the model in the model's order, or those of the adapter
-    config_files: Mapping[str, bytes] = field(default_factory=dict)  # by file name; rank 0 writes its own
+    config_files: Mapping[str, bytes] = field(default_factory=dict)  # file name -> content; only rank 0 writes
     moment_format: States = "fp32"
     trained: Collection[str] | None = None  # names of the weights with moments; None: all
 

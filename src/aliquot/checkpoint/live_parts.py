@@ -1,6 +1,6 @@
 """Read weights and moments for a checkpoint while training continues.
 
-Until the next optimizer step, the live values are read. Before that step, unread values are copied.
+A thread reads the live values until the next optimizer step. Before that step, the remaining values are copied.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class CpuCopier:
 class GpuCopier(CpuCopier):
     """Copies weights and moments from a GPU into host memory, in a separate CUDA stream.
 
-    The stream waits for all kernels that were launched before the copier was created, so that it copies the values of
-    that moment. The copying thread waits only for its copies. In the stream of the training kernels, copies and later
-    kernels would wait for each other.
+    The stream waits for all kernels that were launched before the copier was created, so that copies have the results
+    of these kernels. The copying thread waits only for its copies. In the stream of the training kernels, copies and
+    later kernels would wait for each other.
     """
 
     def __init__(self) -> None:

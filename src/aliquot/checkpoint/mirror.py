@@ -56,7 +56,7 @@ class Uploader(PhasedWork):
         """Begin to upload the complete checkpoint of `step`, or queue it. Every rank must call `start`.
 
         Args:
-            best: the step that evaluated best; retention never removes its checkpoint.
+            best: the step that evaluated best; retention never removes the checkpoint of this step.
             just_saved: whether this run has just saved the checkpoint. The upload then replaces a copy in the store,
                 even a copy with the same manifest: the run skipped that copy when it resumed, perhaps because the copy
                 is damaged. Manifests are equal because a run repeats its steps bit for bit.

@@ -50,8 +50,8 @@ def restore_newest(
     """Restore the newest undamaged checkpoint under `root`; warn of each newer checkpoint that is damaged. Collective.
 
     Args:
-        replace_damaged: called with the directory of a damaged checkpoint. It puts a replacement under `root` and
-            returns the directory of the replacement, or None if there is none.
+        replace_damaged: function that gets the directory of a damaged checkpoint, puts a replacement under `root`, and
+            returns the directory of the replacement; it returns None if there is no replacement.
         explain_mismatch: see `restore`.
 
     Returns the checkpoint's directory and state; None if `root` holds no checkpoint. Raises UserError if `root` holds

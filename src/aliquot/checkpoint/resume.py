@@ -68,7 +68,7 @@ def resume(
 def is_from_another_run(settings: CheckpointSection, mirror: str | None, root: Path, directory: Path) -> bool:
     """Return whether the restored checkpoint `directory` is from a different run.
 
-    It is if it lies outside `root`, or if it was fetched from a URL outside the `mirror` of this run.
+    This is the case if the checkpoint lies outside `root`, or if it was fetched from a URL outside the run's `mirror`.
     """
     if directory.resolve().parent != root.resolve():
         return True

@@ -44,7 +44,10 @@ class EvaluationHistory:
         return type(self)(*best, 0 if improved else self.without_improvement + 1, step, previous)
 
     def without_checkpoint(self, step: int) -> Self:
-        """Return the history after the save of `step` has failed: if `step` was the best, the previous best is."""
+        """Return the history after the save of `step` has failed.
+
+        If `step` was the best step, the previous best step takes its place.
+        """
         if step != self.best_step:
             return self
         best_step, best_loss = self.previous_best

@@ -38,7 +38,7 @@ def node_pool(job: Job) -> Document:
         "kubernetes.io/arch": [job.types[0].arch],
         "kubernetes.io/os": ["linux"],
         "karpenter.sh/capacity-type": list(section.capacity),
-        # Whole type names: lists of families and sizes would also allow other combinations.
+        # List whole type names, because lists of families and of sizes would also allow other combinations.
         "node.kubernetes.io/instance-type": [node_type.name for node_type in job.types],
     }
     if section.zone is not None:

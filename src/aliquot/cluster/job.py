@@ -42,8 +42,8 @@ class Job:
     section: ClusterSection
     plan: Plan
     types: tuple[InstanceType, ...]
-    cpus: int  # whole CPUs, requested and limited
-    memory_bytes: int  # requested and limited; /dev/shm counts against it
+    cpus: int  # number of whole CPUs of a pod, as request and as limit
+    memory_bytes: int  # memory of a pod, as request and as limit; /dev/shm counts against the limit
     shm_bytes: int  # size limit of /dev/shm; 0: the container's default of 64 MiB is enough
     gpus: int
     efa_interfaces: int

@@ -15,7 +15,7 @@ _SCALE = {
     "E": Fraction(10**18), "Ei": Fraction(2**60),
     "Ki": Fraction(2**10), "Mi": Fraction(2**20), "Gi": Fraction(2**30), "Ti": Fraction(2**40), "Pi": Fraction(2**50),
 }  # fmt: skip
-_LARGEST = Fraction(2**63 - 1)  # larger quantities count as this
+_LARGEST = Fraction(2**63 - 1)  # larger quantities are read as this value
 _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:([eE][+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i))?$")
 
 

@@ -151,7 +151,7 @@ def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
 
 def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
     needed_s = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S
-    # A job of another trainer may need less time. A job is one of aliquot if its runtime or its config is known.
+    # A job of another trainer may need less time, so check only if the runtime or the config of the job is known.
     known = job.runtime is not None or grace_s is not None
     if known and job.grace_s < needed_s:
         fix = f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}"

@@ -112,7 +112,8 @@ def _job_set(job: Job, pod_spec: Document, pod_labels: dict[str, str], elastic: 
         "template": {"metadata": {"labels": pod_labels}, "spec": pod_spec},
     }
     return {
-        "failurePolicy": {"maxRestarts": 0} if elastic else _failure_policy(job),  # the Job of an elastic run restarts
+        # In an elastic run the Job replaces lost pods, so that the JobSet needs no restarts.
+        "failurePolicy": {"maxRestarts": 0} if elastic else _failure_policy(job),
         "replicatedJobs": [{"name": NODE, "template": {"metadata": {"labels": _ANCESTOR}, "spec": job_spec}}],
     }
 
@@ -192,7 +193,7 @@ def _one_by_one(job: Job) -> Document:
 
 
 def _failure_policy(job: Job) -> Document:
-    """Return the JobSet policy for a failed Job: restart all nodes together, which resume from the newest checkpoint.
+    """Return the JobSet policy for a failed Job: restart all nodes together. The run then resumes from a checkpoint.
 
     For bad input the JobSet fails without a restart. A restart after a spot reclaim or a drain does not count towards
     `maxRestarts`, because the run has saved a checkpoint. The patterns match the message of the Job controller, for

@@ -49,7 +49,7 @@ class AdapterSection(Section):
     @model_validator(mode="before")
     @classmethod
     def fill_from_saved_adapter(cls, values: Any) -> Any:
-        """Fill unset keys from the saved adapter at `path`. Raises ValueError for a key that contradicts it."""
+        """Fill unset keys from the adapter saved at `path`. Raises ValueError for keys that contradict the adapter."""
         if not isinstance(values, dict) or not isinstance(values.get("path"), str):
             return values
         if {"r", "alpha", "target_modules"} <= values.keys() and not with_home(values["path"]).is_dir():

@@ -102,7 +102,7 @@ class SecretSection(Section):
 
 
 class ClusterSection(SectionWithNodes):
-    """The cluster of the run's manifests. `aliquot cluster render` writes the manifests, `check` checks them."""
+    """Settings for the Kubernetes manifests of a run, for `aliquot cluster render` and `aliquot cluster check`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=50)] | None = None
     """Name of the TrainJob and of its objects. Default: derived from run.name."""

@@ -52,7 +52,7 @@ class RecordsSection(Section):
 
 
 class NamedSection(RecordsSection):
-    """A source with a name: one of several."""
+    """A data source with a name, in a list of data sources."""
 
     name: str = Field(pattern=_NAME)
     """The source's name in metrics and reports."""
@@ -65,7 +65,7 @@ class NamedSection(RecordsSection):
 
 
 class SourceSection(NamedSection):
-    """One source of a mixture."""
+    """A data source in a mixture for training, with the source's share."""
 
     weight: PositiveFloat | None = None
     """The source's share of the tokens, relative to other sources. Default: shares by their numbers of tokens."""

@@ -114,7 +114,7 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
             )
     if isinstance(model.get_output_embeddings(), LoraLayer):
         raise ConfigError("adapter.target_modules: the output head is not adapted: head and loss are one step here")
-    settings.target_modules = sorted(settings.target_modules)  # peft makes a set, whose order varies
+    settings.target_modules = sorted(settings.target_modules)  # peft made a set of the list; the order of a set varies
     settings.inference_mode = True
     new_names = {names[id(weight)]: name for name, weight in model.named_parameters() if id(weight) in names}
     loads = tuple(Published(tensor.name, tensor.shape, new_names[tensor.source], tensor.start) for tensor in stored)
@@ -159,7 +159,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 def saves_of(tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...]:
     """Map the weights of an adapter to the tensors of its files.
 
-    `tensors` are names, as in the model during training, and shapes.
+    `tensors` are (name in the model during training, shape).
     """
     return tuple(Published(_PREFIX + name.replace(_NAME, ""), shape, name, 0) for name, shape in tensors)
 

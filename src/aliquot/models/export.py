@@ -43,11 +43,11 @@ STATE = "state.json"  # file of a checkpoint that holds the training progress an
 class ExportOptions:
     """How an export is stored, checked and published."""
 
-    max_shard_bytes: int = 50_000_000_000  # maximum size of a safetensors file; transformers has the same default
+    max_shard_bytes: int = 50_000_000_000  # size at which another safetensors file begins; the default of transformers
     published: Sequence[Published] | None = None  # the tensors to store; None: the tensors of the model
     exact: Collection[str] = ()  # names of weights that are stored as fp32, whatever the dtype of the export
     stem: str = "model"  # the first part of the names of the safetensors files
-    tell: Callable[[], Any] = lambda: None  # each rank calls `tell` after writing and sends the result to `check`
+    tell: Callable[[], Any] = lambda: None  # each rank calls `tell` after writing; rank 0 passes the results to `check`
     # Rank 0 calls `check` with the results of `tell` from all ranks; if `check` raises, the export is discarded.
     check: Callable[[list[Any]], None] = lambda reports: None
     watch: Watch | None = None  # called after each written piece; an exception ends the export

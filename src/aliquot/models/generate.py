@@ -262,7 +262,7 @@ class Chat:
             try:
                 with torch.no_grad():
                     self._loaded.model.generate(torch.tensor([ids]), **options)
-            except Exception as error:  # the thread that reads the streamer raises it; otherwise it would wait forever
+            except Exception as error:  # the thread that reads the streamer re-raises the error, instead of waiting
                 failed.append(error)
                 streamer.end()
 

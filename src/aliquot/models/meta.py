@@ -179,7 +179,7 @@ def matmul_flops(model: PreTrainedModel) -> int:
     embedding = model.get_input_embeddings().weight
     flops = 0.0
     for matrix, numel in _matrices(model):
-        after = matrix is embedding or order[id(matrix)] > first  # a tied head comes last
+        after = matrix is embedding or order[id(matrix)] > first  # a tied embedding is multiplied last, as the head
         flops += numel * (2 + 2 * (after and first < len(order)) + 2 * matrix.requires_grad)
     return int(flops)
 

@@ -35,7 +35,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents
 def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents) -> Tensor:
     """Return the summed loss, computed from the logits of all tokens at once.
 
-    Models need it whose logits are more than a matrix product of the output head, for example soft-capped.
+    This is for models whose logits are not just the product with the output head, for example with a soft-cap.
     """
     return summed_cross_entropy(logits(model, ids, positions, documents), labels)
 
@@ -56,7 +56,8 @@ def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tenso
     if balance is None or coefficient is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no loss for output_router_logits: set it to false")
     learned = labels != IGNORE
-    real = torch.cat([learned[a:b].any().expand(b - a) for a, b in pairwise(documents.edges)])  # no padded tail
+    # Documents without any label, such as padding at the end of the row, do not count.
+    real = torch.cat([learned[a:b].any().expand(b - a) for a, b in pairwise(documents.edges)])
     layer_logits = tuple(torch.cat(layer)[real] for layer in zip(*documents.router_logits, strict=True))
     mixture: Any = model
     auxiliary: Tensor = coefficient * balance(layer_logits, mixture.num_experts, mixture.num_experts_per_tok)

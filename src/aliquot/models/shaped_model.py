@@ -1,4 +1,4 @@
-"""A model on the meta device and its shape. The planner runs the model there to measure memory and work of a step."""
+"""A model on the meta device and its shape. The planner runs the model to count the memory and work of a step."""
 
 from __future__ import annotations
 

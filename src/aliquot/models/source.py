@@ -34,10 +34,10 @@ _FROM_PADDING = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's configuration, and where its weights and tokenizer are."""
+    """A model's configuration, and the directory of its weights and tokenizer."""
 
     config: PretrainedConfig
-    directory: Path | None  # None: the model starts from `config` alone
+    directory: Path | None  # directory of weights and tokenizer; None: the model is trained from scratch
     dtype: torch.dtype | None  # dtype in config.json; building a model overwrites the dtype in `config`
     configured_keys: frozenset[str] = frozenset()  # keys of `model.config` that the user set
 

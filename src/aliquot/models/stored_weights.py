@@ -1,9 +1,10 @@
 """Weights in files: map the names and the layout of stored tensors to the weights of a model, and fingerprint files.
 
 The files of some models use other names than the model in memory, or one tensor per expert where the model has one
-weight for all experts. Here this is called the published layout. transformers defines it by a weight conversion, which
-`save_pretrained` reverts. To learn which elements go where, the reverse conversion runs on small tensors of consecutive
-numbers. If a published tensor is not one contiguous range of one weight, aliquot stores the model's layout instead.
+weight for all experts. The layout of such files is called the published layout. transformers defines it by a weight
+conversion, which `save_pretrained` reverts. To learn which elements go where, the reverse conversion runs on small
+tensors of consecutive numbers. If a published tensor is not one contiguous range of one weight, aliquot stores the
+layout of the model in memory instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Buffers that older versions of transformers saved and that models compute today.
+# Buffers that old versions of transformers saved and that current models compute.
 _COMPUTED = re.compile(
     r"(.*\.)?((rotary_emb|maybe_rotary)\.(inv_freq|cos_cached|sin_cached)|position_ids|embed_positions\.weights"
     r"|attn\.(bias|masked_bias|causal_mask))"

@@ -171,7 +171,7 @@ def _logits_by_document(model: PreTrainedModel) -> Tensor:
 
 
 def _check_keeps_weights(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if a forward pass changes weights, because ranks of a host may share their memory."""
+    """Raise UnsupportedModelError if a forward pass changes weights, which ranks of a host may share in memory."""
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for training in (True, False):
         _logits_by_document(model.train(training))
