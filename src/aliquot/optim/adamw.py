@@ -1,4 +1,4 @@
-"""AdamW on the shards of a rank: block by block for engine host, torch's fused optimizer for engine fsdp."""
+"""AdamW on the shards of a rank: `BlockedAdamW` for engine host, torch's fused optimizer for engine fsdp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")  # as i
 def decays(name: str, shape: Sequence[int]) -> bool:
     """Whether weight decay applies to a parameter: to matrices, but not to norms and biases.
 
-    Some models have a matrix of norms or biases, with a row per head or expert; the name tells.
+    The name decides, because some models store norms or biases as a matrix with a row per head or expert.
     """
     module, _, parameter = name.rpartition(".")
     parent = module.rpartition(".")[2]  # modules further up may have "norm" in their name without being norms
@@ -49,14 +49,14 @@ class FlatShard:
     exp_avg_sq: Moment
     gradient: Tensor
     decays: bool
-    start: int  # of the range in the whole weight
+    start: int  # first element of the range, counted in the whole weight
 
 
 class BlockedAdamW:
-    """AdamW in blocks that stay in the cache: one visit loads, clips, updates and stores a block.
+    """AdamW in blocks that fit into the CPU cache: each block is loaded, clipped, updated and stored at once.
 
-    Each block goes through torch's fused AdamW kernel. Exact moments are updated in place; all other state is unpacked
-    into scratch memory and packed again.
+    torch's fused AdamW kernel updates the blocks. fp32 state is updated in place. Compressed state is decoded into fp32
+    scratch memory and encoded again.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class BlockedAdamW:
     ) -> None:
         """Allocate the scratch memory for blocks of up to `longest` elements (`update_block`).
 
-        `frugal`: some moments are bf16 or int8 and need noise for rounding. `compiled`: one compiled kernel updates
-        paired weights with exact moments.
+        `frugal`: some moments are bf16 or int8 and need noise for stochastic rounding. `compiled`: a compiled kernel
+        updates paired weights with fp32 moments.
         """
         self.steps = 0
         self._betas = betas
@@ -118,13 +118,13 @@ class BlockedAdamW:
 
 
 def _block_size(shard: FlatShard) -> int:
-    """Return the elements of an update: whole blocks of int8 moments."""
+    """Return the number of elements to update at a time: a multiple of the block size of int8 moments."""
     unit = max(getattr(shard.exp_avg, "block", 1), getattr(shard.exp_avg_sq, "block", 1))
     return max(unit, BLOCK // unit * unit)
 
 
 class CompiledUpdate:
-    """The same update as one kernel over both halves of a shard, which reads and writes each value once."""
+    """A compiled AdamW update of a whole shard, which processes both halves together and reads each value once."""
 
     def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
         self._betas = betas
@@ -154,7 +154,7 @@ class CompiledUpdate:
 
 
 def _update_halves(settings: Tensor, low: Tensor, *halves: Tensor) -> None:
-    """AdamW as torch.optim.AdamW documents it, between unpacking and packing of optim/master_weights.py.
+    """Unpack paired weights (optim/master_weights.py), apply AdamW as torch.optim.AdamW documents it, and pack again.
 
     `halves`: first and second half of the bf16 weights, of the gradient, and of both moments.
     """
@@ -180,8 +180,8 @@ def _update_halves(settings: Tensor, low: Tensor, *halves: Tensor) -> None:
 class ShardedAdamW:
     """torch's fused AdamW over local fp32 shards, which it updates in place.
 
-    The moments exist from the start, so that a checkpoint can be restored into them, and memory is known before the
-    first step.
+    The moments exist from the start, so that a checkpoint can be restored into them, and the first step allocates no
+    more memory for them.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ShardedAdamW:
         epsilon: float,
         weight_decay: float,
     ) -> None:
-        """`weights`: leaves; `decays`: for each weight, whether weight decay applies."""
+        """`weights`: leaf tensors; `decays`: for each weight, whether weight decay applies."""
         self.weights = list(weights)
         groups = decay_groups(weights, decays, weight_decay)
         self._adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
@@ -209,14 +209,14 @@ class ShardedAdamW:
         return moment
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of updates that the moments have seen."""
+        """Set the number of completed updates, which Adam's bias correction needs."""
         for weight in self.weights:
             self._adamw.state[weight]["step"].fill_(steps)
 
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
         """Clip the gradients to the global norm `max_grad_norm`, update, and drop the gradients.
 
-        A norm that is not finite updates nothing.
+        If `grad_norm` is not finite, the weights and moments stay unchanged.
         """
         if math.isfinite(grad_norm):
             if (coefficient := clip_coefficient(grad_norm, max_grad_norm)) != 1.0:

@@ -1,6 +1,6 @@
-"""Sum the squares of gradients for their norm, and compute the factor that clips gradients to a norm.
+"""Compute the sums of squares for the gradient norm, and the factor that clips gradients to a maximum norm.
 
-The sums are precise enough for a norm that does not depend on the world size.
+The sums are so precise that the norm does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ NORM_BLOCK = 1 << 16
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor: fp32 within blocks of 65,536 elements, exact between blocks.
+    """Return the sum of squares of each tensor. On CPU, blocks of 65,536 elements are summed in fp32, blocks exactly.
 
-    On a GPU the sums are fp64 and fetched together, because each transfer waits for the device.
+    On a GPU, the sums are fp64, and one transfer copies all of them, because each transfer waits for the GPU.
     """
     if tensors and tensors[0].device.type != "cpu":
         return squared_norms_on_device(tensors)
@@ -25,7 +25,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def squared_norms_on_device(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sums of squares of tensors on one device, after a single wait. The tensors may be empty."""
+    """Return the sum of squares of each tensor, with a single wait for the device. The tensors may be empty."""
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
     return [norm**2 for norm in torch.stack(norms).tolist()]
 

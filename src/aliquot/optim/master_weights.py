@@ -1,9 +1,8 @@
-"""Weights on flat shards, loaded and stored as fp32.
+"""Storage formats for the weights of a flat shard, which are loaded and stored as fp32.
 
-A split master costs 4 bytes a parameter in total, of which the 2 bytes that forward and backward passes use are shared
-with every rank: master = high + low, where `high` is the master rounded to bf16 and `low` the int16 distance between
-the two bit patterns. Ties round away from zero, because rounding to even would leave a distance of +32768, which int16
-cannot hold.
+A split master weight takes 4 bytes: master = high + low. `high` is the master weight rounded to bf16. All ranks share
+`high`, because forward and backward passes use it. `low` is the int16 distance between the two bit patterns. Ties round
+away from zero, because rounding to even would leave a distance of +32768, which int16 cannot hold.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from aliquot.optim.sizes import low_bytes
 
 
 class Weights(Protocol):
-    """Flat fp32 values."""
+    """A flat array of weights, accessed as fp32 values."""
 
     numel: int
 
     def load(self, start: int, out: Tensor) -> Tensor:
-        """Return `out.numel()` elements from `start` on: in fp32 `out`, or the stored memory itself."""
+        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
         ...
 
     def store(self, start: int, values: Tensor) -> None:
@@ -32,9 +31,9 @@ class Weights(Protocol):
 
 
 class WholeWeights:
-    """fp32 memory that is master and compute copy in one.
+    """fp32 weights that are both the master weights and the weights of forward and backward passes.
 
-    `replicas` are copies on other NUMA nodes; writing to `values` directly leaves them unchanged.
+    `replicas` are copies on other NUMA nodes. `store` also writes the replicas; a direct write to `values` does not.
     """
 
     def __init__(self, values: Tensor, replicas: Sequence[Tensor] = ()) -> None:
@@ -54,7 +53,7 @@ class WholeWeights:
 
 
 class RoundedWeights:
-    """Frozen bf16 values without a master, and replicas on other NUMA nodes. Ties round to even."""
+    """Frozen bf16 weights without master weights, and replicas on other NUMA nodes. Ties round to even."""
 
     def __init__(self, values: Tensor, replicas: Sequence[Tensor] = ()) -> None:
         self.numel = values.numel()
@@ -69,7 +68,7 @@ class RoundedWeights:
 
 
 class SplitWeights:
-    """Shared bf16 `high`, its replicas on other NUMA nodes, and the private int16 distances `low`."""
+    """Split master weights: shared bf16 `high`, its replicas on other NUMA nodes, and private int16 `low`."""
 
     def __init__(self, high: Tensor, replicas: Sequence[Tensor] = (), low: Tensor | None = None) -> None:
         """`low`: memory of low_bytes(numel) that holds the distances; None: new memory of zeros."""
@@ -88,7 +87,7 @@ class SplitWeights:
 
     def store(self, start: int, values: Tensor) -> None:
         self._publish(start, values)
-        # The distance is less than 2^15 either way, so the low 16 bits of the master, which a cast keeps, determine it.
+        # The distance fits into int16, so it equals the low 16 bits of the master weight, which the cast keeps.
         self.low[start : start + values.numel()].copy_(values.view(torch.int32))
 
     def _publish(self, start: int, values: Tensor) -> None:
@@ -99,11 +98,11 @@ class SplitWeights:
 
 
 class PairedWeights(SplitWeights):
-    """Split weights for a compiled update: two distances share an int32.
+    """Split master weights for a compiled update: two distances share an int32.
 
-    Element i of the first half has the low 16 bits, element i of the second half the high ones. One vector of int32
-    thus belongs to two vectors of weights, and a compiler can keep all three in registers, which it cannot with int16.
-    Loading and storing block by block takes 1.5 times as long.
+    Element i of the first half uses the low 16 bits, element i of the second half the high 16 bits. One vector of int32
+    belongs to two vectors of weights, and the compiler keeps all three in registers. With int16, the compiler cannot.
+    Loading and storing in blocks takes 1.5 times as long as with `SplitWeights`.
     """
 
     @property
@@ -129,7 +128,7 @@ class PairedWeights(SplitWeights):
         second.bitwise_and_(0xFFFF).bitwise_or_(bits[first.numel() :] << 16)
 
     def _by_half(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return the int32s of elements [start, start + count): those in the first half, and those in the second."""
+        """Return the int32 values of elements [start, start + count) in the first half, and in the second half."""
         stop = start + count
         middle = min(max(start, self.half), stop)
         empty = self.low[:0]

@@ -1,12 +1,12 @@
-"""Adam's moments on flat shards: exact in fp32, or frugal in bf16 or int8.
+"""Adam's moments on flat shards: exact in fp32, or compressed to bf16 or int8.
 
-Frugal moments are rounded stochastically, because rounding to nearest would lose small updates: with beta2 = 0.999 a
-step moves the second moment by less than half the distance between two neighbouring bf16 values. The noise depends on
-the step and on an element's place in the whole tensor alone, so that results do not depend on the world size.
+Compressed moments are rounded stochastically, because rounding to nearest would lose small updates. With beta2 = 0.999,
+a step moves the second moment by less than half the distance between two neighbouring bf16 values. The noise depends
+only on the step and on the index of an element in the whole tensor, so that results do not depend on the world size.
 
-int8 moments have an 8-bit code per element and one fp32 scale per block, the largest magnitude of the block. A power
-spreads the codes and gives small values relative precision: a first moment is scale * (code / 127)^2 with a sign, a
-second moment scale * (code / 255)^4. Decoding and encoding again gives the same codes.
+int8 moments have an 8-bit code per element and one fp32 scale per block, the largest magnitude in the block. The codes
+are not linear, so that small values keep relative precision. A first moment is scale * (code / 127)^2 with the code's
+sign, a second moment is scale * (code / 255)^4. Decoding and encoding again gives the same codes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOISE = 1 << 16  # elements after which the noise repeats
 
 
 class Noise:
-    """Uniform noise in [0, 1), drawn anew in each step."""
+    """Uniform noise in [0, 1) for stochastic rounding, drawn anew in each step."""
 
     def __init__(self, longest: int) -> None:
         self._repeats = 1 + -(-longest // _NOISE)
@@ -36,24 +36,24 @@ class Noise:
 
 
 class Moment(Protocol):
-    """Flat values of a shard; `start` is a place in the shard."""
+    """One moment of a flat shard, accessed as fp32 values. `start` is an index in the shard."""
 
     size_bytes: int
 
     def load(self, start: int, out: Tensor) -> Tensor:
-        """Return `out.numel()` elements from `start` on: in fp32 `out`, or the stored memory itself."""
+        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
         ...
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Set elements from `start` on. Without noise, values round to nearest, and loaded values stay the same."""
+        """Set elements from `start` on. Without noise, they round to nearest: storing loaded values changes nothing."""
         ...
 
 
 def moment(states: States, numel: int, row_numel: int, squared: bool, memory: Tensor | None = None) -> Moment:
-    """Return the first or, if `squared`, the second moment of `numel` elements of a tensor with rows of `row_numel`.
+    """Return storage for the first or, if `squared`, second moment of `numel` elements, in the format `states`.
 
-    Vectors stay fp32, because they are few and sensitive. `memory`: uint8 [moment_bytes(states, numel, row_numel)] with
-    the values; None: new memory of zeros.
+    The tensor has rows of `row_numel` elements. Moments of vectors stay fp32, because vectors are small and sensitive.
+    `memory`: uint8 [moment_bytes(states, numel, row_numel)] with the values; None: new memory of zeros.
     """
     if memory is None:
         memory = torch.zeros(moment_bytes(states, numel, row_numel), dtype=torch.uint8)
@@ -93,7 +93,7 @@ class Bf16Moment:
 
 
 class Int8Moment:
-    """Blocks divide the rows of the whole tensor, so that their edges do not depend on the world size."""
+    """An int8 moment. Each row of a tensor has a whole number of blocks, which do not depend on the world size."""
 
     def __init__(self, memory: Tensor, numel: int, row_numel: int, squared: bool) -> None:
         self.block = block_numel(row_numel)
@@ -101,7 +101,7 @@ class Int8Moment:
         scales_bytes = 4 * (numel // self.block)
         self._scales = memory[:scales_bytes].view(torch.float32)
         self._codes = memory[scales_bytes:].view(torch.uint8 if squared else torch.int8)
-        self._partial: dict[int, tuple[Tensor, int]] = {}  # blocks that have been stored in part, and how much
+        self._partial: dict[int, tuple[Tensor, int]] = {}  # partly stored blocks: (values, stored elements)
         self.size_bytes = memory.nbytes
 
     def load(self, start: int, out: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Int8Moment:
         return out.copy_(values[skipped : skipped + out.numel()])
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Set elements. A part of a block waits until every other element of the block was stored once."""
+        """Set elements. A partly stored block is encoded when all its elements have been stored once."""
         stop = start + values.numel()
         inner, end = -(-start // self.block) * self.block, stop // self.block * self.block
         if inner < end:

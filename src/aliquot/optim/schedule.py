@@ -1,4 +1,4 @@
-"""Learning-rate schedules with the names and formulas of transformers: functions of the step."""
+"""Learning-rate schedules as functions of the step, with the names and formulas of transformers."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Schedule:
         return self.peak * (_rising(self.settings, step, self.warmup_steps) if is_rising else self._after_warmup(step))
 
     def progress(self, step: int) -> float:
-        """Return the part of the steps after the warm-up that is over; 1 is the end of the run."""
+        """Return the completed fraction of the steps after the warm-up; 1 is the end of the run."""
         return (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
 
     def _after_warmup(self, step: int) -> float:
-        """Return the rate of a step after the warm-up as a part of the peak."""
+        """Return the rate of a step after the warm-up as a fraction of the peak."""
         settings, progress = self.settings, self.progress(step)
         match settings:
             case train_section.Linear():
@@ -57,7 +57,7 @@ class Schedule:
             case train_section.CosineWithRestarts():
                 return 0.0 if progress >= 1.0 else max(0.0, _waves(0.5, settings.num_cycles * progress % 1.0))
             case train_section.CosineWithMinLr():
-                # The variant with its own warm-up reaches its end in the last step, the other one in the step after.
+                # The variant with its own warm-up reaches its lowest rate in the last step, the plain one a step later.
                 if isinstance(settings, train_section.CosineWarmupWithMinLr):
                     progress = self.progress(step + 1)
                 return max(0.0, _above(settings.lowest(self.peak), _waves(settings.num_cycles, progress)))
@@ -87,14 +87,14 @@ class Schedule:
 
 
 def warmup(steps: int | None, ratio: float, total_steps: int) -> int:
-    """Return the number of warm-up steps: `steps`, or if None the part `ratio` of all steps, rounded up."""
+    """Return the number of warm-up steps: `steps`, or if None, `ratio` times all steps, rounded up."""
     return math.ceil(ratio * total_steps) if steps is None else steps
 
 
 def _rising(settings: train_section.Constant, step: int, steps: int) -> float:
-    """Return the rate of a warm-up step as a part of the peak."""
+    """Return the rate of a warm-up step as a fraction of the peak."""
     done = step / steps
-    if isinstance(settings, train_section.CosineWarmupWithMinLr):  # reaches the peak in the last step
+    if isinstance(settings, train_section.CosineWarmupWithMinLr):  # reaches the peak in the last warm-up step
         lowest = settings.warmup_lr_rate
         return (step + 1) / steps if lowest is None else _above(lowest, step / max(1, steps - 1))
     if isinstance(settings, train_section.WarmupStableDecay):
@@ -104,7 +104,7 @@ def _rising(settings: train_section.Constant, step: int, steps: int) -> float:
 
 
 def _waves(cycles: float, progress: float) -> float:
-    """Return a cosine that is 1 at progress 0; half a cycle ends at 0."""
+    """Return a cosine between 0 and 1 that starts at 1. With half a cycle, it ends at 0 at progress 1."""
     return 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
 
 
