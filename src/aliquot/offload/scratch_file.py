@@ -1,7 +1,7 @@
-"""A nameless file for state that does not fit into memory; however the process ends, the disk space is free again.
+"""An unnamed scratch file for state that does not fit into memory. The kernel frees its disk space at process exit.
 
-Reads and writes bypass the page cache, which would take memory for data that is not read again before it is replaced.
-A stream visits pieces of the file one after another: it reads ahead and writes behind.
+Reads and writes bypass the page cache, because cached data would be overwritten before a second read. A `ScratchStream`
+visits pieces of the file one after another: it reads pieces ahead of their use and writes them back in the background.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from aliquot.tensor_io.range_io import mapped_tensor
 THREADS = 4  # requests in flight: two reads, two writes
 _MEASURED_PIECE_BYTES = 8 << 20
 _MEASURED_PIECES = 24
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR)  # by a file system that does not know a flag
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR)  # errors of file systems without support for a flag
 
 
 class ScratchFile:
-    """`size_bytes` of zeros in `directory`, with all disk space reserved. Several threads may use it."""
+    """`size_bytes` of zeros in `directory`, with all disk space reserved. Several threads may use the file."""
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
         """Create the file. Raises StorageError if the disk is too small or fails."""
@@ -60,9 +60,9 @@ class ScratchFile:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="aliquot-scratch")
 
     def read(self, offset: int, buffer: Tensor) -> Future[None]:
-        """Start to fill `buffer`, uint8 on whole pages; it is full when the future has its result.
+        """Start to read into `buffer`, uint8 on whole pages, which is filled when the future completes.
 
-        Earlier writes to the same bytes take effect first.
+        Earlier writes to the same bytes finish first.
         """
         with self._counting:
             end = offset + buffer.nbytes
@@ -70,7 +70,7 @@ class ScratchFile:
         return self._threads.submit(self._move, os.preadv, offset, buffer, earlier)
 
     def write(self, offset: int, buffer: Tensor) -> Future[None]:
-        """Start to write `buffer`, uint8 on whole pages, which must not change until the future has its result."""
+        """Start to write `buffer`, uint8 on whole pages, which must not change until the future completes."""
         write = self._threads.submit(self._move, os.pwritev, offset, buffer)
         with self._counting:
             while self._writes and self._writes[0][2].done():
@@ -84,7 +84,7 @@ class ScratchFile:
         os.close(self._descriptor)
 
     def _move(self, move: Callable[..., int], offset: int, buffer: Tensor, after: Sequence[Future[None]] = ()) -> None:
-        for earlier in after:  # submitted before, so that a thread already works on each of them
+        for earlier in after:  # submitted earlier, so that threads already run these writes
             earlier.exception()
         reads, left = move is os.preadv, memoryview(buffer.numpy().data)
         while left:
@@ -103,7 +103,7 @@ class ScratchFile:
 
 
 def _nameless(directory: Path) -> int:
-    """Return the descriptor of a new file, with direct I/O if the file system supports it. Raises OSError."""
+    """Create an unnamed file, with direct I/O if the file system supports it. Return its descriptor. Raises OSError."""
     flags = os.O_RDWR | os.O_CLOEXEC
     for extra in (os.O_TMPFILE | os.O_DIRECT, os.O_TMPFILE):
         try:
@@ -118,7 +118,7 @@ def _nameless(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """Read bytes [offset, offset + size), and write those from `written_from` on back; None: write nothing back."""
+    """A request to read bytes [offset, offset + size), and to write back bytes from `written_from` on (None: none)."""
 
     offset: int
     size: int
@@ -126,7 +126,7 @@ class Move:
 
 
 class ScratchStream:
-    """An iterator over pieces, which begins to read at once. Iterating raises StorageError if the disk fails."""
+    """Iterate over pieces of a scratch file that are read ahead. Iterating raises StorageError if the disk fails."""
 
     def __init__(self, scratch: ScratchFile, moves: Sequence[Move]) -> None:
         self._scratch = scratch
@@ -138,7 +138,7 @@ class ScratchStream:
         self._read_ahead()
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield each piece as uint8 [size]; it is written back when the next one is asked for."""
+        """Yield each piece as uint8 [size]. The piece is written back when the caller requests the next piece."""
         try:
             while self._reading:
                 move, buffer, read = self._reading.popleft()
@@ -170,14 +170,14 @@ class ScratchStream:
 
 
 def disk_rate(directory: Path) -> float:
-    """Measure bytes/s, read and written, in the access pattern of an update. Raises StorageError.
+    """Measure the disk's bytes/s, reads plus writes, in the access pattern of an optimizer update.
 
-    Takes 0.5 s on a disk of 0.7 GB/s.
+    Raises StorageError if the disk fails. Takes 0.5 s on a disk of 0.7 GB/s.
     """
     scratch = ScratchFile(directory, _MEASURED_PIECES * _MEASURED_PIECE_BYTES)
     try:
         moves = [Move(at * _MEASURED_PIECE_BYTES, _MEASURED_PIECE_BYTES, 0) for at in range(_MEASURED_PIECES)]
-        for _ in range(2):  # the first round allocates blocks; reading unwritten ones would not touch the disk
+        for _ in range(2):  # the first round allocates blocks; reads of unwritten blocks would not touch the disk
             before, began = scratch.read_bytes + scratch.written_bytes, time.perf_counter()
             for piece in ScratchStream(scratch, moves):
                 piece[0] = 1

@@ -1,4 +1,4 @@
-"""Gradient sums on disk, window by window: one window is open, the next ones are read ahead, earlier ones written."""
+"""Gradient sums on disk, in windows. One window at a time is open for changes; the next windows are read ahead."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Key = TypeVar("Key")  # names a window
 
 
 class WindowSums(Generic[Key]):
-    """Sums in a scratch file, used by one thread.
+    """Gradient sums in a scratch file. Only one thread may use them.
 
-    Each round (micro-batch) opens the windows in the same order; the first round teaches which window follows which.
+    Each micro-batch opens the windows in the same order. The first micro-batch records this order, so that later
+    micro-batches can read ahead.
     """
 
     def __init__(self, scratch: ScratchFile, places: Mapping[Key, tuple[int, int]], dtype: torch.dtype) -> None:
-        """`places`: by window, its offset in the scratch file and its number of elements."""
+        """`places`: by window, (offset in the scratch file, number of elements)."""
         self._scratch = scratch
         self._places = places
         self._dtype = dtype
@@ -38,9 +39,9 @@ class WindowSums(Generic[Key]):
         self.squares: dict[Key, list[float]] = {}  # block_squares() of each window when it was last closed
 
     def open(self, key: Key, overwrite: bool) -> Tensor:
-        """Return the sums of a window, flat, to be changed in place until another window is opened.
+        """Return the flat sums of a window. The caller may change them in place until it opens another window.
 
-        With `overwrite` the former sums are not read, and the memory holds garbage. Raises StorageError.
+        With `overwrite`, the sums are not read from disk, and the memory is uninitialized. Raises StorageError.
         """
         if self._open is not None and self._open[0] == key:
             return self._values(*self._open)
@@ -54,7 +55,7 @@ class WindowSums(Generic[Key]):
         return self._values(*self._open)
 
     def flush(self) -> None:
-        """Return when every window is on disk. Raises StorageError."""
+        """Write all changes, and return when every window is on disk. Raises StorageError."""
         self._close()
         self._drop_reads()
         while self._writing:
@@ -85,7 +86,7 @@ class WindowSums(Generic[Key]):
         last = self._reading[-1][0] if self._reading else key
         while len(self._reading) < AHEAD and last in self._successor:
             last = self._successor[last]
-            if last == key:  # there are no more windows than are read ahead
+            if last == key:  # all windows are in memory already
                 return
             self._start_read(last)
 

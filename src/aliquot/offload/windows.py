@@ -1,7 +1,7 @@
-"""Cut flat ranges into windows, each of which is a record of fields in a scratch file. Imports no torch.
+"""Cut flat ranges of weights into windows, and lay out each window in a scratch file. Imports no torch.
 
-One request moves one window. The fields of a window are adjacent and begin on pages, so that a request can also move a
-single field.
+A window is stored as a record of fields, such as the moments of its elements. One disk request moves one record. The
+fields are adjacent and begin on page boundaries, so that a request can also move a single field.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from aliquot.optim.sizes import States, low_bytes, moment_bytes, update_block
 
 PAGE_BYTES = 4096  # alignment of direct I/O on every common disk
-_BLOCKS = 4  # blocks of an update in a window: 1 M elements, 14 MB of exact states and gradient
-AHEAD = 2  # windows that are read ahead, and as many that are being written
-STREAM_BUFFERS = SUMS_BUFFERS = 2 * AHEAD + 1  # with the window in use
+_BLOCKS = 4  # update blocks per window: 1 M elements, 14 MB of fp32 states and gradient
+AHEAD = 2  # windows that are read ahead; as many windows may be in flight to the disk
+STREAM_BUFFERS = SUMS_BUFFERS = 2 * AHEAD + 1  # including the window in use
 SMALLEST = 1 << 12  # elements; smaller weights stay in memory, because they would waste pages and requests
 
 
@@ -25,13 +25,13 @@ def windows(numel: int, states: States, row_numel: int) -> list[tuple[int, int]]
 
 
 def longest_window(numel: int, states: States, row_numel: int) -> int:
-    """Return the elements of the longest of `windows`."""
+    """Return the number of elements of the longest window."""
     return min(numel, _BLOCKS * update_block(states, row_numel))
 
 
 @dataclass(frozen=True)
 class Record:
-    """The place of a window and of its fields in a scratch file."""
+    """The position of a window and of its fields in a scratch file."""
 
     offset: int
     fields: Mapping[str, tuple[int, int]]  # (offset in the record, bytes), in order
@@ -42,7 +42,7 @@ class Record:
 
 
 def record(offset: int, sizes: Mapping[str, int]) -> Record:
-    """Lay out a record at `offset` of the file; `sizes`: bytes of each field."""
+    """Lay out a record at `offset` of the scratch file. `sizes`: bytes of each field."""
     fields, at = {}, 0
     for name, size in sizes.items():
         fields[name] = (at, size)
@@ -51,9 +51,9 @@ def record(offset: int, sizes: Mapping[str, int]) -> Record:
 
 
 def state_bytes(numel: int, states: States, row_numel: int, splits: bool) -> dict[str, int]:
-    """Return the bytes of each field that an update reads and writes, by kind of part.
+    """Return the bytes of each field that an update reads and writes: "weight", "exp_avg", "exp_avg_sq".
 
-    `splits`: the low halves of the masters are among the fields.
+    `splits`: master weights are split. Only then is there a field "weight", which contains their low halves.
     """
     moment = moment_bytes(states, numel, row_numel)
     low = {"weight": low_bytes(numel)} if splits else {}
@@ -61,5 +61,5 @@ def state_bytes(numel: int, states: States, row_numel: int, splits: bool) -> dic
 
 
 def paged(size: int) -> int:
-    """Round up to whole pages."""
+    """Round a size in bytes up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES
