@@ -63,7 +63,7 @@ class UserError(Exception):
 
     @property
     def line(self) -> str:
-        """The text for the person: one line, without control characters and passwords."""
+        """The text for the user: one line, without control characters and passwords."""
         first = str(self).strip().partition("\n")[0]
         return f"{printable(_USER_OF_URL.sub('/...@', first))} [{self.id}]"
 

@@ -1,4 +1,4 @@
-"""Format numbers for people: in logs, tables, and on the axes of the report."""
+"""Format numbers for readers of logs, tables, and plots of the report."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The lock is a `flock` on a file, which the kernel releases when the process dies. Some file systems have no `flock`, or
 a `flock` that only one machine sees. On such a file system, the existence of a second file is the lock, and the holder
-of the lock touches this file regularly while the holder lives.
+touches this file regularly.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class RunLock:
                 self._files.append((directory / BEATING_LOCK, descriptor))
             self._files.append((directory / LOCK, lock.fileno()))
             try:
-                with suppress(OSError):  # the first file that the run needs reports a full disk
+                with suppress(OSError):  # ignore a full disk here: the first file that the run needs will report it
                     lock.truncate(0)
                     lock.write(_ROUND_MARK * self._is_round)
                     lock.flush()
-                    os.fsync(lock.fileno())  # the file stays open: a network file system need not write it earlier
+                    os.fsync(lock.fileno())  # otherwise a network file system may write it only at close
                 yield
             finally:
                 is_lost = self.why_lost() is not None
@@ -149,9 +149,9 @@ def _create(file: Path, content: dict[str, Any]) -> int | None:
 
 
 def _remove(file: Path, holder: Any) -> None:
-    """Remove the lock of `holder`, but not the lock of a process that has replaced it meanwhile.
+    """Remove the lock file of `holder`, unless another process has replaced the file meanwhile.
 
-    The file first gets a random name, which no other process takes, and is read again under that name.
+    The file is first renamed to a random name, which no other process uses, and then read again under that name.
     """
     if _read(file) != holder:
         return

@@ -2,12 +2,12 @@
 
 On GPUs, one rank per GPU. On CPU, ranks never span NUMA nodes, and their number depends on the engine:
 
-- Engine host (and auto, which prefers engine host if the model fits): the ranks of a host share one copy of the
-  weights, so another rank costs only a process and its activations. Many ranks with few threads waste less time than
-  few ranks with many threads, because the work between two matrix products runs on one core or waits for the slowest
-  thread. The maximum per NUMA node is one rank per core up to four ranks, beyond that one rank per four cores. More
-  ranks would need more sockets (between all pairs of ranks) and more activations. The memory limit must hold all ranks.
-  Up to the maximum, the number with the shortest estimated step is chosen; among equal estimates, the largest number.
+- Engine host (and auto, which prefers engine host if the model fits): many ranks with few threads. The ranks of a host
+  share one copy of the weights, so another rank costs only a process and its activations. Few ranks with many threads
+  would waste time, because the work between two matrix products runs on one core or waits for the slowest thread. The
+  maximum per NUMA node is one rank per core up to four ranks, beyond that one rank per four cores. More ranks would
+  need more sockets (between all pairs of ranks) and more activations. The memory limit must hold all ranks. Up to the
+  maximum, the number with the shortest estimated step is chosen; among equal estimates, the largest number is chosen.
   The estimate is (micro-batches per rank) x (time of one micro-batch), of which a fifth is assumed to run on one core.
 - Other engines: one rank per NUMA node, because every rank gathers or holds layers.
 - Without `train.global_batch_size`: one rank per NUMA node, because the batch size is then *per rank*, and more ranks

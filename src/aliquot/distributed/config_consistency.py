@@ -89,7 +89,7 @@ def check_equal_on_ranks(ranks: Ranks, describe: Callable[[], Mapping[str, Any]]
 
 
 def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Describe the first keys whose values differ; empty if the values are equal."""
+    """Describe the first keys whose values differ; an empty string if all values are equal."""
     different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     words = [f"{key} is {_shown(there, key)} there and {_shown(here, key)} here" for key in different[:_MAX_SHOWN]]
     more = f", and {len(different) - _MAX_SHOWN} more" if len(different) > _MAX_SHOWN else ""

@@ -124,7 +124,7 @@ class _Link(threading.Thread):
         self.orders: queue.Queue[Message] = queue.Queue()
         self.in_round = threading.Event()
         self.lost = threading.Event()
-        self.dismissed = False  # whether the leader has left
+        self.dismissed = False  # whether the leader has sent `leave`
         self._pending: signal.Signals | None = None  # a signal not yet sent to the ranks
         for message in greeting:
             self._obey(message)

@@ -33,7 +33,7 @@ class Peer:
         self.own_address = _plain(connection.getsockname()[0])
 
     def send(self, what: str, **fields: Any) -> None:
-        """Send a message. If the peer has gone, only set `closed`, which the reader checks."""
+        """Send a message. If the connection is lost, raise no error but set `closed`, which the reader checks."""
         line = json.dumps({"what": what, **fields}).encode() + b"\n"
         with self._writing:
             try:

@@ -43,7 +43,7 @@ class Claim:
 
 
 class Claims:
-    """The lease files in the run directory. Methods raise StorageError if the directory cannot be read or written."""
+    """The lease files in a run directory. Methods raise StorageError if the directory cannot be read or written."""
 
     def __init__(self, directory: Path) -> None:
         self._rounds = directory.absolute() / ROUNDS
@@ -110,7 +110,7 @@ class Claims:
         return then, now - then
 
     def finish(self, mark: str) -> None:
-        """Record that the run with the configuration `mark` is finished, for nodes that come later."""
+        """Record that the run with the configuration `mark` is finished, for nodes that join later."""
         with suppress(OSError):  # without the file, a later node finds the run complete when it resumes
             (self._rounds / "finished").write_text(mark)
 
@@ -134,7 +134,7 @@ def newest_round(directory: Path) -> int | None:
 
 
 def follows_earlier_round() -> bool:
-    """Whether this rank belongs to a round after the first, so that a person has already seen the run start."""
+    """Whether this rank belongs to a round after the first, so that the user has already seen the start of the run."""
     return int(os.environ.get(ROUND, "1")) > 1
 
 

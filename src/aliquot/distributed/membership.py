@@ -337,7 +337,7 @@ class Leader:
             self._next_round()
         elif worst is not None:
             self._end(worst["code"], *worst["lines"])
-        elif not self._round.reasons and causes[0]["code"] > 2:  # somebody sent a signal to ranks, not to a launcher
+        elif not self._round.reasons and causes[0]["code"] > 2:  # the ranks received a signal directly
             self._end(causes[0]["code"], *causes[0]["lines"])
         elif not self._round.reasons and self._failed_at == self._run.progress()[0]:
             self._end(causes[0]["code"], *causes[0]["lines"], "  twice since the last checkpoint: the run ends")

@@ -28,9 +28,9 @@ def core_sets(cpu: CpuFacts, local_ranks: int, threads: int) -> list[tuple[int, 
     """Return the logical CPUs to pin each local rank to; all sets are empty if ranks are not to be pinned.
 
     Usually the sets are disjoint and have one CPU per physical core. A single rank is not pinned. Ranks get no
-    exclusive cores if the machine has fewer cores than ranks or threads. Ranks under a CPU quota get none either: other
-    containers run on the same cores, and all containers would pin their ranks to the same first cores. Ranks without
-    exclusive cores are pinned to all CPUs of one NUMA node, if there are several nodes and enough ranks for all nodes.
+    exclusive cores if the machine has fewer cores than ranks or threads. Ranks under a CPU quota get none either,
+    because all containers with a quota would pin their ranks to the same first cores. Ranks without exclusive cores are
+    pinned to all CPUs of one NUMA node, if there are several nodes and enough ranks for all nodes.
     """
     if local_ranks == 1:
         return [()]

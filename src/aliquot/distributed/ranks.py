@@ -130,9 +130,9 @@ class Ranks:
     def close(self) -> None:
         """Leave the group. No sharded tensor may be in use any more."""
         # gloo's threads free their last tensors after a collective has returned. If the interpreter ends first, the
-        # process aborts. Destroying the group joins the threads, if no reference to the group is left, for example in
-        # an engine's reference cycle or in a default argument. (torch's cached DTensor specs and DeepSpeed's modules
-        # keep references; then at least the garbage collection gives gloo's threads the time to finish.)
+        # process aborts. Destroying the group joins the threads, but only without remaining references to the group,
+        # for example in an engine's reference cycle or in a default argument. (torch's cached DTensor specs and
+        # DeepSpeed's modules keep references; the garbage collection then gives gloo's threads the time to finish.)
         gc.collect()
         dist.destroy_process_group()
 

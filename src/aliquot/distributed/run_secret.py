@@ -59,7 +59,7 @@ def _read_secret(file: Path) -> str:
     until = time.monotonic() + _VISIBLE_S
     while True:
         text = b""
-        with suppress(ValueError):  # not a regular file, or too large for a secret
+        with suppress(ValueError):  # the file is not regular, or is too large for a secret
             text = read_small_file(file, _MAX_FILE_BYTES, follow_links=False)
         if text.endswith(b"\n") and len(text) > _SECRET_BYTES:
             return text.decode("ascii", "replace").strip()

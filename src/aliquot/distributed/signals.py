@@ -54,7 +54,7 @@ class SignalListener:
         os.close(pipe)
 
     def close(self) -> None:
-        """Stop listening. The thread ends when it has read what is in the pipe."""
+        """Stop listening. The thread ends after it has read the remaining signals from the pipe."""
         signal.set_wakeup_fd(self._former)
         os.close(self._write)
 

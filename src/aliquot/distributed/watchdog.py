@@ -51,7 +51,7 @@ class Watchdog:
     Every rank enters it before the first step, calls `beat` whenever a step ends, and calls `stop` at the end. Without
     a beat for `timeout_s`, faulthandler writes the stack traces of all Python threads to `stack_file`. faulthandler
     uses a C thread that needs no GIL, because a native call may hold the GIL. The process ends with code 1 `grace_s`
-    later: the first exit of a rank ends all ranks, and every rank needs the time to write its stack traces.
+    later. The first exit of a rank ends all ranks, and every rank needs this time to write its stack traces.
     """
 
     def __init__(

@@ -124,8 +124,8 @@ class FreeMemoryLimit:
     """Bound the free memory that glibc keeps while a run trains a model that is larger than memory.
 
     Keeping all free memory is fastest. But glibc cannot fit the blocks of a layer between the saved blocks of earlier
-    layers, so a forward pass would take several times the memory that it uses. (tcmalloc can: with the same bound, its
-    peak was the same and steps were 4 % slower.) Returning every large block at once costs a page fault for each 4 KiB,
+    layers: a forward pass would take several times the memory that it uses. tcmalloc can, but with the same bound its
+    peak was the same and steps were 4 % slower. Returning every large block at once costs a page fault for each 4 KiB,
     a third of the time of a step. So `check` runs between layers and releases memory only if much has accumulated.
 
     Allocators other than glibc are left alone, and so is glibc if ALIQUOT_ALLOCATOR is `none`.

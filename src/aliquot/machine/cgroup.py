@@ -9,8 +9,8 @@ from pathlib import Path
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Yield the directories of the groups, versions 1 and 2, that may limit `controller` ("cpu", "memory").
 
-    A container often sees its own group as the top of the mount although /proc/self/cgroup still shows the host's path,
-    so directories that do not exist are left out.
+    Directories that do not exist are left out: a container often sees its control group as the top of the mount,
+    although /proc/self/cgroup shows the path on the host.
     """
     memberships = root / "proc/self/cgroup"
     if not memberships.is_file():

@@ -93,8 +93,8 @@ def matmul_rate(
 ) -> float:
     """Measure the FLOP/s of this rank in square products while all ranks compute: the ceiling of MFU.
 
-    The result is the median over about 0.3 s after `barrier`. The matrices have the largest size of which several
-    products fit in that time, because a CPU without bf16 instructions takes 15 s for a product of the largest size.
+    The result is the median over about 0.3 s after `barrier`. The matrices have the largest size at which several
+    products fit in that time: a CPU without bf16 instructions would take 15 s for one product of the largest size.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 

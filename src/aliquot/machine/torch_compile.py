@@ -77,10 +77,10 @@ def _insecurity(directory: Path) -> str | None:
 def inductor_options() -> dict[str, Any] | None:
     """Return `options` of torch.compile for this CPU, or None for torch's defaults.
 
-    For Intel CPUs, C++ compilers prefer vectors of half the length for which Inductor generates code. Without this
-    option, a compiler therefore stores a value that is reinterpreted from float to int as two halves on the stack, and
-    loads the value as a whole, which presumably stalls. The optimizer step of optim/adamw.py then takes 2.3 times as
-    long. The intrinsics in the generated code do not depend on this option.
+    For Intel CPUs, C++ compilers prefer vectors half as long as the vectors for which Inductor generates code. To
+    reinterpret a float vector as int, a compiler then stores two halves on the stack and loads the whole vector, which
+    presumably stalls. Without this option, the optimizer step of optim/adamw.py takes 2.3 times as long. The
+    intrinsics in the generated code do not depend on this option.
     """
     cpu = read_cpu()
     if not cpu.model.startswith("Intel") or "avx512f" not in cpu.isa:

@@ -24,7 +24,7 @@ _MUCH_BETTER = 0.5  # nats per token
 
 
 def check_inputs(run: RunContext, inputs: Inputs) -> None:
-    """Check that data and model are the same on all ranks, wherever their files lie. Collective.
+    """Check that data and model are the same on all ranks; the paths of their files may differ. Collective.
 
     Raises NodesDifferError on every rank.
     """

@@ -87,7 +87,7 @@ def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> P
             raise shutdown.stopped(stop_signal, progress.step, progress.saved_step) from None
         raise
     shutdown.enter(Phase.DONE, progress.step)
-    if stop_signal := training.requested_signal():  # the signal came when the export was almost complete
+    if stop_signal := training.requested_signal():  # the signal arrived when the export was almost complete
         raise shutdown.stopped_after_export(stop_signal, progress.step)
     return exported
 

@@ -42,7 +42,7 @@ from aliquot.run.shutdown import Shutdown
 from aliquot.tensor_io.parts import PartStore, SelectedParts
 
 # A collective may wait this long, because reading a terabyte of text takes more than a day. Other mechanisms end a
-# failed run earlier: the exit of a rank ends all ranks, the heartbeat ends a run with a lost node, the idle watchdog
+# failed run earlier. The exit of a rank ends all ranks. The heartbeat ends a run with a lost node. The idle watchdog
 # ends a run that does nothing, and the watchdog ends a run whose training step takes too long.
 _COLLECTIVE_TIMEOUT_S = 30 * 24 * 3600.0
 
@@ -241,6 +241,6 @@ class Result:
 
     directory: Path
     steps: int
-    loss: float | None  # training loss of the last step; None if no step was left
-    perplexity: float | None  # of the last evaluation; None if there was none
+    loss: float | None  # training loss of the last step; None if this process has trained no step
+    perplexity: float | None  # of the last evaluation; None without an evaluation
     export: Path | None

@@ -56,8 +56,8 @@ class Phase(Enum):
 class Policy:
     """The outcome of a stop signal in one phase, as the end of a message for the user."""
 
-    at_once: str | None  # if the first signal ends the process at once; None if the run goes on until it has saved
-    if_cut: str | None  # if the grace period is over or a second signal comes; None if work is lost then
+    at_once: str | None  # if the first signal ends the process at once; None if the run first saves
+    if_cut: str | None  # if the grace period ends or a second signal arrives; None if work is then lost
 
 
 _IS_SAVED = "after step {step}, which is saved{mirror}: start again to continue"
@@ -156,7 +156,7 @@ class Shutdown:
         return Terminated(number, f"before step {step}: start again to continue")
 
     def stopped_after_export(self, number: int, step: int) -> Terminated:
-        """Return the error that ends a run in which the signal came when the export was almost complete."""
+        """Return the error that ends a run whose export was completed although a signal arrived during the export."""
         self.disarm()
         return Terminated(number, _IS_EXPORTED.format(step=step))
 
@@ -194,7 +194,7 @@ class Shutdown:
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            # Not through sys.stderr, which the main thread may have locked when the signal came.
+            # Write to the descriptor, because the main thread may hold the lock of sys.stderr.
             bounded_call(partial(os.write, 2, f"aliquot: {text}\n".encode()))
 
     def _end_late(self, number: int) -> None:
@@ -219,8 +219,8 @@ class Shutdown:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # If the listener's thread is ending the process, an error that ended the block only follows from other nodes,
-        # which end as well: leave the end to that thread.
+        # If the listener's thread is ending the process, wait for that thread. An error of the block only follows from
+        # the end of other nodes.
         if self._is_ending:
             time.sleep(_ANNOUNCE_S)
         self.disarm()

@@ -124,7 +124,7 @@ class LocalStore(Store):
             with writing(path):
                 path.unlink(missing_ok=True)
         for folder in {path.parent for path in paths} - {self._root}:
-            with suppress(OSError):  # the folder holds other files, or is gone
+            with suppress(OSError):  # the folder holds other files, or no longer exists
                 folder.rmdir()
 
 
@@ -141,7 +141,7 @@ class FsspecStore(Store):
             self._fs, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise MissingToolError(f"{url}: {' '.join(str(error).split())}") from None
-        except Exception as error:  # each file system has errors of its own, also for an incomplete address
+        except Exception as error:  # each file system raises different errors, also for an incomplete URL
             raise StorageError(f"{type(error).__name__}: {' '.join(str(error).split())}", url) from error
 
     def part_bytes(self, size_bytes: int) -> int:
@@ -187,7 +187,7 @@ class FsspecStore(Store):
             yield
         except (DamagedCheckpoint, StorageError):  # raised by the data to write, or for a missing file
             raise
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system raises different errors
             error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError
             raise error_type(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error
 

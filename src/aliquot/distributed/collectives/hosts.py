@@ -64,7 +64,7 @@ class Hosts:
     def share_per_numa_node(self, size_bytes: int, touch: bool = True) -> tuple[SharedMemory, list[SharedMemory]]:
         """Create zeroed memory that all ranks of a NUMA node share. Collective.
 
-        With `touch` and several NUMA nodes, the ranks of a node touch all pages of its memory now, so that the kernel
+        With `touch` and several NUMA nodes, the ranks of a node touch all pages of its memory now. The kernel then
         places the pages on that node. Returns the memory of this rank's node, and the memories of the other nodes.
         """
         creators = {node: self.numa_nodes.index(node) for node in self.numa_nodes}  # the first rank of every node

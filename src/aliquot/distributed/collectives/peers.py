@@ -1,8 +1,8 @@
 """Connect the ranks of one host by socket pairs, which carry one-byte tokens and descriptors of shared memory.
 
-A token wakes a sleeping peer. A token is also a memory barrier on any CPU, because the system calls that send and
-receive a token order the sender's earlier writes before the receiver's later reads. When a peer dies, its sockets
-report end of file at once. Sockets and memory have no names in the file system.
+A token wakes a sleeping peer. A token is also a memory barrier on any CPU: its system calls order the writes before
+`send` ahead of the reads after `wait`. When a peer dies, its sockets report end of file at once. Sockets and memory
+have no names in the file system.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def add_sum_rounded(
 
     The first element of `out` is element `index` of its weight. Adding to an earlier sum rounds that sum again. `noise`
     makes this rounding stochastic, so that small contributions to a large sum are not lost. The first sum is rounded to
-    nearest, ties to even, because sums of a few bf16 numbers often are ties, and rounding all ties away from zero would
-    enlarge all of these sums.
+    nearest, ties to even. Sums of a few bf16 numbers often are ties, and rounding ties away from zero would enlarge
+    these sums.
     """
     scratch = torch.empty(2, min(_BLOCK, out.numel()))
     for start in range(0, out.numel(), _BLOCK):

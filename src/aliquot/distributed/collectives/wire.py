@@ -60,7 +60,7 @@ class BufferPool:
             self._free_bytes += buffer.nbytes
 
     def _drop(self, size_bytes: int) -> None:
-        """Free about `size_bytes` of pooled buffers, to make room for a new buffer of another size."""
+        """Free pooled buffers of at least `size_bytes` if possible, because a new buffer needs as much memory."""
         while size_bytes > 0 and self._free_bytes:
             dropped = next(buffers for buffers in self._free.values() if buffers).pop()
             self._free_bytes -= dropped.nbytes
@@ -151,8 +151,9 @@ class Wire:
             dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
             for _ in range(-(-_CONNECTIONS // ranks_per_host))
         ]
-        # If a host ends in the middle of a message, gloo keeps waiting for the rest of the message, but a new send to
-        # that host fails. So a rank that waits long sends probes on a separate connection; no rank receives the probes.
+        # If a host ends in the middle of a message, gloo waits for the rest of the message without end. A new send to
+        # that host fails, however. So a rank that waits long sends probes on a separate connection; no rank receives
+        # the probes.
         self._probe_group = dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
         self._probes: list[dist.Work] = []
         self._probed_at = 0.0
@@ -225,7 +226,7 @@ class Wire:
         self.wait_all(leaving)
 
     def gradients_of(self, host: int) -> str:
-        """Return a name for error messages."""
+        """Return a name of the gradients from `host`, for error messages."""
         return f"gradients of rank {self._ranks[host]}"
 
     def close(self) -> None:
