@@ -51,7 +51,7 @@ class ActivationMeter:
 
 
 class _SelectiveResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes that selective checkpointing stores itself, because saved-tensor hooks do not see them."""
+    """Count the bytes that selective checkpointing stores itself, because saved-tensor hooks miss these bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

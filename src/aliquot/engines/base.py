@@ -44,7 +44,7 @@ class EngineSpec:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # in which hosts exchange gradients
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype in which hosts exchange gradients
     micro_batches: int | None = None  # per rank and optimizer step; None: unknown
     compile: Literal["none", "layers"] = "none"
     collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # for engine fsdp; auto: shared memory if possible
@@ -72,7 +72,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Counters:
-    """Memory, traffic and time of this rank. Memory is the current bytes; traffic and time add up from `build` on."""
+    """Memory, traffic and time of this rank. Memory is the current usage; traffic and time count from `build` on."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -106,7 +106,7 @@ class Counters:
 class Engine(PartStore, ViewableStore, Protocol):
     """A model, its gradients and its optimizer state, of which each rank holds 1/N.
 
-    `parts` are this rank's flat ranges of the weights and of both Adam moments, without empty ranges.
+    The parts of an engine are this rank's flat ranges of the weights and of both Adam moments, without empty ranges.
     """
 
     @classmethod
@@ -133,7 +133,8 @@ class Engine(PartStore, ViewableStore, Protocol):
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
         """Accumulate the gradient of `scale` times the summed loss. Return the unscaled loss, a detached fp32 scalar.
 
-        With `batch` None, this rank has no data and only joins the collectives. `last`: `step` follows next.
+        With `batch` None, this rank has no data and only joins the collectives. `last`: this is the last micro-batch
+        before `step`.
         """
         ...
 

@@ -43,7 +43,7 @@ class OnDisk:
     # embedding stay in memory, because token look-ups add to rows anywhere in the embedding.
     gradients: Counts = ()
     # Number of streamed decoder layers, evenly spread over the model. Their weights are on disk and are read for every
-    # use. This applies to weights in `states` and to frozen weights with a shape in `frozen`.
+    # use: the weights in `states`, and frozen weights with a shape in `frozen`.
     layers: int = 0
     frozen: tuple[Shape, ...] = ()
 

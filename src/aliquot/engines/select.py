@@ -25,7 +25,7 @@ _SHARED_FRACTION = 0.5  # with engine auto: the most of a machine's memory that 
 def chosen_engine(
     config: RunConfig, device: Literal["cpu", "cuda"], numel: int, memory_bytes: int, even: bool = True
 ) -> Literal["host", "fsdp", "deepspeed"]:
-    """Return the engine for a model of `numel` parameters. Raises EngineError for a setting that it lacks.
+    """Return the engine for a model of `numel` parameters. Raises EngineError for an unsupported setting.
 
     `memory_bytes`: the memory of a host; `even`: all hosts have the same number of ranks.
     """

@@ -44,21 +44,21 @@ class GradientRows:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tokens of a row that enter the loss. Labels in CPU memory decide, to avoid waiting for a GPU."""
+    """The tokens of a row that enter the loss. They are found from labels in CPU memory, to avoid waiting for a GPU."""
 
     rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
     learned: int  # number of tokens with a label
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum the cross-entropy of logits [1, T, V] of any float dtype with shifted labels int64 [T]; an fp32 scalar."""
+    """Return the summed cross-entropy, in fp32, of logits [1, T, V] of any dtype with shifted labels int64 [T]."""
     return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy with labels int64 [N].
 
-    Return the sum, and the log of the sum of exponentials [N], in fp32.
+    Return the summed cross-entropy, and the log-sum-exp of each row [N], in fp32.
     """
     values, columns = logits.float(), labels[:, None]
     targets, largest = values.gather(1, columns), values.amax(1, keepdim=True)
@@ -102,7 +102,7 @@ def head_loss_on(
     copies_transposed: bool = False,
     compiled: bool = False,
 ) -> FusedLoss:
-    """Return the fused loss for a device. Its passes over fp32 rows fit a CPU core's cache, or keep a GPU busy.
+    """Return the fused loss for a device. A pass over fp32 rows fits into a CPU core's cache, or keeps a GPU busy.
 
     `logits_bytes`: the most bytes of logits at once; None: chosen for this machine. `copies_transposed`: see
     machine/matmul.py.
@@ -209,7 +209,7 @@ class FusedLoss:
     def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
         """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; return the sum, in fp32.
 
-        `normalizers` [N] is set to the log of the sum of the exponentials.
+        `normalizers` [N] is set to the log-sum-exp of each row.
         """
         summed = torch.zeros((), device=logits.device)
         count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
@@ -256,7 +256,7 @@ class _HeadLoss(torch.autograd.Function):
         chunks = list(fused.row_chunks(hidden, weight))
         summed = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # The log of the sum of exp(logits); infinite for tokens without a label, whose probabilities become 0.
+        # The log-sum-exp of each row of logits; infinite for tokens without a label, whose probabilities become 0.
         normalizers = torch.full((len(labels),), float("inf"), device=hidden.device)
         logits = hidden.new_empty(0, weight.shape[0])
         for a, b in chunks:

@@ -19,7 +19,7 @@ NARROWEST = 64  # width of the narrowest bin, which several documents share
 STEP = 32  # wider bins are multiples of this, and hold one document or a long and a short one
 LONGEST_BINNED = 256  # longer documents are cut into blocks of queries
 QUERY_BLOCK = 128
-_SAVED_KEYS = 128  # mean number of a token's probabilities saved for the backward pass, which recomputes others
+_SAVED_KEYS = 128  # mean number of a token's probabilities saved for the backward pass, which recomputes the others
 BATCHES = (16, 4, 1)  # batch sizes: numbers of bins of one width that are multiplied at once
 TILE_PRODUCTS = 3  # products of a tile that differ in shape or order: scores, outputs, gradients of keys and values
 
@@ -44,7 +44,7 @@ def row_counts(most: int, least: int = _MIN_ROWS) -> int:
 
 
 def filled_row(tokens: int, sequences: int, sequence_length: int) -> int:
-    """Return the tokens of a micro-batch of unpacked sequences, with padding, at most those of full sequences."""
+    """Return the number of tokens of unpacked sequences after padding, at most the number in full sequences."""
     return min(filled_up(tokens, _MIN_TOKENS), sequences * sequence_length)
 
 
@@ -76,7 +76,7 @@ def saved_numel(tokens: int) -> int:
 
 
 def tile_shapes(tokens: int, longest: int, window: int | None) -> int:
-    """Return the most different tile shapes in rows of `tokens`, for documents of at most `longest` tokens."""
+    """Return the most tile shapes that rows of `tokens` may have, for documents of at most `longest` tokens."""
     bins = sum(width == NARROWEST or width - STEP < longest for width, _ in binned(tokens))
     if longest <= LONGEST_BINNED:
         return bins

@@ -118,7 +118,7 @@ def _nameless(directory: Path) -> int:
 
 @dataclass(frozen=True)
 class Move:
-    """A request to read bytes [offset, offset + size), and to write back bytes from `written_from` on (None: none)."""
+    """A request to read bytes [offset, offset + size) and write back the bytes from `written_from` on, if not None."""
 
     offset: int
     size: int
@@ -126,7 +126,7 @@ class Move:
 
 
 class ScratchStream:
-    """Iterate over pieces of a scratch file that are read ahead. Iterating raises StorageError if the disk fails."""
+    """Iterate over pieces of a scratch file, and read pieces ahead. Iterating raises StorageError if the disk fails."""
 
     def __init__(self, scratch: ScratchFile, moves: Sequence[Move]) -> None:
         self._scratch = scratch

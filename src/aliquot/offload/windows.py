@@ -13,7 +13,7 @@ from aliquot.optim.sizes import States, low_bytes, moment_bytes, update_block
 
 PAGE_BYTES = 4096  # alignment of direct I/O on every common disk
 _BLOCKS = 4  # update blocks per window: 1 M elements, 14 MB of fp32 states and gradient
-AHEAD = 2  # windows that are read ahead; as many windows may be in flight to the disk
+AHEAD = 2  # windows that are read ahead; as many windows may be written at the same time
 STREAM_BUFFERS = SUMS_BUFFERS = 2 * AHEAD + 1  # including the window in use
 SMALLEST = 1 << 12  # elements; smaller weights stay in memory, because they would waste pages and requests
 

@@ -53,7 +53,7 @@ class FlatShard:
 
 
 class BlockedAdamW:
-    """AdamW in blocks that fit into the CPU cache: each block is loaded, clipped, updated and stored at once.
+    """AdamW block by block: a block stays in the CPU cache while it is loaded, clipped, updated and stored.
 
     torch's fused AdamW kernel updates the blocks. fp32 state is updated in place. Compressed state is decoded into fp32
     scratch memory and encoded again.

@@ -15,7 +15,7 @@ NORM_BLOCK = 1 << 16
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor. On CPU, blocks of 65,536 elements are summed in fp32, blocks exactly.
+    """Return the sum of squares of each tensor. On CPU, fp32 sums of blocks of 65,536 elements are added exactly.
 
     On a GPU, the sums are fp64, and one transfer copies all of them, because each transfer waits for the GPU.
     """

@@ -101,8 +101,8 @@ class PairedWeights(SplitWeights):
     """Split master weights for a compiled update: two distances share an int32.
 
     Element i of the first half uses the low 16 bits, element i of the second half the high 16 bits. One vector of int32
-    belongs to two vectors of weights, and the compiler keeps all three in registers. With int16, the compiler cannot.
-    Loading and storing in blocks takes 1.5 times as long as with `SplitWeights`.
+    belongs to two vectors of weights, and the compiler keeps all three in registers. With int16, the compiler cannot
+    do so. Loading and storing in blocks takes 1.5 times as long as with `SplitWeights`.
     """
 
     @property

@@ -45,7 +45,10 @@ class Moment(Protocol):
         ...
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Set elements from `start` on. Without noise, they round to nearest: storing loaded values changes nothing."""
+        """Set elements from `start` on, rounded to nearest if `noise` is None.
+
+        Rounding to nearest keeps values that were loaded before.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""The memory of engine deepspeed, computed like the allocations in the source code of DeepSpeed 0.19.8 (ZeRO-3).
+"""The memory of engine deepspeed, derived from the allocations in the source code of DeepSpeed 0.19.8 (ZeRO-3).
 
 DeepSpeed reports its memory after five phases of its initialization (see_memory_usage). The memory ledger has the same
 phases. A rank owns a partition of each weight, ceil(numel / ranks) elements. The phases allocate:
@@ -35,7 +35,10 @@ _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold, if the JSON d
 
 
 def persistent_numel(config: RunConfig, shape: ModelShape, layout: RankLayout) -> int:
-    """Return the elements of small weights, which DeepSpeed keeps gathered until an update (parameter_offload.py)."""
+    """Return the number of elements of small weights, which DeepSpeed keeps gathered until an update.
+
+    The source is DeepSpeed's parameter_offload.py.
+    """
     threshold = _settings(config, shape, layout).get("stage3_param_persistence_threshold", _PERSISTENT_NUMEL)
     return sum(numel(weight) for weight in shape.weights if numel(weight) <= threshold)
 

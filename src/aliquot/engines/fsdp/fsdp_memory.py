@@ -73,8 +73,9 @@ def fsdp_memory(
 
 
 def _backward(groups: _Groups, backward_bytes: int, layer_bytes: int, unsharded: Unsharded) -> int:
-    """Return the most bytes of a backward pass beyond `backward_bytes`, the peak of activations in the last layer.
+    """Return the peak memory of a backward pass, in bytes, beyond `backward_bytes`.
 
+    `backward_bytes` is the peak of the activations, which is in the last layer.
     During the backward pass of a group, memory holds: the gathered root and group, the flat all-gather result of the
     next group, the group's gradients in the compute dtype, and the fp32 input of the previous group's reduce-scatter.
     FSDP2 keeps this input until the next reduce-scatter. Unsharded weights are all in memory until the end. FSDP2 adds

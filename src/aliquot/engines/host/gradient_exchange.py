@@ -1,10 +1,10 @@
 """Sum gradients over hosts, piece by piece, during the last backward pass of an optimizer step.
 
 All ranks complete the sums of the same pieces in the same order (host_gradients.py). If a rank of another host owns a
-part of a piece, that part is sent at once. A rank adds received parts to its own sums in host order. It polls for
-received parts whenever it completes a piece, and waits for them only after the last piece. Finally, the hosts compare
-checksums of all messages. A tied embedding is sent twice. The first message of a step is its gradient as the output
-head; the last message contains the rows that tokens have looked up in the last micro-batch.
+part of a piece, that part is sent at once. A rank adds received parts to its own sums in host order. A rank polls for
+received parts whenever a piece is complete, and waits for parts only after the last piece. Finally, the hosts compare
+checksums of all messages. A tied embedding is sent twice. The first messages of a step contain the embedding's gradient
+as the output head. The last messages contain the rows that tokens have looked up in the last micro-batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gradient sums of a rank, stored in memory or, in windows, on disk.
 
-The sums include the ranks of one host. A rank sums its own range of each weight and, for each other host, the range of
-the rank's counterpart on that host. The rank sends a counterpart's sums to the counterpart once per optimizer step
+Each sum adds the gradients of the ranks of one host. A rank sums its own range of each weight and, for each other host,
+the range of the rank's counterpart on that host. The rank sends these sums to the counterpart once per optimizer step
 (gradient_exchange.py). Sums on disk are sent only at the end of the step.
 """
 

@@ -8,7 +8,8 @@ order:
    computed them, and the owner of a range sums the range's gradients (host_gradients.py). With several hosts, ranks
    send complete sums to the owner on another host during the last micro-batch (gradient_exchange.py).
 2. When the sums of all hosts are complete, the ranks compute the global gradient norm. From then on, no rank computes
-   from the weights. Owners clip, run AdamW and write the shared weights. After a barrier, all ranks may read them.
+   from the weights. Owners clip, run AdamW and write the shared weights. After a barrier, all ranks may read
+   the new weights.
 3. With several hosts, or with optimizer state on disk, there is no such barrier. Instead, each layer waits for its own
    updated weights (weight_publication.py).
 

@@ -1,12 +1,12 @@
-"""Sum gradients over the ranks of a host: ranks stage gradients in shared memory, and owners add them to sums.
+"""Sum gradients over the ranks of a host: ranks stage gradients in shared memory, and owners sum them.
 
 No rank stores the gradients of the whole model. All ranks stage the same pieces in the same order, although autograd
 may compute gradients in another order. The tag of a piece contains the weight, and whether the rank has a gradient for
 the weight in this micro-batch. Owners add the pieces in rank order, so that the sums are reproducible.
 
 A rank sums its own ranges and, with several hosts, also the ranges of its counterparts on the other hosts. The rank
-sends its counterparts' sums once per optimizer step, as soon as they are complete (gradient_exchange.py). It stores
-these sums only if a step has several micro-batches.
+sends its counterparts' sums once per optimizer step, as soon as they are complete (gradient_exchange.py). The rank
+stores these sums only if a step has several micro-batches.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HostGradients:
         self._staged: Counter[int] = Counter()  # gradients of each weight in this micro-batch
         self._is_last = self._starts_exchange = True
         self._micro_batch = (-1, 0)  # the optimizer step, and the number of the micro-batch in it
-        self._noise: tuple[tuple[int, int], RoundingNoise] | None = None  # of the current sums' micro-batch
+        self._noise: tuple[tuple[int, int], RoundingNoise] | None = None  # of the micro-batch being summed
         self._exchange = None
         self._looked_up: dict[int, list[Tensor]] = {}  # by weight and host, the rows that have sums in this step
         self._adds_rows: set[int] = set()  # tied embeddings, whose rows are sent after their dense sums
@@ -153,7 +153,7 @@ class HostGradients:
             buffer = self.buffer(index, start, stop)
             if gradient is not None:
                 buffer.copy_(gradient.reshape(-1)[start:stop])
-                self.moved_bytes += (stop - start) * self._dtype.itemsize  # no copy for the head's gradient
+                self.moved_bytes += (stop - start) * self._dtype.itemsize  # the head's gradient needs no copy
             self.publish(present=gradient is not None)
 
     def row_edges(self, index: int) -> tuple[int, ...]:

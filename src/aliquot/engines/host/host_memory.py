@@ -23,7 +23,7 @@ from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # streamed layers in memory: one computes, one is read, another rank still uses the third
-EXCHANGE_BYTES = 128 << 20  # per rank, between hosts: receives posted ahead, and as much again in flight to others
+EXCHANGE_BYTES = 128 << 20  # per rank: limit of bytes being received from other hosts, and of bytes being sent
 WINDOWS_AHEAD = 2  # windows of on-disk sums in flight from and to each host while one window is summed
 PUBLISHED_NUMEL = 4 << 20  # elements of a weight in one message between hosts
 # Measured: (learning rate, bits per weight to encode the changes of an average step, the same for Adam's first step, in
@@ -66,7 +66,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         gradients_from_start=True,
         own_gradients=gradients,
         moments=moments,
-        update=SCRATCH_BYTES + (2 * max(shares.values()) if others and splits else 0),  # old values of a weight
+        update=SCRATCH_BYTES + (2 * max(shares.values()) if others and splits else 0),  # copy of old weights
         shared_weights=(shape.numel - _streamed_numel(shape, on_disk)) * compute * copies,
         buffers=layout.ranks_per_node
         * (
@@ -86,7 +86,7 @@ def published_bytes(config: RunConfig, first_step: bool = False) -> float:
     """Return the bytes per weight that a rank sends to another host after an update.
 
     distributed/collectives/weight_patch.py encodes a bf16 weight in two bits, and in one more byte if the weight
-    changes by more than one unit in the last place. How many weights do depends on the learning rate
+    changes by more than one unit in the last place. How many weights change so much depends on the learning rate
     (benchmarks/patches.py).
     """
     if config.train.precision == "fp32":

@@ -1,8 +1,8 @@
 """Master weights and Adam moments of a rank, stored in memory or, in windows, on disk.
 
-Forward and backward passes use the bf16 high halves of the master weights, which are in memory shared by all ranks. The
-low halves and the moments may be on disk. The bf16 weights of streamed layers are on disk, too. Frozen weights have
-bf16 weights alone. During an update, the next windows are read and earlier windows are written while the CPU computes.
+Forward and backward passes use the bf16 high halves of the master weights, which are in shared memory. The low halves
+and the moments may be on disk. The bf16 weights of streamed layers are on disk, too. Frozen weights have bf16 weights
+alone. During an update, the next windows are read and earlier windows are written while the CPU computes.
 """
 
 from __future__ import annotations

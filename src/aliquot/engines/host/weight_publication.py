@@ -7,7 +7,7 @@ thread reads the states of the next layers from disk and writes the states of th
 
 On several hosts (`WeightPublication`), each rank sends its updated weights to the other hosts. A message holds the
 changed bits of a piece of a weight (distributed/collectives/weight_patch.py). Every rank receives the ranges of its
-counterparts. It applies the changes when a layer is about to use the weights, so that no thread takes a core from
+counterparts. The rank applies the changes when a layer is about to use the weights, so that no thread takes a core from
 computing ranks.
 """
 

@@ -131,7 +131,7 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
-    """Return the document mask: a token attends to itself and earlier tokens of its document, at most `window`."""
+    """Return the document mask: a token attends to at most `window` tokens of its document, up to the token itself."""
     length = edges[-1]
     ends = _sent(torch.tensor(edges[1:]), device)
     document = torch.bucketize(torch.arange(length, device=device), ends, right=True)

@@ -1,8 +1,8 @@
 """Attention per document: tokens of a packed sequence attend only within their document, without an S x S mask.
 
 transformers calls `document_attention` through its AttentionInterface. The model's forward method gets the `Documents`
-of a row as a keyword argument, so that activation checkpointing passes them again. `ReferenceAttention` defines what
-every backend computes.
+of a row as a keyword argument, so that activation checkpointing passes the same object again. `ReferenceAttention`
+defines what every backend computes.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class SavedProbabilities:
     """
 
     def __init__(self, query: Tensor, numel: int) -> None:
-        """`query` [T, H, D]; `numel`: saved probabilities of a head."""
+        """`query` [T, H, D]; `numel`: number of saved probabilities per head."""
         self.block = query.new_empty(numel * query.shape[1]) if numel else None
         self.places: list[tuple[int, torch.Size] | None] = []  # start and shape of each tile; None: not saved
         self.sinks: list[Tensor] = []  # softmax shares of sinks, for saved tiles
@@ -64,7 +64,7 @@ class SavedProbabilities:
 def saved_tiles(
     places: list[tuple[int, torch.Size] | None], block: Tensor | None, sinks_of_tiles: list[Tensor]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (probabilities, softmax shares of sinks) of each tile; None for values that were not saved or no sinks."""
+    """Yield (probabilities, softmax shares of sinks) of each tile, with None for values that do not exist."""
     if block is None:
         yield from repeat((None, None))
         return
@@ -105,7 +105,7 @@ class TiledAttention:
         return out[None]
 
     def warm_up_shapes(self, edges: tuple[int, ...], most: int) -> None:
-        """Run every product shape once that a row of this length, with documents of at most `most` tokens, may need.
+        """Run a product of every shape that a row of this length, with documents of at most `most` tokens, may need.
 
         oneDNN compiles a kernel for each shape, tens of MiB in all. Without this warm-up, memory would grow over
         hundreds of steps. The length of documents that are too long for bins is rounded up to a power of two.

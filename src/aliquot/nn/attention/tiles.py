@@ -5,9 +5,9 @@ width are multiplied as a batch. A long document is cut into blocks of queries, 
 visible keys. Bins and long documents consist of *slots*: the tokens of the row in another order, with a few padding
 slots.
 
-Packings change with every step, and oneDNN caches a compiled kernel of about 200 KiB for every shape of product. The
-shapes must therefore be few for any documents: bins are multiplied in batches of a few fixed sizes, and long documents
-are padded to whole blocks.
+The documents of a row change with every step, and oneDNN caches a compiled kernel of about 200 KiB for every shape of
+product. To keep the number of shapes small, bins are multiplied in batches of a few fixed sizes, and long documents are
+padded to whole blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Bins:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [first, last) of a long document against its keys [key, last); positions are in the document."""
+    """Queries [first, last) of a long document against its keys [key, last); positions count in the document."""
 
     first: int
     last: int
@@ -148,7 +148,7 @@ def _in_batches(bins: Bins, saved: int) -> Iterator[Bins]:
 
 def _fill_bins(lengths: list[int]) -> dict[int, list[list[int]]]:
     """Pack documents into bins: longest document first, into the fullest bin that fits. Return {width: bins}."""
-    room: dict[int, list[list[int]]] = defaultdict(list)  # free slots -> bins with so many free slots
+    room: dict[int, list[list[int]]] = defaultdict(list)  # number of free slots -> bins with this number of free slots
     filled: dict[int, list[list[int]]] = defaultdict(list)
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length = lengths[document]
@@ -181,7 +181,7 @@ def _blocks(length: int, window: int | None, like: Tensor) -> tuple[Block, ...]:
 
 
 def _causal_bias(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
-    """Return a causal bias [queries, keys] for queries at the last positions of the keys."""
+    """Return a causal bias [queries, keys] where the queries have the last positions of the keys."""
     bias = like.new_full((queries, keys), float("-inf")).triu_(keys - queries + 1)
     if window is not None and keys > window:
         beyond = like.new_ones((queries, keys), dtype=torch.bool).tril_(keys - queries - window)

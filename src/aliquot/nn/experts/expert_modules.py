@@ -59,7 +59,7 @@ class ExpertGradients(Protocol):
 
 
 def send_to(weight: nn.Parameter, gradients: ExpertGradients | None) -> None:
-    """Send the gradient of `weight` to `gradients` instead of autograd; None: to autograd again."""
+    """Send the gradient of `weight` to `gradients` instead of autograd. None: autograd gets the gradient again."""
     if gradients is not None:
         setattr(weight, _GRADIENTS, gradients)
     elif hasattr(weight, _GRADIENTS):
@@ -96,7 +96,7 @@ def take_counts(model: nn.Module) -> Counts:
 
 
 def note_balance(model: nn.Module, loss: Tensor, tokens: Tensor) -> None:
-    """Record the auxiliary `loss` of a micro-batch. Its weight in the mean is the number of predicted `tokens`."""
+    """Record the auxiliary `loss` of a micro-batch, which counts in the mean once for each predicted token."""
     before = getattr(model, _BALANCE, None)
     weighted = torch.stack([loss.detach().float() * tokens, tokens.float()])
     setattr(model, _BALANCE, weighted if before is None else before + weighted)

@@ -29,7 +29,7 @@ class Routing:
     """
 
     tokens: Tensor  # int64 [S]: the token of each slot
-    slots: Tensor  # int64 [T, K]: the slot of each choice of a token; S: the choice is no expert
+    slots: Tensor  # int64 [T, K]: the slot of each choice of a token; S if the choice is none of the experts
     spans: tuple[tuple[int, int], ...]  # [expert]: its range of slots; empty without tokens
     counts: tuple[int, ...]  # [expert]: tokens that chose it
 
@@ -296,7 +296,7 @@ def _run_experts(
     needs_gradient: bool,
     work: Callable[[int, Tensor | None], None],
 ) -> Tensor | None:
-    """Call `work(expert, buffer for the expert's gradient)` for all experts. Return a gradient that autograd needs."""
+    """Call `work(expert, buffer for its gradient)` for all experts. Return the whole gradient if autograd needs it."""
     counts = mixture.routing.counts
     if sink is None and not needs_gradient:
         for expert, _ in mixture.used():
