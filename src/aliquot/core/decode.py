@@ -82,11 +82,11 @@ def check_json_depth(text: str) -> None:
 def check_depth(value: object) -> None:
     """Raise TooDeepError if dicts, lists and tuples in `value` nest too deeply or contain themselves."""
     level: list[Any] = [value]
-    for _ in range(DEEPEST + 1):  # the first level is `value`, even if it holds nothing
+    for _ in range(DEEPEST + 1):  # the first level is `value` itself, even if `value` is empty
         level = [item for item in level if isinstance(item, dict | list | tuple)]
         if not level:
             return
-        # A shared item counts once.
+        # An item that several collections share counts once.
         inner = {id(item): item for one in level for item in (one.values() if isinstance(one, dict) else one)}
         level = list(inner.values())
     raise TooDeepError
@@ -118,7 +118,7 @@ class _Bounded:
     _ancestors = 0  # collections around the node that is being composed
 
     def descend_resolver(self, parent: yaml.Node | None, index: Any) -> None:
-        if self._ancestors > DEEPEST:  # before the composer recurses further; aliases are counted in `_measure`
+        if self._ancestors > DEEPEST:  # checked before the composer recurses; `_measure` counts aliases
             raise TooDeepError
         self._ancestors += 1
         super().descend_resolver(parent, index)  # type: ignore[misc]
@@ -179,7 +179,7 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]]) -> tuple[int, i
     """
     key = id(node)
     if key not in sizes:
-        sizes[key] = 0, 0  # its items are being measured
+        sizes[key] = 0, 0  # marks a node whose items are being measured
         items = node.value if isinstance(node, yaml.CollectionNode) else ()
         if isinstance(node, yaml.MappingNode):
             items = [item for pair in items for item in pair]

@@ -14,13 +14,13 @@ def is_due(interval: int, steps_done: int) -> bool:
 
 
 def times_due(interval: int, steps: int, last: bool = True) -> int:
-    """Return how often work is due in a run of `steps` steps; `last`: after the last step in any case."""
+    """Return how often work is due in a run of `steps` steps. With `last`, work is due after the last step as well."""
     count = steps // interval if interval else 0
     return count + (last and count * interval < steps)
 
 
 def times_either_due(first: int, second: int, steps: int) -> int:
-    """Return the number of steps, of `steps`, after which work of interval `first` or of interval `second` is due."""
-    both = math.lcm(first, second)  # 0 if one interval is
+    """Count the steps, in a run of `steps` steps, after which work of interval `first` or `second` is due."""
+    both = math.lcm(first, second)  # 0 if one interval is 0
     count = times_due(first, steps, last=False) + times_due(second, steps, last=False)
     return count - times_due(both, steps, last=False)

@@ -43,7 +43,7 @@ def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False
     """
     if follow_links and not anywhere:
         refuse_link(path, path.parent)
-    # O_NONBLOCK: opening a fifo would wait for ever. The flag has no effect on a regular file.
+    # Without O_NONBLOCK, opening a FIFO could wait forever. The flag has no effect on a regular file.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     with os.fdopen(os.open(path, flags), "rb") as file:
         _refuse_unfit(os.fstat(file.fileno()), limit)
@@ -117,7 +117,7 @@ def publish_bytes(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:  # leave no draft on a full disk
+    except OSError:  # remove the draft, for example from a full disk
         with suppress(OSError):
             draft.unlink()
         raise

@@ -41,7 +41,7 @@ def start_server(log_directory: Path, modules: Sequence[str]) -> None:
     os.environ["ALIQUOT_FORK_SERVER_IMPORTS"] = " ".join([*_IMPORTED, *modules])
     multiprocessing.set_forkserver_preload(["aliquot.distributed.fork_server"])
     resource_tracker.ensure_running()  # first, because starting it would unblock the signals that are blocked below
-    # A signal to the process group, such as Ctrl-C, is for the launcher: ranks save before they and the server end.
+    # A signal to the process group, such as Ctrl-C, must reach only the launcher, because ranks save before they end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the server inherits the mask
     try:
         forkserver.ensure_running()
@@ -70,7 +70,7 @@ def live_forked_ranks() -> list[psutil.Process]:
     """Return the living ranks of this launcher."""
     ranks: list[psutil.Process] = []
     for server in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has just ended
+        with suppress(psutil.NoSuchProcess):  # the server has just ended
             ranks += server.children()
     return ranks
 
@@ -97,7 +97,7 @@ def run_forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Seque
     Raises SystemExit if the exit code is not 0, because the agent would write any other exception to a file that nobody
     reads.
     """
-    from aliquot.distributed import fork_server  # the server has imported it
+    from aliquot.distributed import fork_server  # already imported by the server
 
     gc.freeze()  # otherwise a garbage collection would write to, and so copy, all pages shared with the server
     os.setsid()

@@ -12,7 +12,7 @@ import psutil
 from aliquot.core.errors import RendezvousError
 from aliquot.distributed.topology import Topology
 
-_ANYWHERE = "192.0.2.1"  # an address reserved for documentation, which the default route would lead to
+_ANYWHERE = "192.0.2.1"  # an address reserved for documentation, used to find the default route
 
 
 def interface_towards(address: str) -> str | None:
@@ -24,7 +24,7 @@ def interface_towards(address: str) -> str | None:
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # UDP: chooses the route, sends nothing
+            probe.connect(target)  # connecting a UDP socket chooses the route and sends nothing
             source = probe.getsockname()[0]
     except OSError:
         return None

@@ -39,7 +39,7 @@ class Heartbeat:
         self._activity = activity
         self._interval_s = min(_INTERVAL_S, timeout_s / 4)
         self._is_over = threading.Event()
-        self._failure: Exception | None = None  # of the last exchange with the store
+        self._failure: Exception | None = None  # error of the last exchange with the store
         self._store: Store | None = None
         if store is None or topology.nodes == 1 or topology.local_rank > 0:
             return

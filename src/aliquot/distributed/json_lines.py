@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 _SEND_S = 2.0  # timeout of a send, which rarely waits: a message is far smaller than the buffer of a socket
 _LONGEST = 1 << 20
-_LONGEST_UNKNOWN = 1 << 16  # from a peer that has not sent the nonce
+_LONGEST_UNKNOWN = 1 << 16  # limit for a peer that has not sent the nonce
 
 
 class Peer:
@@ -54,7 +54,7 @@ class Peer:
         *lines, self._partial_line = (self._partial_line + read).split(b"\n")
         try:
             messages = [decode_json(line) for line in lines]
-        except ValueError:  # not from a node of this run
+        except ValueError:  # the message is not from a node of this run
             messages, read = [], b""
         longest = _LONGEST if self.is_known else _LONGEST_UNKNOWN
         self.closed = self.closed or not read or len(self._partial_line) > longest

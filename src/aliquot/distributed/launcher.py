@@ -23,7 +23,7 @@ from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import exit_on_sigterm
 from aliquot.distributed.topology import check_port
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # rendezvous.infer_local_ranks infers the others
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # infer_local_ranks infers LOCAL_RANK and others
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds, read by torchrun unless its command line has the option
 _TORCHRUN_SHUTDOWN_S = 30  # the default of torchrun
 

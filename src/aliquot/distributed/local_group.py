@@ -85,7 +85,7 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
             if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM
         ),
     )
-    # The agent substitutes ${...} in arguments that are strings; $$ is its escape for a plain $.
+    # The agent substitutes ${...} in string arguments; $$ is the agent's escape for a plain $.
     interpreter, *command = python_command(
         "-m", "aliquot.distributed.rank_process", str(os.getpid()), str(program.log_directory), *program.argv
     )

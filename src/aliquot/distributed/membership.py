@@ -109,7 +109,7 @@ class Leader:
         self._proven = set(previous.survivors or ())  # ids of nodes that have trained
         self._over = threading.Event()
         self._superseded = self._enough = False
-        self._claiming = threading.Lock()  # so that a new claim of this node is not taken for another node's
+        self._claiming = threading.Lock()  # `_keep` must not take a claim of this node for another node's
         self._thread = threading.Thread(target=self._lead, name="aliquot-leader", daemon=True)
         self._thread.start()
         threading.Thread(target=self._keep, name="aliquot-claim", daemon=True).start()
@@ -292,7 +292,7 @@ class Leader:
             self._run.tell(f"{may} with the same run directory, {self._claims.directory}")
         ranks = min(member.ranks for member in members) if all(member.automatic for member in members) else None
         with socket.socket(self._listeners[0].family) as probe:
-            probe.bind((self._listeners[0].getsockname()[0], 0))  # bound, not listening
+            probe.bind((self._listeners[0].getsockname()[0], 0))  # reserve a free port: bind, but do not listen
             port = probe.getsockname()[1]
         address = members[1].peer.own_address if len(members) > 1 else "127.0.0.1"
         for node, member in enumerate(members):

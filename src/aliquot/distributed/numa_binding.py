@@ -17,7 +17,7 @@ from pathlib import Path
 
 from aliquot.machine.cpu import CpuFacts, numa_nodes
 
-# Numbers of system calls, because glibc has no functions for them.
+# Numbers of the system calls for memory policies, because glibc has no wrapper functions for these calls.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1

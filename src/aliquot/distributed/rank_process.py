@@ -1,7 +1,7 @@
 """Prepare the process of a rank: end it with its launcher, redirect its output to a log, and set its environment.
 
 `python -m aliquot.distributed.rank_process LAUNCHER_PID LOG_DIRECTORY ARGUMENT...` prepares its process and then
-replaces itself by `python ARGUMENT...`. The death signal, the redirected streams and the process id stay.
+replaces itself by `python ARGUMENT...`, which keeps the death signal, the redirected streams and the process id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent, which must still live, ends."""
+    """Have the kernel kill this process when its parent ends. The parent must be alive at the time of the call."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -44,7 +44,7 @@ def rank_environment(environ: Mapping[str, str], directory: Path) -> dict[str, s
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     os.set_inheritable(descriptor, True)  # survives exec, by which this process becomes a rank
     environment[LOG_DIRECTORY] = f"/proc/{os.getpid()}/fd/{descriptor}"
-    environment.setdefault("PYTHONUNBUFFERED", "1")  # the log has everything that a killed rank printed
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # so that the log has all output of a killed rank
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     return environment
 

@@ -45,7 +45,7 @@ class Ranks:
         store: Store | None = None,
     ) -> None:
         self.topology = topology
-        self.store = store  # of the rendezvous; torch's process groups need this reference as well
+        self.store = store  # of the rendezvous; torch's process groups need it to stay alive
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.memory_bound = memory_bound  # whether memory is bound to the NUMA node of this rank's cores

@@ -116,7 +116,7 @@ def threads_per_rank(
         return _at_most_cpus(cpu, int(text), name)
     if len(cpu.cores) < local_ranks:
         return 1, f"{_CORES} / ranks"
-    threads = min(map(len, cores_per_rank(cpu, local_ranks)))  # on the smallest NUMA node
+    threads = min(map(len, cores_per_rank(cpu, local_ranks)))  # the rank with the fewest cores decides
     if cpu.is_throttled and cpu.usable_cores // local_ranks < threads:
         return max(1, cpu.usable_cores // local_ranks), "cgroup CPU quota / ranks"
     return threads, f"{_CORES} / ranks"

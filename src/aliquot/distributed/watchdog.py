@@ -31,8 +31,8 @@ from aliquot.machine.memory import unwritten_bytes
 _CHECKS = 30  # consecutive idle checks that end a run; a suspended process makes no checks, so its pause does not count
 _STACKS_AHEAD = 2  # checks between writing stack traces and ending the run, because ranks check at different times
 _LONGEST_INTERVAL_S = 60.0
-# An idle rank uses a thousandth of a core for its heartbeat, and a hundredth of a core and 4 KiB/s for progress bars.
-# A slow network costs little CPU time, but its bytes are read or written.
+# Limits above the use of an idle rank: a thousandth of a core for its heartbeat, and a hundredth of a core and 4 KiB/s
+# for progress bars. A transfer over a slow network uses little CPU time, but its bytes count.
 _BUSY_CORES = 0.02
 _BUSY_BYTES_PER_S = 16384
 
@@ -205,7 +205,7 @@ class _Work:
 
     cpu_s: float = 0.0
     disk_bytes: int = 0  # read from a disk or written to it
-    all_bytes: int = 0  # read and written, pipes and most sockets included
+    all_bytes: int = 0  # read and written, including pipes and most sockets
 
 
 class _WorkMeter:
@@ -215,7 +215,7 @@ class _WorkMeter:
         self._process = psutil.Process()
         self._last: dict[tuple[int, float], _Work] = {}
         self._measuring_bytes = 0
-        self._unwritten_bytes = unwritten_bytes()  # when a process last worked
+        self._unwritten_bytes = unwritten_bytes()  # their number when a process last worked
         self.has_worked(1.0)
 
     def has_worked(self, seconds: float) -> bool:

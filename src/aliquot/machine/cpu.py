@@ -17,8 +17,8 @@ _BF16 = {"amx_bf16", "avx512_bf16"}
 # AMX: TDPBF16PS is 16 x 16 x 32 multiply-adds in 16 cycles (Intel 64 and IA-32 Optimization Reference Manual, 20.2).
 # AVX-512 with bf16: one VDPBF16PS of 32 multiply-adds and one fp32 FMA of 16 lanes (Zen 4; Zen 5 has two of both).
 # SVE bf16: Neoverse V1 and V2, four 128-bit BFMMLA of 16 multiply-adds (Arm Neoverse V1 Software Optimization Guide).
-# Without bf16 instructions, oneDNN converts within its AVX-512 kernels (half of the fp32 rate, an assumption); on older
-# CPUs torch multiplies number by number: 0.7 FLOP per cycle, measured on Zen 3.
+# Without bf16 instructions, oneDNN converts within its AVX-512 kernels (assumed: half of the fp32 rate). On older CPUs,
+# torch multiplies one number at a time: 0.7 FLOP per cycle, measured on Zen 3.
 FLOP_PER_CYCLE = {
     "amx_bf16": (1024, 64),
     "avx512_bf16": (64, 32),

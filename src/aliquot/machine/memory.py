@@ -114,7 +114,7 @@ class GpuMemory:
     """Bytes of one GPU."""
 
     allocated_bytes: int  # live tensors
-    reserved_bytes: int  # what torch's allocator has taken from the driver: live tensors and its cache
+    reserved_bytes: int  # memory of torch's allocator: live tensors and cached blocks
     beside_bytes: int  # all other use: the CUDA context, NCCL, other processes
     peak_bytes: int  # peak of `reserved_bytes` since `reset_peak`, plus the present `beside_bytes`
 

@@ -29,7 +29,7 @@ def set_compile_cache() -> None:
     if _VARIABLE in os.environ:
         return
     os.environ[_VARIABLE] = str(Path(tempfile.gettempdir()) / f"aliquot-inductor-{os.geteuid()}")
-    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home directory
+    with suppress(OSError, RuntimeError):  # RuntimeError if this user has no home directory
         directory = cache_root() / "inductor"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[_VARIABLE] = str(directory)

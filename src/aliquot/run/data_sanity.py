@@ -19,8 +19,8 @@ from aliquot.models.stored_weights import fingerprint
 from aliquot.nn.head_loss import IGNORE
 from aliquot.run.run_context import Inputs, Model, RunContext
 
-_EXAMPLE_CHARACTERS = 400  # of each part of an example
-_MUCH_BETTER = 0.5  # nats per token
+_EXAMPLE_CHARACTERS = 400  # the longest text that is shown for each part of an example
+_MUCH_BETTER = 0.5  # a difference of losses, in nats per token
 
 
 def check_inputs(run: RunContext, inputs: Inputs) -> None:

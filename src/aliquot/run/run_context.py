@@ -132,7 +132,7 @@ class Inputs:
     source: ModelSource
     traits: Traits
     data: Prepared
-    tokenizer: Any  # of transformers
+    tokenizer: Any  # a tokenizer of transformers
     size: BatchSize
     batches: Batches
     held_out: dict[str, EvalBatches]  # evaluation sets by name; a single set may have the name ""
@@ -193,7 +193,7 @@ class Start:
     tokens: int = 0
     resumed_from: Path | None = None
     position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
-    ends: tuple[int, ...] = ()  # where earlier runs ended within a batch: data/data_order.py
+    ends: tuple[int, ...] = ()  # where earlier runs ended within a batch (data/data_order.py)
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
 
 
@@ -204,7 +204,7 @@ class TrainingProgress:
     step: int  # optimizer steps done, including the steps of earlier runs that this run continues
     last_step: int  # the run ends after this step; early stopping lowers it
     tokens: int
-    saved_step: int  # of the newest checkpoint
+    saved_step: int  # the step of the newest checkpoint
     evaluations: EvaluationHistory
     loss: float | None = None  # of the last step
     perplexity: float | None = None  # of the last evaluation

@@ -161,7 +161,7 @@ def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Mo
     names = StoredNames.from_model(built.model)
     published = published_of(built.model, built.tensors) if built.adapter is None else built.adapter.loads
     engine: Engine = engine_type.build(built.model, spec, topology)
-    if allocator_cache is not None:  # check before a layer allocates memory, and before the loss allocates logits
+    if allocator_cache is not None:  # check before layers and the loss allocate memory
         for layer in decoder_layers(built.model):
             layer.register_forward_pre_hook(allocator_cache.check)
         built.model.get_decoder().register_forward_hook(allocator_cache.check)

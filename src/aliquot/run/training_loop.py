@@ -141,9 +141,9 @@ class TrainingLoop:
 
     def _evaluate_after_step(self) -> int:
         """Evaluate if an evaluation is due. Returns the signal for which the evaluation was given up, or 0."""
-        # Compile the evaluation after the first step. Later would be bad, because a stop signal is not handled during
-        # the long compilation, and many steps would be unsaved by then. Earlier would be bad, because torch.compile
-        # would make the training graph dynamic in its lengths, which is slower.
+        # Compile the evaluation right after the first step. A stop signal has to wait for the long compilation, and
+        # later it would find many unsaved steps. Before the first step, the compilation would make torch.compile use
+        # dynamic lengths in the training graph, which is slower.
         if self._progress.step == self._training.start.step + 1 < self._progress.last_step:
             self._evaluator.compile()
         if not self._evaluator.is_due:

@@ -31,7 +31,7 @@ class S3Store(Store):
         self._url = url
         self._bucket, _, prefix = url.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        # A dead server is given up after about a minute; AWS_MAX_ATTEMPTS sets the number of attempts.
+        # boto3 gives up on a dead server after about a minute; AWS_MAX_ATTEMPTS sets the number of attempts.
         timeouts = Config(connect_timeout=10, read_timeout=60)
         with self._request():
             self._s3 = boto3.client("s3", config=timeouts)
@@ -60,7 +60,7 @@ class S3Store(Store):
 
     def begin(self, name: str, size_bytes: int) -> str:
         if size_bytes <= _PART_BYTES:
-            return ""  # one request writes the object
+            return ""  # a single request writes a small object
         with self._request():
             return str(self._s3.create_multipart_upload(**self._address(name), ChecksumAlgorithm="CRC32")["UploadId"])
 

@@ -110,7 +110,7 @@ class LocalStore(Store):
 
     def put_part(self, name: str, token: str, index: int, start: int, data: Iterable[bytes]) -> str:
         path = self._root / name
-        with writing(path), path.open("r+b") as file:  # buffered: an unbuffered write may write a part of a block only
+        with writing(path), path.open("r+b") as file:  # an unbuffered write may write only part of a block
             file.seek(start)
             for block in data:
                 file.write(block)
@@ -185,7 +185,7 @@ class FsspecStore(Store):
         """Turn every error of the file system in the block into a StorageError."""
         try:
             yield
-        except (DamagedCheckpoint, StorageError):  # raised by the data to write, or for a missing file
+        except (DamagedCheckpoint, StorageError):  # from the iterator `data`, or for a missing file
             raise
         except Exception as error:  # each file system raises different errors
             error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError

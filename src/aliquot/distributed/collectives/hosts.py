@@ -67,7 +67,7 @@ class Hosts:
         With `touch` and several NUMA nodes, the ranks of a node touch all pages of its memory now. The kernel then
         places the pages on that node. Returns the memory of this rank's node, and the memories of the other nodes.
         """
-        creators = {node: self.numa_nodes.index(node) for node in self.numa_nodes}  # the first rank of every node
+        creators = {node: self.numa_nodes.index(node) for node in self.numa_nodes}  # the first rank of every NUMA node
         local_node = self.numa_nodes[self.peers.index]
         memories = self.peers.share(size_bytes if creators[local_node] == self.peers.index else 0)
         local = memories[creators[local_node]]
@@ -85,4 +85,4 @@ class Hosts:
         count = min(share, memory.size_bytes - start)
         if count > 0:
             memory.tensor(start, (count,), torch.uint8).zero_()
-        self.peers.barrier()  # before any rank writes weights
+        self.peers.barrier()  # all pages are placed before any rank writes weights

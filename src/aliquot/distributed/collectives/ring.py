@@ -30,7 +30,7 @@ class Piece:
     """The position of one piece, equal in the rings of all ranks."""
 
     number: int
-    start: int  # bytes in the ring
+    start: int  # offset in the ring buffer, in bytes
     size_bytes: int
 
 

@@ -54,7 +54,7 @@ class SharedMemory:
         self._map.madvise(_MADV_REMOVE, offset_bytes, size_bytes)
 
     def close_descriptor(self) -> None:
-        """Close the descriptor after every peer has mapped the memory. The mapping stays."""
+        """Close the descriptor after every peer has mapped the memory. The memory stays mapped."""
         os.close(self.descriptor)
 
 

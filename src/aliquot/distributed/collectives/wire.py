@@ -129,7 +129,7 @@ class Transfers:
                 future.set_exception(lost)
             else:
                 future.set_result(None)
-            del transfer, work, future, lost  # hold no tensor longer than its transfer takes
+            del transfer, work, future, lost  # release the tensor when its transfer is complete
 
 
 class Wire:
@@ -157,7 +157,7 @@ class Wire:
         self._probe_group = dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
         self._probes: list[dist.Work] = []
         self._probed_at = 0.0
-        self._sent: Counter[int] = Counter()  # messages to every host
+        self._sent: Counter[int] = Counter()  # number of messages sent to every host
         self._received: Counter[int] = Counter()
         self._sending, self._receiving = Transfers("aliquot-sends"), Transfers("aliquot-receives")
 
