@@ -103,7 +103,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def dump_with_locations(config: RunConfig, locations: Mapping[KeyPath, Location]) -> str:
-    """Return `dump_config` with a comment on each line whose value was set: the file and line, or the override."""
+    """Return the text of `dump_config`, with a comment on the origin of each value that a file or an override sets."""
     lines, section = [], ""
     for line in dump_config(config).splitlines():
         key = line.strip().partition(":")[0]

@@ -208,6 +208,6 @@ def machine_id() -> str:
 
 
 def namespace_id(kind: str) -> str:
-    """Return an id of this boot of the kernel and of this process's namespace of `kind`, "pid" or "net"."""
+    """Return an id that only processes of the same boot in the same namespace share. `kind` is "pid" or "net"."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}:{Path('/proc/self/ns', kind).stat().st_ino}"

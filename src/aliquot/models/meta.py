@@ -129,7 +129,7 @@ def build(
 def _take_experts(model: PreTrainedModel) -> None:
     """Let aliquot's implementation compute the experts, or transformers' eager one if aliquot's does not support them.
 
-    Models whose expert implementation transformers cannot change are left unchanged.
+    A model stays unchanged if transformers offers no choice of its expert implementation.
     """
     experts = [module for module in model.modules() if weights_of(module) is not None]
     if experts:

@@ -44,7 +44,7 @@ class GradientRows:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tokens of a row that enter the loss. They are found from labels in CPU memory, to avoid waiting for a GPU."""
+    """The tokens of a row that enter the loss, chosen from a CPU copy of the labels to avoid waiting for a GPU."""
 
     rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
     learned: int  # number of tokens with a label

@@ -141,7 +141,7 @@ class Machine:
         return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
 
     def memory_for(self, layout: RankLayout) -> int:
-        """Return the memory that all ranks of a node may use: of one GPU per rank, or of the host without GPUs."""
+        """Return the memory of a node's ranks together: one GPU's memory per rank, or on CPU the memory of the host."""
         if layout.device == "cuda" and self.gpu_memory_bytes is not None:
             return layout.ranks_per_node * self.gpu_memory_bytes
         return self.memory_bytes

@@ -103,7 +103,7 @@ class StreamedLayers:
         self._hooks: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Register the hooks of the layers. Register hooks that wait for updated weights before these hooks."""
+        """Register the layers' hooks. Hooks that wait for updated weights must be registered earlier, to run first."""
         self._hooks = [hook for layer, module in enumerate(self._modules) for hook in self._register(layer, module)]
 
     @property

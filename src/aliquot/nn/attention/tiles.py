@@ -138,7 +138,7 @@ def cut(edges: tuple[int, ...], window: int | None, like: Tensor) -> Tiles:
 
 
 def _in_batches(bins: Bins, saved: int) -> Iterator[Bins]:
-    """Divide bins into batches of at most `saved` probabilities, because a batch is saved as a whole or not at all."""
+    """Divide bins into batches with at most `saved` attention probabilities, which a backward pass saves together."""
     done = 0
     for size in BATCHES:
         while bins.count - done >= size and (size == 1 or size * bins.width**2 <= saved):
