@@ -112,7 +112,11 @@ CASES: tuple[Case, ...] = (
     Case("qwen3 deepspeed 2 offload", QWEN3, 2, "deepspeed", shard={"deepspeed_config": OFFLOAD}, held_out=True),
 )
 TINY = {**smoke.TINY, "model_type": "llama"}
-CASES = smoke.choose(CASES, (Case("tiny", TINY, 2, "host", 256, data={"path": str(smoke.DOCUMENTS)}),))
+DOCUMENTATION = {"path": str(smoke.DOCUMENTS), "tokenizer_vocab_size": smoke.VOCABULARY, "eval_fraction": 0.1}
+CASES = smoke.choose(
+    CASES,
+    (Case("tiny", TINY, 2, "host", 256, data=DOCUMENTATION),),
+)
 REPEATS = smoke.choose(3, 1)  # of each plan
 
 
