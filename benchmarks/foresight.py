@@ -112,7 +112,7 @@ CASES: tuple[Case, ...] = (
     Case("qwen3 deepspeed 2 offload", QWEN3, 2, "deepspeed", shard={"deepspeed_config": OFFLOAD}, held_out=True),
 )
 TINY = {**smoke.TINY, "model_type": "llama"}
-DOCUMENTATION = {"path": str(smoke.DOCUMENTS), "tokenizer_vocab_size": smoke.VOCABULARY, "eval_fraction": 0.1}
+DOCUMENTATION = {"path": str(smoke.DOCUMENTS), "tokenizer_vocab_size": smoke.VOCABULARY}
 CASES = smoke.choose(
     CASES,
     (Case("tiny", TINY, 2, "host", 256, data=DOCUMENTATION),),
@@ -174,7 +174,7 @@ def config(case: Case, directory: Path, steps: int, precision: str) -> dict[str,
             "path": "stdlib",
             "tokenizer_vocab_size": 8192,
             "sequence_length": case.sequence_length,
-            "eval_fraction": 0.002,
+            "eval_fraction": smoke.choose(0.002, 0.1),
             **case.data,
         },
         "train": {
