@@ -70,8 +70,8 @@ crash: $(DEVELOPED)
 seed: $(DEVELOPED)
 	$(BIN)/aliquot train examples/quickstart.yaml run.name=seed-model train.max_steps=5 observe.sample_prompt=null
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/torchrun --nproc-per-node 2 examples/seed/train.py \
-	  --model runs/seed-model/export --data docs/deepspeed.md --steps 3
-	$(BIN)/aliquot train examples/seed/run.yaml model.path=runs/seed-model/export data.path=docs/deepspeed.md \
+	  --model runs/seed-model/export --data docs/guides/deepspeed.md --steps 3
+	$(BIN)/aliquot train examples/seed/run.yaml model.path=runs/seed-model/export data.path=docs/guides/deepspeed.md \
 	  train.max_steps=3 shard.deepspeed_config=examples/seed/cpu-ds.json
 
 # Tables on the console, JSON beside: two hours or three, 20 GB of disk. Peers that are not installed get a row saying so.

@@ -1,6 +1,6 @@
 """This version resumes, reports and loads the runs of earlier versions, and keeps every name that they promised.
 
-docs/compatibility.md states the promise; tests/tools/make_fixture.py made the files.
+docs/reference/compatibility.md states the promise; tests/tools/make_fixture.py made the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aliquot.run.evaluate import evaluate_model
 from tests.runs import curve
 from tests.tools import warm
 from tests.tools.docs_pages import ROOT
-from tests.tools.make_fixture import FIXTURES, promised_names
+from tests.tools.make_fixture import FIXTURES, PAGES, promised_names
 
 VERSIONS = sorted(path.name for path in FIXTURES.iterdir())
 # Relative, of losses that another CPU may compute with other kernels: `model` computes in fp32, `adapter` in bf16.
@@ -88,5 +88,6 @@ def test_configs_are_read(earlier: Path) -> None:
 def test_every_promised_name_is_there(version: str) -> None:
     """Config keys, commands and their options, ids of errors and of the doctor's findings."""
     promised = json.loads((FIXTURES / version / "names.json").read_text())
-    missing = {page: sorted({*names} - {*promised_names(ROOT / page)}) for page, names in promised.items()}
-    assert not any(missing.values()), missing
+    names = {name for page in PAGES for name in promised_names(ROOT / page)}
+    missing = {name for page_names in promised.values() for name in page_names} - names
+    assert not missing, sorted(missing)

@@ -14,7 +14,7 @@ from tests.test_docs import place_configs
 from tests.tools import warm
 from tests.tools.docs_pages import ROOT, blocks
 
-PAGE = ROOT / "docs" / "recipes.md"
+PAGE = ROOT / "docs" / "guides" / "recipes.md"
 # So that each run takes seconds: the model knows 512 positions, and its texts are short.
 SMALL = ["data.sequence_length=128", "data.document=block", "train.precision=fp32", "train.global_batch_size=4"]
 MINE = [*SMALL, "train.max_steps=20"]

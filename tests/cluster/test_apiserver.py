@@ -139,7 +139,7 @@ def good_objects(trainer: str) -> list[dict[str, Any]]:
     """Of every case of a render, and of the kinds that a job only names."""
     found = [each for case in CASES for each in documents(job_of(case, trainer)).values()]
     found = [each for each in found if each["metadata"].get("namespace") != "training"]  # does not exist there
-    # Of these Kubernetes' own code asks more than their schemas, and the check does not repeat it (docs/eks.md).
+    # Kubernetes' own code asks more of these than their schemas; the check does not repeat it (docs/tutorials/eks.md).
     found = [each for each in found if each["kind"] not in ("Job", "NetworkPolicy")]
     runtime = documents(cpu_job(trainer=trainer))["training-runtime.yaml"]
     job_set = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "x"}}

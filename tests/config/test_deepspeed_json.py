@@ -16,7 +16,7 @@ from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "guides" / "deepspeed.md"
 RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"
 # The keys and values of a ZeRO-3 job for CPU nodes as people have them.
 JOB: dict[str, Any] = json.loads((DOCS.parents[1] / "examples" / "seed" / "cpu-ds.json").read_text())

@@ -19,7 +19,7 @@ WRONG = (
     "llama:host:scale", "llama:host:leak", "llama:fsdp:leak", "llama:host:neighbours", "mistral:host:window",
     "gemma2:host:softcap", "gpt_oss:host:sinks", "gemma:host:contributions",
 )  # fmt: skip
-NEED_FP32 = ("inkling2_text", "minimax", "xglm", "xlstm")  # as docs/models.md says
+NEED_FP32 = ("inkling2_text", "minimax", "xglm", "xlstm")  # as docs/reference/models.md says
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_unsupported_python_or_system_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_documented_versions_match_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     torch = next(each for each in map(Requirement, project["dependencies"]) if each.name == "torch")
-    page = (ROOT / "docs" / "compatibility.md").read_text()
+    page = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
     for minor in range(8, 20):
         python, release = f"3.{minor}", f"2.{minor}"
         assert (f"| {python} |" in page) == SpecifierSet(project["requires-python"]).contains(f"{python}.1"), python

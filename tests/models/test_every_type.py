@@ -21,9 +21,9 @@ from aliquot.models.stored_weights import published_of
 from aliquot.tensor_io.parts import Part
 from tests.tools.architectures import small_config
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 TYPES = re.findall(r"^\| `([\w.-]+)` \| (?:packed|a call)", TABLE.read_text(), re.MULTILINE)
-MERGED = {"hrm_text", "inkling2_text"}  # a published tensor is made of several weights, as docs/models.md says
+MERGED = {"hrm_text", "inkling2_text"}  # a published tensor joins several weights: docs/reference/models.md
 
 
 class Whole:

@@ -1,4 +1,4 @@
-"""The table of docs/large-models.md, in both languages: which model trains on how much memory, as plans say.
+"""The table of docs/guides/large-models.md, in both languages: which model trains on how much memory, as plans say.
 
 python -m tests.tools.docs_large_models
 """
@@ -16,8 +16,8 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = (DOCS / "large-models.md", DOCS / "ko" / "large-models.md")
-_TABLE = re.compile(r"(<!-- made by `python -m tests\.docs_large_models` -->\n\n)(?:\|.*\n)+")
+PAGES = (DOCS / "guides" / "large-models.md", DOCS / "ko" / "guides" / "large-models.md")
+_TABLE = re.compile(r"(<!-- made by `python -m tests\.tools\.docs_large_models` -->\n\n)(?:\|.*\n)+")
 
 
 def llama(layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/models.md, made of the outcomes of tests/tools/architectures.py.
+"""docs/reference/models.md, made of the outcomes of tests/tools/architectures.py.
 
 python -m tests.tools.docs_models FILE [FILE ...]        what `python -m tests.tools.architectures --json FILE` wrote
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import transformers
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 TEXT = """\
 # Models
 

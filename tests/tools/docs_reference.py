@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the schema and from the commands: `python -m tests.tools.docs_reference`.
+"""Writes docs/reference/config.md from the schema and from the commands: `python -m tests.tools.docs_reference`.
 
 tests/test_docs.py fails when the page is not what this would write.
 """
@@ -16,7 +16,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from aliquot.cli.main import app
 from aliquot.config.schema import RunConfig
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 _HEAD = """# Reference
 
 Every key of a run configuration and every option of every command. This page is made from the code by

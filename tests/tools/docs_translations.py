@@ -14,13 +14,14 @@ from pathlib import Path
 
 from tests.tools.docs_pages import ROOT, blocks, headings
 
-NAMES = ("quickstart", "how-it-works", "recipes", "troubleshooting", "training-on-cpu", "large-models")
+_KOREAN = ROOT / "docs" / "ko"
+NAMES = sorted(str(page.relative_to(_KOREAN).with_suffix("")) for page in _KOREAN.rglob("*.md"))
 _HASH = re.compile(r"<!-- translation of (\S+) sha256:([0-9a-f]{16}) -->\n")
 
 
 def differences(name: str) -> Iterator[str]:
     """What is to be done about the two pages of a name."""
-    pair = (ROOT / "docs" / "ko" / f"{name}.md", ROOT / "docs" / f"{name}.md")
+    pair = (_KOREAN / f"{name}.md", ROOT / "docs" / f"{name}.md")
     carriers = [page for page in pair if _HASH.match(page.read_text())]
     if len(carriers) != 1:
         yield f"{name}: just one of the two pages must begin with <!-- translation of PATH sha256:... -->"

@@ -149,7 +149,7 @@ def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) 
 
 def cluster_section(config: RunConfig) -> ClusterSection:
     if config.cluster is None:
-        raise ClusterError("this config has no `cluster:` section; see docs/eks.md")
+        raise ClusterError("this config has no `cluster:` section; see docs/tutorials/eks.md")
     return config.cluster
 
 

@@ -1,6 +1,6 @@
 """The rule for every key of a DeepSpeed JSON: honoured, overridden with a reason, or rejected. No key is ignored.
 
-docs/deepspeed.md contains the same table; a test compares both.
+docs/guides/deepspeed.md contains the same table; a test compares both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Errors that the user sees as one line, and functions that make untrusted text safe to print.
 
-Each error type has an id, which is printed at the end of the line and explained in docs/troubleshooting.md.
+Each error type has an id, which is printed at the end of the line and explained in docs/guides/troubleshooting.md.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. docs/troubleshooting.md explains every `id`; ids do not change."""
+    """The result of one check. docs/guides/troubleshooting.md explains every `id`; ids do not change."""
 
     id: str
     title: str

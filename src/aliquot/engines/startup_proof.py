@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _ROWS = 2
-# Relative to each weight's gradient. All architectures of docs/models.md pass with this tolerance, and every fault in
-# tests/engines/test_startup_proof.py is found.
+# Relative to each weight's gradient. All architectures of docs/reference/models.md pass with this tolerance, and every
+# fault in tests/engines/test_startup_proof.py is found.
 _TOLERANCE = 1e-3
 _REDUCED_TOLERANCE = 2**-7  # for sums sent as bf16, which has a relative error of 2^-9; sums of hosts may cancel
 _NOISE = 1e-5  # relative to the norm of all gradients: rounding errors in a gradient that should be zero

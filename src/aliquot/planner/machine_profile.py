@@ -31,7 +31,7 @@ from aliquot.planner.rates import ASSUMED_NETWORK, GLOO_BYTES_PER_S, OFF_BY, Rat
 FORMAT = 10
 _BUSY = 0.1  # spread of matrix product times above which the next run measures again
 _FRESH_S = 3600.0
-_MEASURED_OFF_BY = 1.15  # error of the time model itself; see docs/planning.md
+_MEASURED_OFF_BY = 1.15  # error of the time model itself; see docs/explanation/planning.md
 _SCALED_OFF_BY = 1.5  # eight threads were 5 to 8 times as fast as one
 
 _Count = Annotated[int, Field(ge=1)]
