@@ -8,7 +8,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from aliquot.core.interpreter import become_python
+from aliquot.core.python_command import become_python
 
 _IMPORT_MACHINERY = "<frozen importlib"  # file name of the frames of an import in progress
 

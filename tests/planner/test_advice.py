@@ -12,12 +12,12 @@ import yaml
 
 from aliquot.config.read_config import read_config
 from aliquot.data.workload import Workload
-from aliquot.planner import fit
+from aliquot.planner import fit_check
 from aliquot.planner.advice import _fewer_ranks, _plans, with_advice
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.search import Search
+from aliquot.planner.settings_search import Search
 from tests.planner.shapes import LLAMA, planned_config
 
 SLOW = Machine.from_numbers(64, 16, 0.1)
@@ -78,7 +78,7 @@ def test_advice_of_fewer_ranks_makes_engine_host_fit() -> None:
     assert of_one.engine == of_all.engine == "host" and needed[0] < needed[1]
     less = replace(SLOW, memory_bytes=sum(needed) // 2)
     planner = Planner(PlannedModel(config), less)
-    assert fit.problems(planner.plan(config, layout, workload), less)
+    assert fit_check.problems(planner.plan(config, layout, workload), less)
     search = Search(planner, config, layout, workload)
     helps = {words: made for words, made in _plans(_fewer_ranks(search), search)}
     assert helps["launch.ranks=1"].engine == "host" and helps["launch.ranks=1"].fits

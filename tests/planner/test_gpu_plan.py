@@ -12,7 +12,7 @@ from aliquot.catalogue.instances import instances
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.observe.ledger import PHASES
-from aliquot.planner import fit, planned_model
+from aliquot.planner import fit_check, planned_model
 from aliquot.planner.memory_plan import CONTEXT_BYTES, CUDA_HOST_BYTES, MARGIN, NCCL_BYTES
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
@@ -76,8 +76,8 @@ def test_offload_moves_states_to_host_memory() -> None:
         assert of(offloaded, "steady peak", host=True)[name] == of(resident, "steady peak")[name] > 0
         assert of(offloaded, "steady peak")[name] == 0
     short = replace(offloaded, host_limit_bytes_per_node=offloaded.host_peak_bytes_per_rank * 9 // 10)
-    assert not short.fits and fit.hopeless(short)
-    (told,) = fit.problems(short, MACHINE)
+    assert not short.fits and fit_check.hopeless(short)
+    (told,) = fit_check.problems(short, MACHINE)
     assert "of the machine's memory beside its GPU's" in told and "\n" not in told
 
 

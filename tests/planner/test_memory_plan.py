@@ -24,12 +24,12 @@ from aliquot.engines.host.host_memory import disk_use
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.model_shape import numel
 from aliquot.models.shaped_model import shaped_model
-from aliquot.planner.fit import full_disks
+from aliquot.planner.fit_check import full_disks
 from aliquot.planner.memory_plan import MARGIN, least_on_disk
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
-from aliquot.planner.search import Candidate, Search
+from aliquot.planner.settings_search import Candidate, Search
 from tests.examples import examples
 from tests.planner.shapes import LLAMA, planned_config
 

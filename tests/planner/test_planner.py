@@ -21,7 +21,7 @@ from aliquot.engines.host.host_memory import published_bytes
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
-from aliquot.planner import fit
+from aliquot.planner import fit_check
 from aliquot.planner.advice import _plans, _set, with_advice
 from aliquot.planner.memory_plan import COMPILER_BYTES
 from aliquot.planner.pictures import memory_svg
@@ -30,7 +30,7 @@ from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
 from aliquot.planner.report import COLUMNS, summary
-from aliquot.planner.search import Search
+from aliquot.planner.settings_search import Search
 from aliquot.planner.step_time import StepTime
 from aliquot.planner.traffic import traffic
 from tests.planner.shapes import LLAMA, QWEN3, planned_config
@@ -95,7 +95,7 @@ def test_auto_is_what_fits() -> None:
     for memory_gib in (1.2, 2, 4, 8):
         machine = Machine.from_numbers(memory_gib, 4, 25)
         made = Planner(model, machine).plan(config, layout, Workload.assumed(config))
-        found[memory_gib] = (made.engine, not fit.problems(made, machine))
+        found[memory_gib] = (made.engine, not fit_check.problems(made, machine))
     assert found == {1.2: ("fsdp", False), 2: ("host", False), 4: ("fsdp", True), 8: ("host", True)}
     held = planned_config(config.model.config, shard={"collectives": "shared_memory"})
     machine = Machine.from_numbers(4, 4, 25)
@@ -399,7 +399,7 @@ def test_short_shm_replaces_the_verdict() -> None:
     made = replace(planned(), shm_bytes_per_node=1 << 30)
     assert made.fits
     for shm_bytes, words in ((1 << 26, "does not fit: /dev/shm has 0.06 GiB and 1.00 GiB are"), (1 << 30, "fits: ")):
-        problems = fit.problems(made, replace(SERVER, shm_bytes=shm_bytes))
+        problems = fit_check.problems(made, replace(SERVER, shm_bytes=shm_bytes))
         console = Console(width=200)
         with console.capture() as told:
             console.print(summary(made, problems, "here", "assumed"))

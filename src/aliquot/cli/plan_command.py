@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
     from aliquot.planner.plan import Plan
     from aliquot.planner.planned_machine import Machine
-    from aliquot.planner.search import Candidate
+    from aliquot.planner.settings_search import Candidate
 
 _MAX_SIZE = 1e9  # GiB or Gbit/s; much larger numbers become infinite in bytes
 
@@ -165,13 +165,13 @@ def _calibrate() -> None:
 def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_alternatives: bool) -> _Result:
     """Plan `config` for `target`, with advice if the run does not fit. `names`: keys -> options, for the advice."""
     from aliquot.data.workload import Workload
-    from aliquot.planner import fit
+    from aliquot.planner import fit_check
     from aliquot.planner.advice import with_advice
     from aliquot.planner.machine_profile import ensure_measured
     from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
     from aliquot.planner.planned_model import PlannedModel
     from aliquot.planner.planner import Planner
-    from aliquot.planner.search import Search
+    from aliquot.planner.settings_search import Search
 
     if target.instance is not None and config.cluster is not None:
         config = _with_cluster_layout(config)
@@ -188,16 +188,18 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
         update("what the run needs")
         search = Search(planner, config, layout, workload, names)
         plan = with_advice(planner.plan(config, layout, workload), search)
-        problems = fit.problems(plan, machine)
+        problems = fit_check.problems(plan, machine)
         fewest = planner.plan_on_fewest_nodes(config, layout, workload) if target.nodes is None else None
         failing = search
         if fewest is not None and not problems:
-            problems = [f"with launch.nodes {fewest.nodes} left, {text}" for text in fit.problems(fewest, machine)]
+            problems = [
+                f"with launch.nodes {fewest.nodes} left, {text}" for text in fit_check.problems(fewest, machine)
+            ]
             failing = replace(search, layout=replace(layout, nodes=fewest.nodes))
         update("what else there is")
         advice = failing.remedies() if problems else None
         if machine.is_local:
-            problems += fit.full_disks(config, plan)
+            problems += fit_check.full_disks(config, plan)
         better = search.fastest() if finds_alternatives else []
     return _Result(plan, fewest, machine, workload.source, problems, advice, better)
 

@@ -31,7 +31,7 @@ def command(
     from aliquot.machine.allocator import restart_with_allocator
     from aliquot.machine.memory import memory_limit
     from aliquot.observe.run_directory import RunDirectory
-    from aliquot.planner.fit import check_start
+    from aliquot.planner.fit_check import check_start
 
     locations: dict[KeyPath, Location] = {}
     with one_line_errors(debug), locate_errors(locations):

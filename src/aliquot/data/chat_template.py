@@ -17,7 +17,7 @@ from typing import Any
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import TokenizerError, UserError
 from aliquot.data.chat_messages import functions_of, text_parts
-from aliquot.models.untrusted_code import limit_rendering
+from aliquot.models.template_time_limit import limit_template_time
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -103,7 +103,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with limit_rendering():
+            with limit_template_time():
                 texts, marks = render_jinja_template(
                     conversations=[messages],
                     tools=self.tools,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.core.errors import TrainingError, UserError
-from aliquot.core.interpreter import python_command
+from aliquot.core.python_command import python_command
 from aliquot.data.chat import encode_record
 from aliquot.data.text_encoder import EncoderSpec
 from aliquot.models.untrusted_code import without_code

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from aliquot.core.errors import RendezvousError
-from aliquot.core.interpreter import python_command
+from aliquot.core.python_command import python_command
 from aliquot.distributed.forked_rank import end_forked_ranks, fork_server_errors, run_forked_rank
 from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import ERROR_LOG, ErrorLog, explain_failure, explain_stop

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from aliquot.core.interpreter import become_python
+from aliquot.core.python_command import become_python
 from aliquot.core.small_files import open_unlinked
 from aliquot.distributed.rank_errors import LOG_DIRECTORY, error_file, log_file
 from aliquot.machine.allocator import allocator_environment

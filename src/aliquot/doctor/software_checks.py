@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from aliquot.core.interpreter import python_command
+from aliquot.core.python_command import python_command
 from aliquot.doctor.finding import Finding, Level, Subject, Verdict, check
 
 _COMPILERS = ("g++", "clang++", "c++")

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from aliquot.config.schema import LaunchSection
-from aliquot.core.interpreter import python_command
+from aliquot.core.python_command import python_command
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.distributed.ranks import Ranks, gather

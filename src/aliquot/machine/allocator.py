@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aliquot.core.interpreter import become_python
+from aliquot.core.python_command import become_python
 from aliquot.machine.memory import private_bytes
 
 # The value "none" leaves the allocator alone. Any other value is the allocator already chosen, so that no process of a

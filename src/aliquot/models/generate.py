@@ -18,7 +18,8 @@ from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_files import joined_ends, trained_tokens
 from aliquot.models.source import local_directory
-from aliquot.models.untrusted_code import limit_rendering, without_code
+from aliquot.models.template_time_limit import limit_template_time
+from aliquot.models.untrusted_code import without_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -218,7 +219,7 @@ def _rendered(tokenizer: Any, messages: Messages, **options: bool) -> str:
     if not tokenizer.chat_template:
         raise TokenizerError("the tokenizer has no chat template; `aliquot generate` continues a text without one")
     try:
-        with limit_rendering():
+        with limit_template_time():
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # a template is a program of the model's author
         raise TokenizerError(f"the chat template fails: {' '.join(str(error).split())}") from error

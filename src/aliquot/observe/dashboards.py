@@ -25,7 +25,7 @@ import yaml
 
 from aliquot.core.decode import BoundedLoader
 from aliquot.core.errors import MissingToolError
-from aliquot.core.interpreter import python_command
+from aliquot.core.python_command import python_command
 from aliquot.core.small_files import open_unlinked, publish_text
 from aliquot.observe.events import ENDS
 

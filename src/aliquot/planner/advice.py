@@ -14,7 +14,7 @@ from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner.plan import Plan
-from aliquot.planner.search import Search, as_arguments, batch_changes, with_settings
+from aliquot.planner.settings_search import Search, as_arguments, batch_changes, with_settings
 
 Precision = Literal["bf16", "fp32"]
 

@@ -21,7 +21,7 @@ from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, limit_to_pod
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.search import with_settings
+from aliquot.planner.settings_search import with_settings
 
 Goal = Literal["time", "cost"]
 

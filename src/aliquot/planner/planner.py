@@ -14,7 +14,7 @@ from aliquot.engines.host.host_memory import RING_BYTES, disk_use
 from aliquot.engines.select import chosen_engine
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.product_shapes import logits_room
-from aliquot.planner import fit
+from aliquot.planner import fit_check
 from aliquot.planner.checkpoint_cost import (
     Saving,
     checkpoint_bytes,
@@ -87,10 +87,10 @@ class Planner:
             or config.train.optimizer_states != "fp32"
             or config.shard.offload == "disk"
         )
-        if not may_change or needs_host or not fit.problems(made, self.machine):
+        if not may_change or needs_host or not fit_check.problems(made, self.machine):
             return made
         with_fsdp = _RunPlan(self, config, "fsdp", layout, workload, approximate).make()
-        return made if fit.problems(with_fsdp, self.machine) else with_fsdp
+        return made if fit_check.problems(with_fsdp, self.machine) else with_fsdp
 
     def plan_on_fewest_nodes(self, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan | None:
         """Plan an elastic run on its minimum number of nodes, because each node then needs the most memory.

@@ -12,14 +12,14 @@ from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout, Topology
 from aliquot.machine.cpu import read_cpu
-from aliquot.planner import fit
+from aliquot.planner import fit_check
 from aliquot.planner.advice import with_advice
-from aliquot.planner.fit import full_disks
+from aliquot.planner.fit_check import full_disks
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, measure_disks
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.search import Search
+from aliquot.planner.settings_search import Search
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         plan = planner.plan(config, layout, workload)
         search = Search(planner, config, layout, workload)
         plan = with_advice(plan, search) if advise else plan
-        problems = "; ".join(fit.problems(plan, machine))
-        refuse = fit.hopeless(plan) and not force
+        problems = "; ".join(fit_check.problems(plan, machine))
+        refuse = fit_check.hopeless(plan) and not force
         advice = search.remedies(done) if problems and refuse else None
         smallest = planner.plan_on_fewest_nodes(config, layout, workload)
         too_full = full_disks(config, plan, done)
@@ -100,9 +100,9 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         raise StorageError(f"this run would fill a disk: {'; '.join(too_full)} (--force starts it all the same)")
     if problems:
         warn(f"this run may not fit: {problems}")
-    elif smallest is not None and (short := "; ".join(fit.problems(smallest, machine))):
+    elif smallest is not None and (short := "; ".join(fit_check.problems(smallest, machine))):
         with_few = f"with {smallest.nodes} of its nodes left (launch.nodes {config.launch.nodes}), {short}"
-        if fit.hopeless(smallest) and not force:
+        if fit_check.hopeless(smallest) and not force:
             raise DoesNotFitError(f"this run would not fit: {with_few}; raise MIN (--force starts it all the same)")
         warn(f"this run may not fit: {with_few}")
     return plan

@@ -12,7 +12,7 @@ from rich.text import Text
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars, instance
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planner import DISK_BYTES_PER_S
-from aliquot.planner.search import Candidate, Names, as_arguments
+from aliquot.planner.settings_search import Candidate, Names, as_arguments
 
 # The spot price changes by the hour. For years, it has been 30 to 50 % of the on-demand price.
 SPOT_FACTOR = 0.4

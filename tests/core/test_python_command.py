@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.core.interpreter import python_command
+from aliquot.core.python_command import python_command
 from tests.runs import write_config
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "aliquot"
@@ -53,7 +53,7 @@ def run(traps: Path, *command: str | Path, said: str = "") -> subprocess.Complet
 def test_only_interpreter_module_starts_python() -> None:
     """Whoever starts one otherwise forgets `-P` sooner or later."""
     for file in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())) if file != SOURCE / "core/interpreter.py" else ():
+        for node in ast.walk(ast.parse(file.read_text())) if file != SOURCE / "core/python_command.py" else ():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 starts = node.value.id == "os" and node.attr.startswith(("exec", "spawn", "posix_spawn"))
                 assert not starts and node.attr != "executable", f"{file}: {ast.unparse(node)}"

@@ -9,7 +9,7 @@ from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import DoesNotFitError
 from aliquot.machine import memory
-from aliquot.planner.fit import check_start
+from aliquot.planner.fit_check import check_start
 from tests.runs import write_config
 
 

@@ -15,8 +15,8 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
-from aliquot.planner import fit
-from aliquot.planner.fit import has_room
+from aliquot.planner import fit_check
+from aliquot.planner.fit_check import has_room
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner
 
@@ -150,7 +150,7 @@ class Search:
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether the candidate fits into memory and /dev/shm."""
-        return not fit.problems(candidate.plan, self.planner.machine)
+        return not fit_check.problems(candidate.plan, self.planner.machine)
 
     def _fits_on_fewest_nodes(self, candidate: Candidate) -> bool:
         settings = {
@@ -163,7 +163,7 @@ class Search:
             smallest = self.planner.plan_on_fewest_nodes(changed, candidate.layout, self.workload)
         except UserError:
             return False
-        return smallest is None or not fit.problems(smallest, self.planner.machine)
+        return smallest is None or not fit_check.problems(smallest, self.planner.machine)
 
     @property
     def _ranks_follow_batch(self) -> bool:

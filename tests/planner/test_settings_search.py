@@ -17,11 +17,11 @@ from aliquot.config.read_config import read_config
 from aliquot.core.errors import EngineError
 from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout
-from aliquot.planner import fit
+from aliquot.planner import fit_check
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.search import Search
+from aliquot.planner.settings_search import Search
 from tests.conftest import REPOSITORY
 from tests.planner.shapes import LLAMA, planned_config
 
@@ -118,7 +118,7 @@ def test_what_is_proposed_has_room_in_shm() -> None:
     machine = replace(Machine.from_numbers(64, 4, 10), gpus=2, gpu_memory_bytes=80 << 30, shm_bytes=64 << 20)
     planner, layout = Planner(PlannedModel(config), machine), RankLayout(1, 2, 2, "cuda")
     workload = Workload.assumed(config)
-    assert "/dev/shm has" in fit.problems(planner.plan(config, layout, workload), machine)[0]
+    assert "/dev/shm has" in fit_check.problems(planner.plan(config, layout, workload), machine)[0]
     assert (
         Search(planner, config, layout, workload)
         .remedies()
