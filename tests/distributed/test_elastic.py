@@ -495,6 +495,7 @@ def test_removed_export_is_written_again(tmp_path: Path) -> None:
     assert "no checkpoint is left to go on from" in command("train", config).stderr
 
 
+@pytest.mark.long
 def test_late_node_ends_if_run_is_finished_without_checkpoint(tmp_path: Path) -> None:
     launch, kept = {"ranks": 1, "nodes": "1:2", "device": "cpu"}, {"every": 0, "last": False}
     config = write_config(tmp_path, "run", train={"max_steps": 1, "eval_steps": 0}, checkpoint=kept, launch=launch)

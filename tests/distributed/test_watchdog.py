@@ -59,6 +59,7 @@ def test_idle_run_ends_and_names_the_stuck_rank(tmp_path: Path) -> None:
     assert "barrier" in (tmp_path / "still-rank-0.txt").read_text()
 
 
+@pytest.mark.long
 def test_idle_run_ends_though_stacks_cannot_be_written(tmp_path: Path) -> None:
     """Opening a pipe without a reader waits, as a file server does that does not answer."""
     body = WATCHED.replace("with IdleWatchdog", "os.mkfifo(own)\nwith IdleWatchdog") + WAITS
@@ -86,6 +87,7 @@ def test_one_working_rank_keeps_run_alive(tmp_path: Path, work: str) -> None:
     assert not list(tmp_path.glob("still-rank-*"))
 
 
+@pytest.mark.long
 def test_stopped_process_is_not_idle(tmp_path: Path) -> None:
     """A process that was stopped and continued has made no checks meanwhile."""
     body = """

@@ -54,6 +54,7 @@ def test_refused_amx_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert finding.level == "problem" and "the kernel refuses it" in finding.found  # this CPU has none to give
 
 
+@pytest.mark.long
 def test_slow_kernels_are_a_warning(tmp_path: Path) -> None:
     """A real product on this CPU, said to have AMX; and oneDNN told to leave instructions unused."""
     if "amx_bf16" in Path("/proc/cpuinfo").read_text():

@@ -228,6 +228,7 @@ def test_only_the_first_run_measures_the_machine(unknown: Path, tmp_path: Path) 
     assert ceilings[0] == ceilings[1] > 0 and kept[0] == kept[1]
 
 
+@pytest.mark.long
 def test_beaten_ceiling_is_measured_again(unknown: Path, tmp_path: Path) -> None:
     cpu = read_cpu()
     low = {size: [[128.0, 1.0]] for size in ("2", "4")}

@@ -141,6 +141,7 @@ def test_best_is_kept_and_exported_and_patience_ends_run(tmp_path: Path, ranks: 
         assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
 
 
+@pytest.mark.long
 def test_best_on_other_data_is_forgotten(tmp_path: Path) -> None:
     file = overfitting(tmp_path, "run", train={"max_steps": 4})
     trained(file)
@@ -150,6 +151,7 @@ def test_best_on_other_data_is_forgotten(tmp_path: Path) -> None:
     assert state(tmp_path / "run", 6)["evaluations"]["best_step"] == 6
 
 
+@pytest.mark.long
 def test_previous_best_remains_if_better_one_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"train": {"max_steps": 12}, "checkpoint": {"on_error": "warn"}}
     aliquot.train(aliquot.read_config(overfitting(tmp_path, "whole", **copy.deepcopy(sections))))
@@ -260,6 +262,7 @@ def test_file_server_failure_ends_run_like_a_lost_node(tmp_path: Path, monkeypat
     assert it.value.exit_code == 1
 
 
+@pytest.mark.long
 def test_export_holds_last_step_despite_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, directory = write_config(tmp_path, train={"max_steps": 2}), tmp_path / "run"
     export = directory / "export"
@@ -287,6 +290,7 @@ def test_export_holds_last_step_despite_earlier_export(tmp_path: Path, monkeypat
     assert is_of(4) and (directory / "export-1" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.long
 def test_evaluations_of_another_run_are_not_inherited(tmp_path: Path) -> None:
     """The second run begins from a URL. The best checkpoint returns from the mirror."""
     best, mirror = {"best": True, "keep": 1, "export": False}, f"file://{tmp_path}/mirror"

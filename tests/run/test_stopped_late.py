@@ -85,6 +85,7 @@ def test_failed_save_is_not_reported_as_saved(tmp_path: Path, monkeypatch: pytes
     assert saved(tmp_path / "run") == ["step-00000002"]
 
 
+@pytest.mark.long
 def test_skipped_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal has prevented the evaluation of the last weights: the next start makes up for it, once."""
     data = {"eval_path": str(other_text(tmp_path)), "eval_fraction": 0.0}
