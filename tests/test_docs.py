@@ -130,7 +130,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "../src/" not in (tmp_path / "explanation/how-it-works/index.html").read_text()
+    assert "../src/" not in (tmp_path / "explanation/engines/index.html").read_text()
 
 
 def test_every_finding_is_explained() -> None:
