@@ -22,6 +22,9 @@ _HASH = re.compile(r"<!-- translation of (\S+) sha256:([0-9a-f]{16}) -->\n")
 def differences(name: str) -> Iterator[str]:
     """What is to be done about the two pages of a name."""
     pair = (_KOREAN / f"{name}.md", ROOT / "docs" / f"{name}.md")
+    if not pair[1].exists():
+        yield f"docs/ko/{name}.md: there is no page docs/{name}.md"
+        return
     carriers = [page for page in pair if _HASH.match(page.read_text())]
     if len(carriers) != 1:
         yield f"{name}: just one of the two pages must begin with <!-- translation of PATH sha256:... -->"

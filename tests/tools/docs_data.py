@@ -1,0 +1,122 @@
+"""Fill docs/guides/data.md with the output of `aliquot data show`: `python -m tests.tools.docs_data`.
+
+An example on the page is one or more blocks of records (json, csv, text), a block with a configuration (yaml), and a
+block with the command and its output. The records are written to the files that the configuration names. Models of the
+hub are replaced by a tokenizer with the model's chat template. Lines about epochs and steps stay in the first example.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.tools.docs_pages import ROOT
+
+PAGE = ROOT / "docs" / "guides" / "data.md"
+_TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "llama3"
+# Model -> its chat template in the package `trl`, and its names for special tokens that Llama 3.1 does not use.
+_MODELS: dict[str, tuple[str, dict[str, str]]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama3_1", {}),
+    "Qwen/Qwen3-8B": ("qwen3", {"<|eom_id|>": "<|im_start|>", "<|eot_id|>": "<|im_end|>"}),
+}
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"\$ aliquot data show (\S+)\n")
+_SHAPE = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8, "intermediate_size": 8,
+          "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8192}  # fmt: skip
+
+
+def page(directory: Path) -> str:
+    """Return the page with outputs of today; run the commands in `directory`, which is empty."""
+    text, parts, at, count = PAGE.read_text(), [], 0, 0
+    records: list[tuple[str, str]] = []
+    config = ""
+    with contextlib.chdir(directory):
+        for block in _BLOCK.finditer(text):
+            language, content = block.groups()
+            if language in ("json", "csv", "text"):
+                records.append((language, content))
+            elif language == "yaml":
+                config = content
+            elif command := _COMMAND.match(content):
+                printed = show(config, records)
+                lines = printed if count == 0 else [line for line in printed if not _is_about_steps(line)]
+                parts += [text[at : block.start()], "\n".join(["```", command[0].rstrip("\n"), *lines, "```"])]
+                at, records, count = block.end(), [], count + 1
+    return "".join([*parts, text[at:]])
+
+
+def show(config: str, records: list[tuple[str, str]]) -> list[str]:
+    """Return the lines that `aliquot data show` prints for a configuration and the contents of its files."""
+    from aliquot.cli import data_command
+
+    values = yaml.safe_load(config)
+    values["model"] = {"path": str(_model(values["model"]["path"]))}
+    for source, (language, content) in zip(values["data"].get("sources", [values["data"]]), records, strict=True):
+        _write(source, language, content)
+    Path("run.yaml").write_text(json.dumps(values))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        data_command.show(Path("run.yaml"))
+    return printed.getvalue().splitlines()
+
+
+def _model(name: str) -> Path:
+    """Return a directory with the tokenizer and chat template of a model, and the shape of a small one."""
+    directory = Path(name)
+    if not directory.exists():
+        template, tokens = _MODELS[name]
+        directory.mkdir(parents=True)
+        tokenizer = (_TOKENIZER / "tokenizer.json").read_text()
+        for old, new in tokens.items():
+            tokenizer = tokenizer.replace(f'"{old}"', f'"{new}"')
+        (directory / "tokenizer.json").write_text(tokenizer)
+        settings = json.loads((_TOKENIZER / "tokenizer_config.json").read_text())
+        settings["eos_token"] = tokens.get("<|eot_id|>", "<|eot_id|>")
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+        jinja = files("trl").joinpath("chat_templates", f"{template}.jinja").read_text(encoding="utf-8")
+        (directory / "chat_template.jinja").write_text(jinja)
+        (directory / "config.json").write_text(json.dumps(_SHAPE))
+    return directory
+
+
+def _write(source: dict[str, Any], language: str, content: str) -> None:
+    if "dataset" in source:
+        import datasets
+
+        datasets.Dataset.from_list(list(_objects(content))).save_to_disk(source["dataset"])
+    elif language == "json":
+        Path(source["path"]).write_text("".join(f"{json.dumps(record)}\n" for record in _objects(content)))
+    else:
+        Path(source["path"]).write_text(content)
+
+
+def _objects(text: str) -> Iterator[Any]:
+    while text := text.lstrip():
+        value, end = json.JSONDecoder().raw_decode(text)
+        text = text[end:]
+        yield value
+
+
+def _is_about_steps(line: str) -> bool:
+    return line.startswith(("an epoch: ", "this run has only ")) or " steps of " in line
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["ALIQUOT_CACHE"] = os.environ["HF_HOME"] = f"{directory}/cache"
+        (Path(directory) / "place").mkdir()
+        PAGE.write_text(page(Path(directory) / "place"))
+
+
+if __name__ == "__main__":
+    main()
