@@ -305,7 +305,7 @@ def planned(given: argparse.Namespace) -> Row:
             "run": {"name": "run", "directory": f"{folder}/run"},
             "model": {"config": llama_config(SHAPES[given.shape])},
             "data": {
-                "path": str(Path(__file__).parents[1] / "docs" / "*.md"),
+                "path": str(Path(__file__).parents[1] / "docs" / "*" / "*.md"),
                 "tokenizer_vocab_size": 512,
                 "sequence_length": tokens,
             },

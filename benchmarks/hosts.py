@@ -91,6 +91,7 @@ def main() -> None:
     of_wire = [abs(plan.wire_bytes_per_step / 1e6 / sent[key] - 1) for key, plan in plans.items()]
     rows: list[Row] = [
         {
+            "shape": given.shape,
             "hosts": count,
             "link": link,
             "who": names[who],

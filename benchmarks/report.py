@@ -1,9 +1,13 @@
-"""What every benchmark ends with: a table for the reader, and JSON with machine facts, rows and targets."""
+"""Print the results of a benchmark, and write them as the JSON that benchmarks/page.py reads."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +16,7 @@ from rich.table import Table
 
 from benchmarks.smoke import SMOKE
 
+PEERS = ("deepspeed", "accelerate", "peft", "datasets")
 Row = dict[str, Any]
 Target = dict[str, Any]
 
@@ -50,7 +55,23 @@ def finish(title: str, rows: Sequence[Row], targets: Sequence[Target], file: Pat
     if SMOKE and (broken := [row for row in rows if row.get("failed")]):
         raise SystemExit(f"a smoke run fails with its first row that failed: {broken[0]}")
     if file is not None:
-        file.write_text(json.dumps({"machine": machine_facts(), "rows": rows, "targets": targets}, indent=1) + "\n")
+        document = {
+            "title": title,
+            "command": shlex.join(["python", *sys.argv]),
+            "peers": _versions(),
+            "machine": machine_facts(),
+            "rows": rows,
+            "targets": targets,
+        }
+        file.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    installed = {}
+    for name in PEERS:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def _text(value: Any) -> str:

@@ -45,9 +45,9 @@ def parse(arguments: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespac
 
 @cache
 def text() -> Path:
-    """A plain text: the pages of the documentation."""
+    """A plain text: the English pages of the documentation."""
     file = _folder() / "text.txt"
-    file.write_text("\n\n".join(page.read_text() for page in sorted(DOCUMENTS.glob("*.md"))))
+    file.write_text("\n\n".join(page.read_text() for page in sorted(DOCUMENTS.glob("*/*.md"))))
     return file
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from benchmarks import page
 from benchmarks.breakdown import PACKED_LONG, Shapes, beside_products, marks
 from benchmarks.step import ALONE, row, targets_of
 from benchmarks.worlds import run_world
@@ -57,3 +59,26 @@ def test_what_a_step_does_beside_products() -> None:
     rows = [{"part": part, "ms": ms} for part, ms in [*parts, ("rest", 40.0)]]
     assert beside_products(rows) == 20e6 / PACKED_LONG.tokens
     assert beside_products([{"part": "not measured"}]) is None
+
+
+def test_the_page_is_that_of_the_result_files() -> None:
+    assert page.PAGE.read_text() == page.page(), "run `python -m benchmarks.page`"
+
+
+def test_the_page_takes_the_newest_file_of_each_benchmark_and_hardware(tmp_path: Path) -> None:
+    for name in ("step-2026-11-20-zen4", "step-2026-11-24-zen4", "step-2026-11-21-amx", "step-2026-11-22-amx-500m"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": []}))
+    newest = [(result.hardware, result.part, result.date) for result in page.newest(tmp_path)]
+    assert newest == [("amx", "", "2026-11-21"), ("amx", "500m", "2026-11-22"), ("zen4", "", "2026-11-24")]
+    (tmp_path / "stepping.json").write_text("{}")
+    with pytest.raises(SystemExit, match="expected BENCHMARK-DATE-HARDWARE"):
+        page.newest(tmp_path)
+
+
+def test_a_comparison_takes_the_rows_of_one_file() -> None:
+    rows = [{"who": "aliquot", "s": 2.0, "model": "1b"}, {"who": "peer", "s": 3.0}, {"who": "third", "note": "died"}]
+    comparison = page.Comparison("load", "{model}: seconds", "s", {"who": "aliquot"}, ("peer", "third"))
+    result = page.Result("load", "2026-11-20", "zen4", "", {"rows": rows})
+    assert list(page.compared(comparison, result)) == [
+        ["1b: seconds", "zen4", "2", "peer", "3", "1.50", "[load.py](#loading)"]
+    ]
