@@ -1,4 +1,4 @@
-"""The table of docs/guides/large-models.md, in both languages: which model trains on how much memory, as plans say.
+"""The table of docs/guides/large-models.md: which model trains on how much memory, as plans say.
 
 python -m tests.tools.docs_large_models
 """
@@ -16,7 +16,7 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = (DOCS / "guides" / "large-models.md", DOCS / "ko" / "guides" / "large-models.md")
+PAGE = DOCS / "guides" / "large-models.md"
 _TABLE = re.compile(r"(<!-- made by `python -m tests\.tools\.docs_large_models` -->\n\n)(?:\|.*\n)+")
 
 
@@ -45,11 +45,9 @@ GIB = (24, 48, 96, 192, 512)
 
 
 def main() -> None:
-    for page in PAGES:
-        text = page.read_text()
-        made, count = _TABLE.subn(lambda found: found[1] + table(), text)
-        assert count == 1, page
-        page.write_text(made)
+    made, count = _TABLE.subn(lambda found: found[1] + table(), PAGE.read_text())
+    assert count == 1, PAGE
+    PAGE.write_text(made)
 
 
 def table() -> str:
