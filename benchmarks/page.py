@@ -163,7 +163,7 @@ SECTIONS = {
         "Evaluation loss by `shard.reduce_dtype`. *Nudged*: learning rate + 0.0001 %.",
     ),
     "patches": ("Changed weights", "Size of the changed bf16 weights of a step, and speed of their encoding."),
-    "long_run": ("Long runs", "*Grown*: memory in the last tenth of the steps minus memory from step 20 to 40."),
+    "long_run": ("Long runs", "*Growth*: median memory of the last tenth of the steps minus that of steps 20 to 40."),
     "foresight": ("Accuracy of plans", "*Held out*: cases that were not used to write the planner."),
 }
 _HEADERS = {
@@ -176,7 +176,15 @@ _HEADERS = {
     "matmul_gflops": "matmul GFLOP/s", "plan_mib": "planned MiB", "peak_mib": "peak MiB",
     "plan_tokens_per_s": "planned tokens/s", "pss_ratio": "PSS / states", "ceiling_gflops": "matmul GFLOP/s",
     "plan_mb": "planned MB", "wire_mb": "MB sent", "one_host_mb": "MB, one host", "two_hosts_mb": "MB, two hosts",
-    "planned": "planned tokens/s", "last tenth": "s a step, last tenth", "in the last tenth": "MiB in the last tenth",
+    "planned": "planned tokens/s", "last tenth": "seconds per step, last tenth", "in the last tenth": "MiB, last tenth",
+    "who": "tool", "over own part MiB": "private MiB beyond own part", "peak over start MiB": "peak MiB over the start",
+    "of matmul": "rate / matmul", "moved GB a step": "GB read and written per step", "changed %": "changed weights, %",
+    "of these by one %": "of these by one unit in the last place, %", "bits a weight": "bits per weight",
+    "s a step, 2nd tenth": "seconds per step, 2nd tenth", "of a core, s": "processor seconds", "disk, GB": "files, GB",
+    "a document is a": "a document is one", "MiB at 20-40": "MiB, steps 20 to 40", "grown MiB": "growth, MiB",
+    "held_out": "held out", "memory_error": "memory error", "time_error": "time error", "wire_error": "error",
+    "ours": "aliquot", "documents, M": "million documents", "pieces, M": "million pieces",
+    "sequences, M": "million sequences", "on disk GB": "GB on disk", "checkpoint GB": "checkpoint, GB",
 }  # fmt: skip
 _HIDDEN = {
     "rates",
@@ -279,7 +287,7 @@ def _section(result: Result) -> Iterator[str]:
             if name not in _HIDDEN and any(row.get(name) not in (None, "") for row in rows)
         ]
         cells = [[_text(row.get(name), name.endswith(_PERCENT)) for name in columns] for row in rows]
-        yield from ["", *_table([_HEADERS.get(name, name.replace("_", " ")) for name in columns], cells)]
+        yield from ["", *_table([_HEADERS.get(name, name) for name in columns], cells)]
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
