@@ -1,16 +1,15 @@
-"""Where the time of an optimizer step of the host engine goes, part by part, and what each part costs in MFU.
+"""Measure how long each part of a step of engine `host` takes, and what the part costs in MFU.
 
 python benchmarks/breakdown.py --json breakdown.json [--shapes 125m,500m] [--rounds 3] [--steps 2]
 
-The steps are those of "host, packed 2048 x 1" of the step benchmark. torch.profiler watches rank 0 of two after the
-first steps; every moment of a step belongs to the innermost thing that was going on in it, so the parts add up to the
-whole. *rest* is what belongs to none: Python, dispatch and views. Medians over --rounds, each a new pair of processes.
+The steps are those of "host, packed 2048 x 1" of step.py. torch.profiler records rank 0 of two after the first steps.
+Every moment of a step belongs to the innermost event at that moment, so the parts add up to the step. *rest* belongs to
+no event: Python, dispatch and views. Rows are medians over --rounds; each round starts new processes.
 
-Times are those in which the rank had its core (`on_core`: how much of the time by the clock), for the step and for the
-matmul that is the ceiling: so a machine that is busy with other things disturbs them less. On an idle one they are the
-clock's. MFU is counted as in the step benchmark, for rank 0. `mfu_without` is what it would be if the part took no
-time, or, for a product of the layers or the head, if that ran at the ceiling. `alone` is the rate, over the ceiling, of
-plain products of the part's shapes outside the step.
+Times count only while the rank had its core, for the step and for the matmul ceiling, so that other work on the machine
+disturbs them less. `on_core` is their share of wall-clock time. MFU is counted for rank 0 as in step.py. `mfu_without`
+is the MFU if the part took no time or, for matrix products of layers or head, if the part ran at the ceiling. `alone`
+is the rate of plain products of the part's shapes outside a step, relative to the ceiling.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ WARM = 2
 PRODUCTS = ("projections", "mlp", "head")
 REST = "rest"
 UNWATCHED = "the same, not watched"
-# Nanoseconds a token beside matrix products, on AMD Zen 4, before any work was done on them; the goal is half.
+# Nanoseconds per token outside matrix products on AMD Zen 4, before optimization; the goal is half.
 REST_NS = {"125m": 500_000}
-# What the engine does beside computing: wherever these are called, what happens inside belongs to them.
+# Work of the engine other than computation. Time inside these calls belongs to them.
 _WAIT, _STAGE, _SUM, _NORM, _UPDATE, _PUBLISH = (
     "waiting for the other rank", "gradients: staging", "gradients: sum", "gradient norm", "optimizer", "publish"
 )  # fmt: skip
@@ -50,7 +49,7 @@ _COPIES = {
     "aten::copy_", "aten::index_select", "aten::index", "aten::cat", "aten::fill_", "aten::zero_", "aten::_to_copy",
     "aten::clone", "aten::_index_put_impl_", "aten::gather",
 }  # fmt: skip
-# Inductor's own range around the kernels that it made and the products that it calls.
+# Inductor's range around its generated kernels and the products that it calls.
 _FUSED = "## Call CompiledFxGraph"
 
 
@@ -80,7 +79,7 @@ def main() -> None:
 
 
 def measure(shape: str, rounds: int, steps: int) -> list[Measured]:
-    """What rank 0 measured in each round."""
+    """Return the measurements of rank 0, one per round."""
     from aliquot.machine.allocator import allocator_environment
 
     taken = []
@@ -96,7 +95,7 @@ def measure(shape: str, rounds: int, steps: int) -> list[Measured]:
 
 
 def rows_of(shape: str, taken: list[Measured]) -> list[Row]:
-    """One row a part, dearest first, `rest` last; medians over rounds."""
+    """Return one row per part, the longest first and `rest` last: medians over rounds."""
     if not taken:
         return [{"shape": shape, "part": "not measured"}]
     rounds = [{row["part"]: row for row in rows_of_round(of)} for of in taken]
@@ -110,7 +109,7 @@ def rows_of(shape: str, taken: list[Measured]) -> list[Row]:
 
 
 def beside_products(rows: list[Row]) -> float | None:
-    """Nanoseconds a token of a step that is not watched, less the products of layers and head."""
+    """Return nanoseconds per token of an unprofiled step, minus the products of layers and head."""
     ms: dict[str, float] = {row["part"]: row["ms"] for row in rows if "ms" in row}
     if UNWATCHED not in ms:
         return None
@@ -172,7 +171,7 @@ def rank() -> None:
         for event in (watch.events() if watch is not None else ())
     ]
     parts, products = divide(events, Shapes(tokens, hidden, mlp, numbers["vocab_size"]))
-    # Both ranks at once, as in the step.
+    # Both ranks multiply at once, as in the step.
     alone = {name: alone_rate(shapes) / rate for name, shapes in of_first_rank(products).items()}
     flops = sum(step_flops(numbers, PACKED_LONG, topology.rank, WARM + steps + step) for step in range(steps))
     tell(
@@ -191,7 +190,7 @@ def rank() -> None:
 
 
 def mark_engine() -> None:
-    """Name in the profile what the engine does beside computing."""
+    """Name the engine's work other than computation in the profile."""
     from torch.profiler import record_function
 
     def mark(owner: Any, method: str, name: str) -> None:
@@ -209,7 +208,7 @@ def mark_engine() -> None:
 
 
 def marks() -> list[tuple[Any, str, str]]:
-    """Where a function is called, its name, and the part that its time belongs to."""
+    """Return the owner and the name of each marked function, and the part of its time."""
     from aliquot.distributed.collectives.peers import Peers
     from aliquot.engines.host import host_engine
     from aliquot.engines.host.gradient_sums import GradientSums
@@ -229,7 +228,7 @@ def marks() -> list[tuple[Any, str, str]]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What tells the matrix products of a step apart."""
+    """Sizes that identify the matrix products of a step."""
 
     tokens: int
     hidden: int
@@ -237,7 +236,7 @@ class Shapes:
     vocabulary: int
 
     def part(self, product: tuple[int, int, int], of_head: bool) -> str:
-        """Of [M, K] x [K, N]: the head's logits and gradients of weights may be made of some columns at a time."""
+        """Return the part of a product [M, K] x [K, N]. Products of the head may be computed in blocks of columns."""
         if of_head:
             sums_over = {self.hidden: "logits", self.vocabulary: "gradient of hidden"}
             return f"head, {sums_over.get(product[1], 'gradient of weight')}"
@@ -246,17 +245,17 @@ class Shapes:
         return "mlp" if rest[self.mlp] > 0 else "projections"
 
 
-Products = dict[str, Counter[tuple[int, int, int]]]  # part -> (M, K, N) -> how many
+Products = dict[str, Counter[tuple[int, int, int]]]  # part -> (M, K, N) -> count
 
 
 def divide(events: list[Event], shapes: Shapes) -> tuple[dict[str, float], Products]:
-    """Seconds of each part inside the ranges named `step`, and the matrix products of each.
+    """Return the seconds of each part inside ranges named `step`, and the matrix products of each part.
 
-    An event's own time is its time without that of the events inside it.
+    The time of an event excludes the events inside it.
     """
     parts: dict[str, float] = defaultdict(float)
     products: Products = defaultdict(Counter)
-    above: list[tuple[Event, str]] = []  # events that the next one may lie in, each with its part
+    above: list[tuple[Event, str]] = []  # events that may contain the next one, each with its part
     for event in sorted(events, key=lambda event: (event.start, -event.stop)):
         while above and above[-1][0].stop <= event.start:
             above.pop()
@@ -276,7 +275,7 @@ def divide(events: list[Event], shapes: Shapes) -> tuple[dict[str, float], Produ
 
 
 def part_of(event: Event, inside: list[str], outer: str, shapes: Shapes) -> str:
-    """The part that an event's own time belongs to; `inside`: the names around it, outermost first."""
+    """Return the part of an event's own time; `inside` has the names of the events around it, outermost first."""
     name = event.name
     if name in (_WAIT, _STAGE, _SUM, _NORM, _UPDATE, _PUBLISH):
         return name
@@ -291,7 +290,7 @@ def part_of(event: Event, inside: list[str], outer: str, shapes: Shapes) -> str:
     if name == "aten::bmm":
         return "attention: products"
     if outer == "attention: products" or outer.split(",")[0] in PRODUCTS:
-        return outer  # what a product calls belongs to it
+        return outer  # calls inside a product belong to the product
     if any(other.startswith("_HeadLoss") for other in [*inside, name]):
         return "softmax and loss"
     if any(other.startswith("_Tiled") for other in [*inside, name]):
@@ -304,7 +303,7 @@ def part_of(event: Event, inside: list[str], outer: str, shapes: Shapes) -> str:
 
 
 def _only_looks(name: str) -> bool:
-    """Views and allocations: dispatch, no work on values."""
+    """Return whether the operation is a view or an allocation, which does not compute values."""
     looks = (
         "view strided slice select transpose permute reshape expand squeeze empty detach resolve alias narrow resize"
     )
@@ -316,7 +315,7 @@ def flops_of(products: Counter[tuple[int, int, int]]) -> int:
 
 
 def alone_rate(products: Counter[tuple[int, int, int]]) -> float:
-    """FLOP/s of plain products of these shapes, each as often as in a step."""
+    """Return FLOP/s of plain products of these shapes, each as often as in a step."""
     seconds = sum(
         count * 2 * m * k * n / matmul_rate([(m, k, n)], 0.1, time.thread_time) for (m, k, n), count in products.items()
     )
@@ -324,7 +323,7 @@ def alone_rate(products: Counter[tuple[int, int, int]]) -> float:
 
 
 def of_first_rank(products: Products) -> Products:
-    """Rank 0's products on every rank."""
+    """Return rank 0's products on every rank."""
     from aliquot.distributed.ranks import gather
 
     told = gather([[name, [[*shape, count] for shape, count in found.items()]] for name, found in products.items()])[0]

@@ -1,9 +1,9 @@
-"""Saving, asynchronous saving and exporting: beside a plain parallel write and transformers' save_pretrained.
+"""Measure saving, asynchronous saving and exporting, next to a plain parallel write and `save_pretrained`.
 
 python benchmarks/checkpoint.py --json checkpoint.json
 
-Needs 20 GB of memory and 15 GB of disk in --directory, which is removed at the end. Every run is a new set of two
-processes; methods alternate. Exports of transformers are timed without the fsync that aliquot's include.
+The benchmark needs 20 GB of memory and 15 GB of disk in --directory, and removes its files at the end. Every run starts
+two new processes, and methods alternate. Exports of transformers are timed without fsync, those of aliquot with it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MODELS = {"save": LLAMA_500M, "export": LLAMA_1B, "stall": LLAMA_125M}
 MODELS = smoke.choose(MODELS, dict.fromkeys(MODELS, smoke.TINY))
 PLAIN_THREADS = 4
 PLAIN_BYTES = 8 << 20
-STEPS = 12  # undisturbed steps before a save; the median is the yardstick
+STEPS = 12  # undisturbed steps before a save, for comparison
 SEQUENCE = 512
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--directory", type=Path, help="where files are written; default: a temporary directory")
+    arguments.add_argument("--directory", type=Path, help="directory of the files; default: a temporary directory")
     arguments.add_argument("--repeats", type=int, default=3)
     given = smoke.parse(arguments, repeats=1)
     folder = Path(tempfile.mkdtemp(prefix="aliquot-checkpoint-", dir=given.directory))
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def alternate(folder: Path, methods: Sequence[str], repeats: int) -> dict[str, list[list[Measured]]]:
-    """Every method in turn, each time in a new directory on a disk that has nothing left to write."""
+    """Run the methods in turn, each in a new directory, on a disk without pending writes."""
     taken: dict[str, list[list[Measured]]] = {method: [] for method in methods}
     for _ in range(repeats):
         for method in methods:
@@ -74,7 +74,7 @@ def alternate(folder: Path, methods: Sequence[str], repeats: int) -> dict[str, l
 
 
 def slowest(runs: list[list[Measured]], column: str = "seconds") -> float | None:
-    """The median over the runs of the slowest rank; None if a run failed."""
+    """Return the median over the runs of the slowest rank, or None if a run failed."""
     if any("failed" in ranks[0] for ranks in runs):
         return None
     return float(statistics.median(max(rank[column] for rank in ranks) for ranks in runs))
@@ -142,7 +142,7 @@ def numel(numbers: dict[str, Any]) -> int:
     return sum(math.prod(shape) for _, shape in llama_tensors(numbers))
 
 
-# Below, what a rank runs.
+# The following functions run in a rank.
 
 
 def rank(method: str, out: Path) -> None:
@@ -172,7 +172,7 @@ def rank(method: str, out: Path) -> None:
 
 
 class Rows:
-    """This rank's rows of every tensor, of random bits: what a training engine would hold."""
+    """This rank's rows of every tensor with random bits, as a training engine would hold them."""
 
     def __init__(self, tensors: Sequence[tuple[str, tuple[int, ...]]], index: int) -> None:
         import math
@@ -199,7 +199,7 @@ class Rows:
 
 
 def _plain(out: Path, ranks: Any, measured: Measured, early: bool = False) -> Any:
-    """One file a rank, of the size that this rank's parts have together, from memory to the disk."""
+    """Write one file per rank, as large as the rank's parts together."""
     store = Rows(llama_tensors(MODELS["save"]), ranks.rank)
 
     def run() -> None:
@@ -240,7 +240,7 @@ def _save(out: Path, ranks: Any, measured: Measured) -> Any:
 
 
 def _sharded(numbers: dict[str, Any]) -> Any:
-    """A model with FSDP2, fp32, random bits."""
+    """Return a model under FSDP2 with random fp32 values."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -277,7 +277,7 @@ def _gather(out: Path, ranks: Any, measured: Measured) -> Any:
     model = _sharded(MODELS["export"])
 
     def run() -> None:
-        model.to(torch.bfloat16)  # before the gather, which is then half as large
+        model.to(torch.bfloat16)  # before the gather, to halve it
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if ranks.rank == 0:
             model.save_pretrained(out / "model", state_dict=state)
@@ -286,7 +286,7 @@ def _gather(out: Path, ranks: Any, measured: Measured) -> Any:
 
 
 def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
-    """Steps as run/train.py makes them: undisturbed, then a synchronous save, then an asynchronous one."""
+    """Time steps of run/train.py: undisturbed, with a synchronous save, with an asynchronous save."""
     import torch
     from transformers import AutoConfig
 
@@ -313,7 +313,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
         return Saver(folder, engine, CheckpointSpec(built.tensors), ranks, settings, SaveEvents(print))
 
     def step(saving: Any) -> tuple[float, float]:
-        """Seconds of the step, and of those the ones in which the saver held the training thread."""
+        """Return the seconds of the step, and the seconds for which the saver stopped the training thread."""
         began = time.perf_counter()
         engine.backward(batch, 1 / SEQUENCE, last=True)
         held = time.perf_counter()
@@ -327,7 +327,7 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
         synchronous, asynchronous = saver(False), saver(True)
         undisturbed = [step(asynchronous) for _ in range(STEPS)][2:]
         step_s = statistics.median(seconds for seconds, _ in undisturbed)
-        gather_s = statistics.median(held for _, held in undisturbed)  # the ranks wait for each other anyhow
+        gather_s = statistics.median(held for _, held in undisturbed)  # ranks wait for each other even without a save
         ranks.barrier()
         began = time.perf_counter()
         synchronous.start(1, {})

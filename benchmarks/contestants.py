@@ -1,6 +1,6 @@
-"""Training steps of aliquot and its peers on the same work, made by one rank of two.
+"""Training steps of aliquot and its peers on the same work, for one rank of two.
 
-The work of a step: some micro-batches a rank, AdamW, clipping at 1. Peers do it as their documentation says.
+A step has some micro-batches per rank, AdamW and clipping at 1. Peers are set up as their documentation recommends.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any, Literal
 
 import torch
 
-# The JSON that HF Trainer and DeepSpeed jobs on CPU nodes are run with; it prints nothing here.
+# The JSON of HF Trainer and DeepSpeed jobs on CPU nodes, without their printing.
 DEEPSPEED_JSON = json.loads((Path(__file__).parents[1] / "examples" / "seed" / "cpu-ds.json").read_text()) | {
     "steps_per_print": 1_000_000
 }
-LEARNING_RATE = 1e-4  # where nobody says another one
-LARGEST_NUMEL = 40_000_000  # of the benchmarks' weights; by default five buffers hold 100 million each
-_STILL_BYTES = 100_000  # in half a second: ranks that wait ask each other whether they are there
+LEARNING_RATE = 1e-4  # default
+LARGEST_NUMEL = 40_000_000  # largest weight of the benchmarks; by default five buffers hold 100 million elements each
+_STILL_BYTES = 100_000  # in half a second: waiting ranks send heartbeats
 AIO = {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
 
 
 @dataclass(frozen=True)
 class Work:
-    """`rows` micro-batches a rank and step of `tokens` tokens; `mean` document length, None: full rows."""
+    """`rows` micro-batches of `tokens` tokens per rank and step; `mean` document length, or None for full rows."""
 
     tokens: int
     rows: int
@@ -56,8 +56,10 @@ def aliquot_steps(
     learning_rate: float = LEARNING_RATE,
     adapter: Any = None,
 ) -> Iterator[None]:
-    """Each `next` is one optimizer step. `engine_name` host or fsdp. `adapter`: as in a run's config; the model beside
-    it holds small random numbers."""
+    """Make an iterator whose `next` runs one optimizer step of engine host or fsdp.
+
+    `adapter` is as in a run's config; the base model then has small random numbers.
+    """
     from transformers import AutoConfig
 
     from aliquot.engines.base import EngineSpec
@@ -94,7 +96,7 @@ def aliquot_steps(
 
 
 def fsdp2_steps(config: Mapping[str, Any], work: Work, precision: str = "bf16") -> Iterator[None]:
-    """As PyTorch's tutorial: fp32 master weights, bf16 compute, each layer and the model wrapped."""
+    """Make steps as in PyTorch's tutorial: fp32 master weights, bf16 compute, each layer and the model wrapped."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -129,10 +131,13 @@ def deepspeed_seconds(
     rows: int = 1,
     nvme: Path | None = None,
 ) -> None:
-    """HF Trainer with the seed's ZeRO-3 JSON. `between(step)` is called after each optimizer step.
+    """Run HF Trainer with the seed's ZeRO-3 JSON, and call `between(step)` after each optimizer step.
 
-    `lengths(index)`: real tokens of a row, and how long it is with padding; `rows` make a micro-batch. `nvme`: a
-    directory in which weights and states are, activations then being recomputed.
+    Args:
+        lengths: returns the real tokens of row `index`, and the row's length with padding.
+        accumulation: micro-batches per step.
+        rows: rows per micro-batch.
+        nvme: a directory for weights and states; activations are then recomputed.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -141,7 +146,7 @@ def deepspeed_seconds(
     from aliquot.engines.deepspeed.deepspeed_setup import prepare_ops
 
     prepare_ops()
-    deepspeed.init_distributed(dist_backend="gloo")  # takes over the group that exists
+    deepspeed.init_distributed(dist_backend="gloo")  # reuses the existing group
 
     class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         def __len__(self) -> int:
@@ -177,7 +182,7 @@ def deepspeed_seconds(
 def trainer_arguments(
     folder: str, precision: str, steps: int, batch: int, accumulation: int, use_cpu: bool = True, **more: Any
 ) -> Any:
-    """Of HF Trainer, silent: nothing is saved, logged or reported."""
+    """Return arguments of an HF Trainer that saves, logs and reports nothing."""
     from transformers import TrainingArguments
 
     return TrainingArguments(
@@ -203,7 +208,7 @@ def matmul_rate(
     clock: Callable[[], float] = time.perf_counter,
     precision: str = "bf16",
 ) -> float:
-    """FLOP/s of this rank's matmul while all ranks do the same: the best of `shapes` (M, K, N)."""
+    """Return FLOP/s of this rank's matmul while all ranks multiply: the best of `shapes` (M, K, N)."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     rates = []
     for m, k, n in shapes:
@@ -220,7 +225,7 @@ def matmul_rate(
 
 
 def sent_bytes(device: str = "lo") -> int:
-    """Sent over a device of this network namespace."""
+    """Return the bytes sent over a device of this network namespace."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == device:
@@ -229,7 +234,7 @@ def sent_bytes(device: str = "lo") -> int:
 
 
 def sent_when_still(device: str) -> int:
-    """`sent_bytes`, when what was begun has been: a step of ours ends while its weights are still on their way."""
+    """Return `sent_bytes` when the link is quiet, because a step of aliquot ends while weights are still being sent."""
     before, found = -_STILL_BYTES, sent_bytes(device)
     while found > before + _STILL_BYTES:
         time.sleep(0.5)
@@ -238,6 +243,6 @@ def sent_when_still(device: str) -> int:
 
 
 def quiet() -> None:
-    """Peers talk on standard error a lot; what ends a rank is still its last line."""
+    """Silence the logs of peers on standard error, so that the last line names the reason of a failure."""
     sys.stdout.flush()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"

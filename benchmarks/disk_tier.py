@@ -1,17 +1,17 @@
-"""Models that do not fit into memory: what a disk costs, what it saves, and whether the plan knew.
+"""Measure models that do not fit into memory: speed, memory, and the accuracy of the plan.
 
 python benchmarks/disk_tier.py --json disk_tier.json --text FILE --tokenizer DIRECTORY [--only 150m,...] [--folder DISK]
 
-Each model trains a few steps on two ranks: in memory, if it fits; with its states on disk; with all of it there. `peak
-GiB` is of the whole machine: the least memory that was available while it ran, against what was before. `of matmul` is
-FLOP/s, those of recomputation counted, over what plain products reached in the same run. `update_of_disk` is the bytes
-a second of an update pass over what the same disk does with the same requests and no arithmetic.
+Each model trains a few steps on two ranks: in memory if it fits, with its states on disk, and with all of it on disk.
+`peak GiB` is of the whole machine: available memory before the run minus the least available memory during the run.
+`of matmul` is FLOP/s with recomputation, relative to plain products in the same run. `update_of_disk` is bytes per
+second of an update pass, relative to the same disk requests without arithmetic.
 
-DeepSpeed ZeRO-3 with weights and states on NVMe computes 500m and 150m beside them, by HF Trainer.
+DeepSpeed ZeRO-3 with weights and states on NVMe trains 500m and 150m as a peer, through HF Trainer.
 
-8b: Llama-3-8B's shape, int8 moments, 20 GiB. 3b: Llama-3.2-3B's, exact, 12 GiB. 1b: Llama-3.2-1B's, exact, 8 GiB. 500m
-and 150m: in memory against both ways of being on disk. 1b and 150m compute in fp32, for machines that have no
-instructions for bf16: minutes with 150m. 8b takes 70 GB of disk, with its export.
+8b has the shape of Llama-3-8B, int8 moments and 20 GiB. 3b has the shape of Llama-3.2-3B, exact states and 12 GiB. 1b
+has the shape of Llama-3.2-1B, exact states and 8 GiB. 500m and 150m compare memory with both disk modes. 1b and 150m
+compute in fp32, for machines without bf16 instructions; 150m takes minutes. 8b needs 70 GB of disk with its export.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Case:
     states: str
     sequence_length: int
     micro: int
-    memory_gib: float | None  # None: three runs, in memory, with states on disk, with all on disk
+    memory_gib: float | None  # None: three runs (in memory, states on disk, all on disk)
 
 
 CASES: tuple[Case, ...] = (
@@ -83,9 +83,9 @@ LIMITED_STEPS = 3
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--text", type=Path, required=not smoke.SMOKE, help="a plain text file")
-    arguments.add_argument("--tokenizer", type=Path, required=not smoke.SMOKE, help="a directory with one")
+    arguments.add_argument("--tokenizer", type=Path, required=not smoke.SMOKE, help="a directory with a tokenizer")
     arguments.add_argument("--only", help="names of cases, separated by commas")
-    arguments.add_argument("--folder", type=Path, help="on the disk that is measured; default: that of temporary files")
+    arguments.add_argument("--folder", type=Path, help="on the measured disk; default: that of temporary files")
     given = smoke.parse(arguments, text=smoke.text, tokenizer=smoke.tokenizer)
     chosen = [case for case in CASES if not given.only or case.name in given.only.split(",")]
     rows: list[Row] = []
@@ -125,13 +125,13 @@ def goals(rows: list[Row], ratio: float) -> list[dict[str, Any]]:
 
 
 def places(case: Case, text: Path, tokenizer: Path, folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Where what lies, and how to ask for it."""
+    """Return each place of weights and states, with its settings of section `shard`."""
     if case.memory_gib is not None:
         return [("limited", {"offload": "disk", "memory": case.memory_gib})]
     from aliquot.config.read_config import validate
     from aliquot.planner.planner import plan
 
-    low, high = 0.5, 64.0  # GiB: with the least that keeps the layers in memory all else is on disk
+    low, high = 0.5, 64.0  # GiB: the least memory that keeps all layers in memory puts all states on disk
     while high - low > 0.01:
         middle = (low + high) / 2
         shard = {"engine": "host", "offload": "disk", "memory": middle}
@@ -159,7 +159,7 @@ def measured(case: Case, place: str, shard: dict[str, Any], text: Path, tokenize
     if ran.returncode != 0:
         return {**row, "failed": (ran.stderr.strip().splitlines() or ["no word"])[-1][:200]}
     logged = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in logged if "loss" in line][1:]  # the first one warms up
+    steps = [line for line in logged if "loss" in line][1:]  # the first step warms up
     ledger = json.loads((directory / "ledger.json").read_text())
     shutil.rmtree(directory)
     plan = ledger["plan"]
@@ -209,7 +209,7 @@ def _deepspeed_reads_disks() -> bool:
 
 
 def rank() -> None:
-    """Of DeepSpeed's: the seconds of a step."""
+    """Measure the seconds of DeepSpeed's steps in one rank."""
     name, directory = sys.argv[2:4]
     case = next(case for case in CASES if case.name == name)
     quiet()
@@ -240,14 +240,14 @@ def config(case: Case, name: str, shard: dict[str, Any], text: Path, tokenizer: 
             "precision": case.precision,
         },
         "shard": shard,
-        "checkpoint": {"last": case.memory_gib is None},  # beside what lies on disk there may be no room for one
+        "checkpoint": {"last": case.memory_gib is None},  # the disk may have no room for a checkpoint as well
         "launch": {"ranks": RANKS, "device": "cpu"},
         "observe": {"report_to": [], "console": "quiet"},
     }
 
 
 class Lowest:
-    """The least memory that is available while it is open."""
+    """The least available memory of the machine while this context is open."""
 
     def __enter__(self) -> Lowest:
         self.bytes = available_bytes()
@@ -271,7 +271,7 @@ def available_bytes() -> int:
 
 
 def update_of_disk(folder: Path, numel: int, repeats: int = 3) -> float:
-    """Of a model of one weight, exact states and gradient on disk, one rank."""
+    """Return the speed of an update of one weight with exact states and gradient on disk, relative to the disk."""
     import torch
 
     from aliquot.distributed.collectives.shared_memory import SharedMemory
@@ -313,7 +313,7 @@ def update_of_disk(folder: Path, numel: int, repeats: int = 3) -> float:
     def updated() -> None:
         optimizer.step((shard for _, shard in states.to_update([0])), 1e-3, 1.0, 1.0)
 
-    plain()  # what was never written is read from nowhere
+    plain()  # write first, because a hole in a file is not read from disk
     pairs = [(seconds(plain), seconds(updated)) for _ in range(repeats)]
     disk.scratch.close()
     return statistics.median(alone / updated for alone, updated in pairs)

@@ -1,13 +1,13 @@
-"""A model that does not fit into memory: loaded, trained, saved, killed, resumed.
+"""Load, train, save, kill and resume a model that does not fit into memory.
 
 python benchmarks/disk_tier_resume.py --json disk_tier_resume.json --text FILE --tokenizer DIRECTORY [--model 3b]
     [--folder DISK] [--weights DIRECTORY]
 
-Random weights in the model's shape are written as safetensors and trained on from there: three steps, a checkpoint,
-a fourth step, and kill -9. What lies on the disk goes with the process. The run is started again, with more memory if
-`--resume-memory` says so, and makes the fourth step again: its loss and gradient norm must be the same to the last bit.
-`peak GiB` and `of matmul` are those of disk_tier.py, of the run that was killed. 3b takes 92 GB of disk: its
-checkpoint, what lies there beside it, and 6 GB of weights, which may be elsewhere (--weights).
+The benchmark writes random weights in the model's shape as safetensors and trains from them: three steps, a checkpoint,
+a fourth step, then kill -9. States on disk disappear with the process. The second start repeats the fourth step, with
+the memory of `--resume-memory`. Its loss and gradient norm must be the same to the last bit. `peak GiB` and `of matmul`
+are those of disk_tier.py, of the killed run. 3b takes 92 GB of disk: checkpoint, states, and 6 GB of weights (which may
+be elsewhere: --weights).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SAVED, LAST = 3, 4
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--text", type=Path, required=not smoke.SMOKE, help="a plain text file")
-    arguments.add_argument("--tokenizer", type=Path, required=not smoke.SMOKE, help="a directory with one")
+    arguments.add_argument("--tokenizer", type=Path, required=not smoke.SMOKE, help="a directory with a tokenizer")
     arguments.add_argument("--model", default="3b", help="a case of disk_tier.py")
-    arguments.add_argument("--folder", type=Path, help="on the disk that is measured; default: that of temporary files")
-    arguments.add_argument("--weights", type=Path, help="where the safetensors are made; default: --folder")
-    arguments.add_argument("--memory", type=float, help="GiB, instead of the case's")
-    arguments.add_argument("--resume-memory", type=float, help="GiB of the second run; default: as the first")
+    arguments.add_argument("--folder", type=Path, help="on the measured disk; default: that of temporary files")
+    arguments.add_argument("--weights", type=Path, help="directory of the safetensors; default: --folder")
+    arguments.add_argument("--memory", type=float, help="GiB; default: the memory of the case")
+    arguments.add_argument("--resume-memory", type=float, help="GiB of the second start; default: as the first")
     given = smoke.parse(arguments, text=smoke.text, tokenizer=smoke.tokenizer, model="tiny", memory=0.1)
     case = next(case for case in CASES if case.name == given.model)
     with (
@@ -76,11 +76,11 @@ def write_weights(case: Case, tokenizer: Path, directory: Path) -> None:
 
 
 def start(case: Case, memory: float | None, weights: Path, text: Path, folder: Path, what: str) -> Row:
-    """One start of the same run; `killed` ends it when it has logged its last step."""
+    """Start the run; `killed` kills it when it has logged its last step."""
     shard = {"engine": "host", "offload": "disk", "memory": memory}
     values: dict[str, Any] = config(case, "run", shard, text, weights, folder)
     values["model"] = {"path": str(weights)}
-    # a step is logged while the next one computes: the run that is killed has one more before it
+    # a step is logged while the next one computes, so the killed run has one more step
     values["train"] |= {"max_steps": LAST + (what == "killed"), "lr_scheduler_type": "constant"}
     values["checkpoint"] = {"every": SAVED, "keep": 1, "last": False}
     file, directory = folder / "run.yaml", folder / "run"
@@ -118,7 +118,7 @@ def start(case: Case, memory: float | None, weights: Path, text: Path, folder: P
 
 def steps_of(directory: Path) -> list[dict[str, Any]]:
     file = directory / "metrics.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []  # the last one may be half written
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []  # the last line may be incomplete
     return [line for line in map(json.loads, lines) if "loss" in line]
 
 

@@ -1,11 +1,11 @@
-"""What `aliquot plan` says before a run beside what the run then takes: memory, bytes on the wire, seconds a step.
+"""Compare plans of `aliquot plan` with measured runs: memory, bytes on the wire, seconds per step.
 
 python benchmarks/foresight.py --json foresight.json [--only NAME,...] [--steps N] [--precision fp32] [--no-wire]
 
-Runs of 40 to 100 M parameters, 300 steps each, with two evaluations and a checkpoint inside, two hours in all:
-six families, one to four ranks, packed and padded, with and without activation checkpointing, exact and frugal states,
-all engines. Those marked `held out` were not looked at while the planner was written. Speeds are over all steps but the
-first. They mean something after `aliquot plan --calibrate`, on a machine that does nothing else.
+The runs have 40 to 100 M parameters and 300 steps each, with two evaluations and a checkpoint, and take two hours in
+all. They cover six model families, one to four ranks, packed and padded rows, activation checkpointing, exact and
+frugal states, and all engines. `held out` runs were not used to write the planner. Speeds exclude the first step.
+Speeds are meaningful only after `aliquot plan --calibrate`, on an idle machine.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Case:
     engine: str
     sequence_length: int = 512
     micro: int = 2
-    micro_batches: int = 1  # of a rank and step
+    micro_batches: int = 1  # per rank and step
     train: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     shard: dict[str, Any] = field(default_factory=dict)
@@ -197,7 +197,7 @@ def _cores() -> int:
 
 
 def wire() -> list[Row]:
-    """Two hosts, one rank each, in network namespaces: benchmarks/wire.py counts, the planner says."""
+    """Count the bytes between two hosts with one rank each (benchmarks/wire.py), and compare them with the plan."""
     from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
 
     from aliquot.config.read_config import validate
@@ -217,7 +217,7 @@ def wire() -> list[Row]:
         {
             "model": {"config": values},
             "data": {"path": "stdlib", "sequence_length": counted.WORK.tokens},
-            # How many bits tell of a weight depends on the rate.
+            # The bits per weight depend on the learning rate.
             "train": {"gradient_accumulation_steps": counted.WORK.rows, "learning_rate": LEARNING_RATE},
             "shard": {"deepspeed_config": {"zero_optimization": DEEPSPEED_JSON["zero_optimization"]}},
         },
@@ -240,8 +240,7 @@ def wire() -> list[Row]:
 
 
 def plan_itself() -> list[Row]:
-    """What plans of an 8 B model cost: the first, one for another instance, those over the catalogue; the first of a
-    mixture of 30 B; and importing the 8 B model's code alone."""
+    """Time plans of an 8 B model (first, another instance, catalogue), of a mixture of 30 B, and one model's import."""
     plan = ["-m", "aliquot", "plan", str(_EXAMPLE), "--nodes", "4", "--json", "--instance"]
     model = ["-c", "import transformers.models.llama.modeling_llama"]
     mixture = str(_EXAMPLE.with_name("qwen3-30b-a3b-cpu.yaml"))

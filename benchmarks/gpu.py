@@ -1,17 +1,18 @@
-"""Training on one GPU: aliquot beside HF Trainer, FSDP2 with flex_attention and DeepSpeed ZeRO-3, and its own plan.
+"""Compare training on one GPU with HF Trainer, FSDP2 with flex_attention, DeepSpeed ZeRO-3, and the plan.
 
 python benchmarks/gpu.py PART [--shape 1b] [--rows 1] --json gpu.json
 
-PART is speed, load or plan; each call adds its rows to the file, so that none takes ten minutes. Contestants alternate,
-each a new process that trains on rows of 8,192 tokens, `--rows` of them a step: packed documents of 512 tokens on
-average, then of 65, then of one document. `--steps` steps run as in training, without waiting for the GPU, then as many
-with a synchronisation after each. The ceiling is the rate of the model's own products in the same process. All of it:
+PART is speed, load or plan. Each call adds its rows to the file, so that no call takes ten minutes. Contestants
+alternate, each in a new process. They train on rows of 8,192 tokens, `--rows` of them per step: documents of 512 tokens
+on average, then of 65, then one document per row. `--steps` steps run without waiting for the GPU, then as many with a
+synchronisation after each. The ceiling is the rate of the model's own products in the same process. The whole
+benchmark:
 
   for shape in 125m 1b 8b-width; do python benchmarks/gpu.py speed --shape $shape --json gpu.json; done
   python benchmarks/gpu.py load --shape 8b --json gpu.json
   for shape in 125m 1b; do python benchmarks/gpu.py plan --shape $shape --json gpu.json; done
 
---device cpu --shape tiny runs all of it without a GPU, which shows that it works and measures nothing.
+--device cpu --shape tiny runs everything without a GPU, as a test; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from benchmarks.worlds import run_world, tell, warm
 
 LLAMA_8B_WIDTH = {**LLAMA_8B, "num_hidden_layers": 8}  # fits one GPU with all of its states
 SHAPES = {"tiny": smoke.TINY, "125m": LLAMA_125M, "1b": LLAMA_1B, "8b-width": LLAMA_8B_WIDTH, "8b": LLAMA_8B}
-TOKENS = {"tiny": 256}  # of a row; others 8,192
+TOKENS = {"tiny": 256}  # tokens per row; other shapes have 8,192
 RECOMPUTED = {"8b": "full"}
-OFFLOADED = ("8b",)  # 16 bytes a parameter are more than a GPU has
-DOCUMENTS = {"packed": 512, "short": 65, "full": 1 << 30}  # mean length; of "full" one fills a row
+OFFLOADED = ("8b",)  # 16 bytes per parameter exceed a GPU's memory
+DOCUMENTS = {"packed": 512, "short": 65, "full": 1 << 30}  # mean length; "full": one document fills a row
 WARM = 3  # steps that compile and choose kernels
 _TIMEOUT_S = 280
 
@@ -55,12 +56,12 @@ def main() -> None:
     arguments.add_argument("part", choices=["speed", "load", "plan", "all"], nargs="?" if smoke.SMOKE else None)
     arguments.add_argument("--shape", choices=list(SHAPES), default="1b")
     arguments.add_argument("--documents", nargs="+", choices=list(DOCUMENTS), default=list(DOCUMENTS))
-    arguments.add_argument("--rows", type=int, default=1, help="of a step, each a micro-batch")
+    arguments.add_argument("--rows", type=int, default=1, help="rows per step, each a micro-batch")
     arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments.add_argument("--steps", type=int, default=10)
     arguments.add_argument("--rounds", type=int, default=1)
     arguments.add_argument("--only", help="contestants, separated by semicolons")
-    arguments.add_argument("--directory", type=Path, help="where a checkpoint to load is made")
+    arguments.add_argument("--directory", type=Path, help="directory of the checkpoint that is loaded")
     given = smoke.parse(arguments, part="all", shape="tiny", device="cpu", steps=1, rounds=1)
     found: list[Row] = []
     if given.part in ("speed", "all"):
@@ -71,7 +72,7 @@ def main() -> None:
         found.append(planned(given))
     before = json.loads(given.json.read_text())["rows"] if given.json is not None and given.json.exists() else []
     keys = [_key(row) for row in found]
-    rows = [row for row in before if _key(row) not in keys] + found  # a part that is measured again replaces itself
+    rows = [row for row in before if _key(row) not in keys] + found  # a repeated part replaces its old rows
     finish(
         "training on one GPU" if given.device == "cuda" else "no GPU: the logic alone", rows, targets(rows), given.json
     )
@@ -86,7 +87,7 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Series(Work):
-    """One kind of documents after another, `steps` of each."""
+    """Kinds of documents one after another, `steps` steps of each."""
 
     means: tuple[int, ...] = ()
     steps: int = 0
@@ -151,7 +152,7 @@ def speed_rank(shape: str, device: str, steps: str, rows: str, name: str, *kinds
     ends = [time.perf_counter()]
 
     def between(step: int) -> None:
-        # Of each kind: the warm steps, each waited for; steps that run on, waited for at their end; steps waited for.
+        # For each kind: warm steps with a wait after each, steps with one wait at the end, steps with a wait after each
         if device == "cuda" and not WARM < (step - 1) % of_kind + 1 < WARM + measured_steps:
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
@@ -165,12 +166,12 @@ def speed_rank(shape: str, device: str, steps: str, rows: str, name: str, *kinds
         )
     except _Enough:
         pass
-    except Exception as error:  # of a peer, any: what it has finished before counts
+    except Exception as error:  # any error of a peer: its finished kinds count
         failed = f"{type(error).__name__}: {error}"[:200]
     reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     gc.collect()
     if device == "cuda":
-        torch.cuda.empty_cache()  # for the products
+        torch.cuda.empty_cache()  # room for the products
     tell({
         "kinds": {
             kind: _timed(numbers, work, ends, i * of_kind + WARM, measured_steps)
@@ -183,11 +184,11 @@ def speed_rank(shape: str, device: str, steps: str, rows: str, name: str, *kinds
         "reserved_bytes": reserved,
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
     })  # fmt: skip
-    os._exit(0)  # peers leave threads behind that abort at exit
+    os._exit(0)  # threads of peers would abort at exit
 
 
 def _timed(numbers: dict[str, Any], work: Work, ends: list[float], first: int, steps: int) -> dict[str, float]:
-    """Seconds of a step from step `first` on: `steps` without waiting, then `steps` that were each waited for."""
+    """Return seconds per step from step `first` on: `steps` without waiting, then `steps` with a wait after each."""
     synchronised = [b - a for a, b in pairwise(ends[first + steps : first + 2 * steps + 1])]
     return {
         "step_s": (ends[first + steps] - ends[first]) / steps,
@@ -197,7 +198,7 @@ def _timed(numbers: dict[str, Any], work: Work, ends: list[float], first: int, s
 
 
 def product_rate(numbers: dict[str, Any], tokens: int, device: str) -> float:
-    """FLOP/s of the model's own bf16 products, forward and backward, one after another: the median of five passes."""
+    """Return FLOP/s of the model's own bf16 products, forward and backward: the median of five passes."""
     import torch
 
     hidden, mlp, width = numbers["hidden_size"], numbers["intermediate_size"], numbers["head_dim"]
@@ -226,13 +227,13 @@ def product_rate(numbers: dict[str, Any], tokens: int, device: str) -> float:
                 torch.cuda.synchronize()
             return (time.perf_counter() - began) / repeats
 
-        pass_s()  # chooses kernels
+        pass_s()  # the first pass chooses kernels
         seconds += times * statistics.median(pass_s() for _ in range(5))
     return flops / seconds
 
 
 def _flops(numbers: dict[str, Any], work: Work, steps: range) -> dict[str, float]:
-    """Of a step, and those of them that attention takes."""
+    """Return the FLOPs of a step, and those of attention."""
     from benchmarks.step import step_flops
 
     all_of_them = statistics.mean(step_flops(numbers, work, 0, step, ranks=1) for step in steps)
@@ -254,7 +255,7 @@ def _join(device: str) -> None:
 
 
 def load(given: argparse.Namespace) -> list[Row]:
-    """From a local disk, in the page cache, into the device: both are new processes, and alternate."""
+    """Time loading from the page cache onto the device. Both loaders are new processes, and alternate."""
     with tempfile.TemporaryDirectory(prefix="aliquot-gpu-", dir=given.directory) as folder:
         generate(Path(folder, "model"), SHAPES[given.shape], 5_000_000_000)
         warm(Path(folder, "model"))
@@ -279,7 +280,7 @@ def load_rank(who: str, directory: str, device: str) -> None:
 
     _join(device)
     if device == "cuda":
-        torch.empty(1, device=device)  # the context is nobody's loading
+        torch.empty(1, device=device)  # creating the CUDA context is not loading
     began = time.perf_counter()
     if who == "aliquot":
         from torch.distributed.device_mesh import init_device_mesh
@@ -298,7 +299,7 @@ def load_rank(who: str, directory: str, device: str) -> None:
 
 
 def planned(given: argparse.Namespace) -> Row:
-    """A run of `aliquot train`: what it foresaw of memory and time, over what came."""
+    """Run `aliquot train`, and compare its planned memory and time with the measured ones."""
     tokens, on_gpu = TOKENS.get(given.shape, 8192), given.device == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         config = {
@@ -341,7 +342,7 @@ def planned(given: argparse.Namespace) -> Row:
     }
 
 
-# Targets: of a GPU alone
+# Targets, for a GPU only
 
 
 def targets(rows: list[Row]) -> list[Target]:
@@ -356,7 +357,7 @@ def targets(rows: list[Row]) -> list[Target]:
         return above / below if above and below else None
 
     def of_full(shape: str) -> float | None:
-        """Tokens/s of short documents over those of one long document, as if its attention took no time."""
+        """Return tokens/s of short documents relative to one long document, as if attention took no time."""
         full, share = (one("speed", shape, column, documents="full") for column in ("tokens_per_s", "of_attention"))
         short = one("speed", shape, "tokens_per_s", documents="short")
         return ratio(short, None if full is None or share is None else full / (1 - share))

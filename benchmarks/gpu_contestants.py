@@ -1,6 +1,6 @@
-"""Training steps of one rank on a GPU: aliquot's and its peers', on the same rows of documents.
+"""Training steps of aliquot and its peers on one GPU, on the same rows of documents.
 
-The work of a step: rows of packed documents, AdamW, clipping at 1. Peers do it as their documentation says.
+A step has rows of packed documents, AdamW and clipping at 1. Peers are set up as their documentation recommends.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 
 from benchmarks.contestants import Work, aliquot_steps, trainer_arguments
 
-Between = Callable[[int], None]  # told each optimizer step that is done
+Between = Callable[[int], None]  # called after each optimizer step
 
 
 def documents(config: Mapping[str, Any], work: Work, index: int) -> dict[str, torch.Tensor]:
-    """Row `index`, each int64 [T], as packing is told to transformers: positions begin again, and labels[i] is of token
-    i, where the first of a document is predicted by none."""
+    """Return row `index` as packing passes it to transformers, each tensor int64 [T].
+
+    Positions restart at each document. labels[i] belongs to token i; nothing predicts the first token of a document.
+    """
     edges = work.edges(index)
     ids = torch.randint(0, config["vocab_size"], (edges[-1],), generator=torch.Generator().manual_seed(index))
     labels = ids.clone()
@@ -46,7 +48,7 @@ def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, reco
 
 
 def fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
-    """As torchtitan: fp32 master weights, bf16 compute, each layer compiled and wrapped, flex_attention."""
+    """Train as torchtitan: fp32 master weights, bf16 compute, each layer compiled and wrapped, flex_attention."""
     _until_told(_fsdp2(config, work, device, offload, recompute), between)
 
 
@@ -60,7 +62,7 @@ def _fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, re
     mesh = init_device_mesh(device, (1,))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = CPUOffloadPolicy() if offload and device == "cuda" else OffloadPolicy()
-    reshard = None if offload else False  # where weights can be kept within a step, they are, as ours
+    reshard = None if offload else False  # keep weights whole within a step, as aliquot does
     for layer in model.model.layers:
         if device == "cuda":
             layer.compile()
@@ -88,7 +90,7 @@ def trainer(
     between: Between,
     zero3: dict[str, Any] | None = None,
 ) -> None:
-    """HF Trainer; flash attention over packed rows where flash_attn is installed, else torch's SDPA."""
+    """Train with HF Trainer: flash attention over packed rows if flash_attn is installed, else torch's SDPA."""
     from transformers import Trainer, TrainerCallback, default_data_collator
 
     if offload and zero3 is None:
@@ -120,13 +122,13 @@ def trainer(
 
 
 def zero3(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
-    """HF Trainer and DeepSpeed ZeRO-3, everything that it can decide left to it."""
+    """Train with HF Trainer and DeepSpeed ZeRO-3, which chooses all of its settings itself."""
     import os
 
     os.environ["DS_ACCELERATOR"] = device
     import deepspeed
 
-    # Takes over the group that exists.
+    # Reuses the existing group.
     deepspeed.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo")
     away = {"device": "cpu", "pin_memory": True}
     stage3: dict[str, Any] = {"stage": 3, "overlap_comm": device == "cuda"}
@@ -161,6 +163,6 @@ def _transformers(config: Mapping[str, Any], attention: str, dtype: torch.dtype)
 
 
 def _until_told(steps: Iterator[None], between: Between) -> None:
-    """`between` ends it with an exception."""
+    """Run until `between` raises an exception."""
     for step, _ in enumerate(steps, 1):
         between(step)

@@ -1,11 +1,11 @@
-"""Between hosts: seconds and bytes of a step over links of several speeds, against DeepSpeed ZeRO-3 and FSDP2.
+"""Measure seconds and bytes of a step between hosts with links of several speeds, next to DeepSpeed and FSDP2.
 
 python benchmarks/hosts.py --json hosts.json                                         needs root: network namespaces
 python benchmarks/hosts.py --precision fp32 --tokens 128 --links none 1gbit          on cores without bf16
 
-Hosts are network namespaces of one core and one rank each, links are limited by tc; 125 M parameters, a learning rate
-of 2e-5. A row is the median of the steps after the first two of all rounds, contestants taking turns. `planned_s` and
-`planned_mb` are what `aliquot plan` says of a step over that link, where each host has a core, and of what all send.
+Hosts are network namespaces of one core and one rank each; tc limits their links. The model has 125 M parameters and a
+learning rate of 2e-5. A row is the median of all rounds' steps after the first two; contestants alternate. `planned_s`
+and `planned_mb` are the plan's seconds and bytes of a step over that link, if each host has a core of its own.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def _plan(given: argparse.Namespace, hosts: int, link: str, reduce_dtype: str) -> Plan:
-    """Of hosts that are a core each of this machine, measured while all of them compute."""
+    """Plan for hosts that are one core of this machine each, measured while all of them compute."""
     from aliquot.config.read_config import validate
     from aliquot.data.workload import Workload
     from aliquot.distributed.topology import RankLayout
@@ -146,7 +146,7 @@ def _over(
 def _targets(
     medians: dict[tuple[int, str, str], float], sent: dict[tuple[int, str, str], float], precision: str
 ) -> list[Target]:
-    """Megabytes are of weights in bf16, so they are only told where those are."""
+    """Return the goals. Megabytes count only in bf16, for which their goals are set."""
     in_bf16 = precision == "bf16"
     found = []
     for who, speedup, mb in (("fp32", 2.6, 540), ("bf16", 3.4, 290)):
@@ -200,7 +200,7 @@ def rank() -> None:
     tell({
         "seconds": [b[0] - a[0] for a, b in pairwise(timed)],
         "sent": (sent[1] - sent[0]) / len(timed),
-        # Seconds of processor time a second, of all threads but the one that computes.
+        # Processor seconds per second of all threads except the computing thread.
         "helping": ((all_ended - of_all) - (own_ended - of_own)) / (ended - began),
     })  # fmt: skip
     os._exit(0)

@@ -1,11 +1,11 @@
-"""Memory and seconds of the index of many documents: nothing private may grow with them.
+"""Measure memory and seconds of the index of many documents: private memory must not grow with them.
 
 python benchmarks/index.py --millions 2 40 160 --json index.json
 
-10 GB of short lines are about 160 million documents, which take hours to tokenise: here their lengths alone are drawn
-(25 tokens on average), and the tokens are a file without content. Of each size: the packing and the first epoch are
-made and the first batch is read; then the second epoch; then all is opened again, as every later start does it. Each is
-a process of its own; memory is what it held at most beyond its imports, files that are mapped left out.
+10 GB of short lines are about 160 million documents, which take hours to tokenise. The benchmark therefore draws only
+their lengths (25 tokens on average), and the file of tokens has no content. For each size, one process packs the
+documents, makes the first epoch and reads a batch; another makes the second epoch; a third opens everything again, as
+later starts do. Memory is the peak of private memory beyond imports, without mapped files.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PARTS = {"first epoch": 0, "second epoch": 1, "again": 0}
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--millions", type=float, nargs="+", default=[2, 40, 160], help="of documents")
-    arguments.add_argument("--apart", action="store_true", help="each document a sequence: data.packing=false")
-    arguments.add_argument("--directory", type=Path, help="where there is room: 60 bytes a document, 100 with --apart")
-    arguments.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # store, epoch, packing: a process of ours
+    arguments.add_argument("--millions", type=float, nargs="+", default=[2, 40, 160], help="millions of documents")
+    arguments.add_argument("--apart", action="store_true", help="one document per sequence (data.packing=false)")
+    arguments.add_argument("--directory", type=Path, help="needs 60 bytes per document, 100 with --apart")
+    arguments.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # store, epoch and packing, for a child process
     given = smoke.parse(arguments, millions=[0.01])
     if given.part is not None:
         part(Path(given.part[0]), int(given.part[1]), given.part[2] == "packed")
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def make_store(folder: Path, documents: int) -> None:
-    """A token store whose offsets are drawn and whose tokens are a hole."""
+    """Write a token store with random offsets and a file of tokens without content."""
     draw, tokens = np.random.default_rng(0), 0
     with (folder / "offsets.bin").open("wb") as file:
         file.write(np.zeros(1, np.int64).tobytes())
@@ -78,7 +78,7 @@ def make_store(folder: Path, documents: int) -> None:
 
 
 def measured(of_part: list[str]) -> Row:
-    """What a process of its own says of itself."""
+    """Return the measurements of a new process."""
     command = [sys.executable, __file__, "--part", *of_part]
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
     row: Row = json.loads(told)
@@ -107,7 +107,7 @@ def part(store: Path, epoch: int, packed: bool) -> None:
 
 
 def used_gb(folder: Path) -> float:
-    """What all files of a folder take on the disk."""
+    """Return the disk space of all files of a folder."""
     blocks = sum(path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
     return round(blocks * 512 / 1e9, 2)
 

@@ -1,12 +1,12 @@
-"""Memory and seconds of preparing texts of several sizes: nothing may grow with the text but the files of the cache.
+"""Measure memory and seconds of preparing texts of several sizes: only files of the cache may grow with a text.
 
 python benchmarks/large_text.py --gigabytes 0.4 1.5 5 10 --document file line --json large_text.json
 
-A text is the blocks of a real one (--text; the modules of Python's own library otherwise) in an order drawn anew, each
-with a number of its own. Of each size: it is tokenised, then its index and first epoch are made and its first batch
-read; then both again, as every later start does it. Each start is a process of its own; memory is what it and those
-that it started held at most beyond its imports, mapped files left out. One text lies on the disk at a time, with its
-tokens. --words: a tokenizer that looks whole words up, for sizes that byte pairs take an hour for.
+A text repeats the blocks of a real text (--text; by default, the modules of Python's library) in random order, each
+with a number. For each size, the first start tokenises the text, makes its index and first epoch, and reads a batch;
+the second start repeats this with the cache. Each start is a process. Memory is the peak of private memory of the
+process and its children beyond imports, without mapped files. Only one text is on the disk at a time. With --words, the
+tokenizer looks up whole words, which is faster than byte pairs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def main() -> None:
     arguments.add_argument("--gigabytes", type=float, nargs="+", default=[0.4, 1.5, 5, 10])
     arguments.add_argument("--document", nargs="+", default=["file"], choices=["file", "line", "block"])
     arguments.add_argument("--text", type=Path, help="a real text")
-    arguments.add_argument("--words", action="store_true", help="tokens are whole words instead of byte pairs")
-    arguments.add_argument("--directory", type=Path, help="where there is room for the text and its tokens")
-    arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # the unit and the folder: a process of ours
+    arguments.add_argument("--words", action="store_true", help="tokenise whole words instead of byte pairs")
+    arguments.add_argument("--directory", type=Path, help="needs room for the text and its tokens")
+    arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # unit and folder, for a child process
     given = smoke.parse(arguments, gigabytes=[0.002], text=smoke.text)
     if given.part is not None:
         part(given.part[0], Path(given.part[1]))
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def real_blocks(text: Path | None) -> list[str]:
-    """Paragraphs, or what else stands between blank lines."""
+    """Return the blocks between blank lines."""
     if text is None:
         from aliquot.data.data_files import find_files
 
@@ -81,7 +81,7 @@ def real_blocks(text: Path | None) -> list[str]:
 
 
 def make_tokenizer_of_words(folder: Path, texts: list[str]) -> None:
-    """Of the most frequent words of those texts, in `folder`/tokenizer."""
+    """Write a tokenizer of the most frequent words of the texts to `folder`/tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -104,7 +104,7 @@ def make(path: Path, blocks: list[str], gigabytes: float) -> None:
 
 
 def measured(unit: str, folder: str) -> Row:
-    """What a start of its own says of itself."""
+    """Return the measurements of a new process."""
     command = [sys.executable, __file__, "--part", unit, folder]
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
     row: Row = json.loads(told)

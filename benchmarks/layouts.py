@@ -1,4 +1,7 @@
-"""Checkpoints with the layouts of real models and random bits: every value a finite bf16, |x| < 2."""
+"""Shapes of the benchmarks' models, and checkpoints in the layouts of published models.
+
+Checkpoints have random bits; every value is a finite bf16 below 2.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 
 BLOCK_BYTES = 64 << 20
-SHARD_BYTES = 5_000_000_000  # what transformers cut files at when these models were published
+SHARD_BYTES = 5_000_000_000  # size of files by transformers when these models were published
 
-LLAMA_1B = {  # 1,235,814,400 parameters, 2.47 GB; cut into 5 files here
+LLAMA_1B = {  # 1,235,814,400 parameters, 2.47 GB; five files here
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -55,7 +58,7 @@ def llama_config(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama_tensors(numbers: Mapping[str, Any]) -> list[tuple[str, Shape]]:
-    """Names and shapes in the model's order, in which the published files were cut."""
+    """Return names and shapes in the model's order, in which published files are divided."""
     hidden, mlp, vocabulary = numbers["hidden_size"], numbers["intermediate_size"], numbers["vocab_size"]
     query, key = (numbers[name] * numbers["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     layer = {
@@ -79,7 +82,7 @@ def llama_tensors(numbers: Mapping[str, Any]) -> list[tuple[str, Shape]]:
 
 
 def generate(directory: Path, numbers: Mapping[str, Any], max_shard_bytes: int = SHARD_BYTES) -> Path:
-    """A Hugging Face directory in bf16 with random bits."""
+    """Write a Hugging Face directory in bf16 with random bits."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(llama_config(numbers), indent=1))
     entries = [LayoutEntry(name, shape, torch.bfloat16) for name, shape in llama_tensors(numbers)]
@@ -90,7 +93,7 @@ def generate(directory: Path, numbers: Mapping[str, Any], max_shard_bytes: int =
         with (directory / file.name).open("r+b") as out:
             out.seek(len(file.header))
             for start in range(len(file.header), file.file_bytes, BLOCK_BYTES):
-                # the exponent's highest bit cleared in each of the four: neither inf nor nan
+                # clear the exponent's highest bit in each of the four values: neither inf nor nan
                 values = bits.random_().bitwise_and_(~0x4000400040004000)
                 out.write(values.numpy().data.cast("B")[: file.file_bytes - start])
             out.flush()

@@ -1,9 +1,9 @@
-"""Loading a Hugging Face checkpoint into a sharded model: aliquot beside its peers and a plain parallel read.
+"""Measure loading a Hugging Face checkpoint into a sharded model, next to peers and a plain parallel read.
 
 python benchmarks/load.py --json load.json
 
-Peers that are not installed get a row that says so. Needs 20 GB of disk (3 GB with --skip-8b) in --directory, which is
-removed at the end, and root for the cold rows. Every run is a new set of processes; methods alternate.
+A peer that is not installed gets a row with a note. The benchmark needs 20 GB of disk (3 GB with --skip-8b) in
+--directory, and removes its files at the end. Cold rows need root. Every run starts new processes; methods alternate.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ METHODS = {
 }
 PLAIN_THREADS = 4
 PLAIN_BYTES = 8 << 20
-EIGHT_B_NEEDS_BYTES = smoke.choose(18_500_000_000, 0)  # 4 x 4.02 GB of weights, and what four interpreters take
+EIGHT_B_NEEDS_BYTES = smoke.choose(18_500_000_000, 0)  # 4 x 4.02 GB of weights, and four interpreters
 EIGHT_B_DISK_BYTES = smoke.choose(17_000_000_000, 0)
 SMALL, LARGE = smoke.choose((LLAMA_1B, LLAMA_8B), (smoke.TINY, smoke.TINY))
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--directory", type=Path, help="where checkpoints are made; default: a temporary directory")
+    arguments.add_argument("--directory", type=Path, help="directory of checkpoints; default: a temporary directory")
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--skip-8b", action="store_true")
-    arguments.add_argument("--methods", help=f"of {', '.join(METHODS)}; default: all")
+    arguments.add_argument("--methods", help=f"some of {', '.join(METHODS)}; default: all")
     given = smoke.parse(arguments, repeats=1)
     for method in set(METHODS) - set(given.methods.split(",") if given.methods else METHODS):
         del METHODS[method]
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def small_model(directory: Path, repeats: int) -> tuple[list[Row], dict[str, float | None]]:
-    """1.24 B parameters on 2 ranks, bf16: rows, and the targets' values."""
+    """Load 1.24 B parameters on 2 ranks in bf16; return rows, and values of the targets."""
     taken: dict[tuple[str, str], list[list[Measured]]] = {}
     for _ in range(repeats):
         for state in ("warm", "cold"):
@@ -131,7 +131,7 @@ def _values(rows: list[Row]) -> dict[str, float | None]:
 
 
 def large_model(directory: Path) -> tuple[Row, float | None]:
-    """Llama-3-8B on 4 ranks of this machine: the row, and GB of private memory of the rank that has most."""
+    """Load Llama-3-8B on 4 ranks; return the row, and GB of private memory of the largest rank."""
     import psutil
 
     row: Row = {"method": METHODS["aliquot"], "cache": "cold", "model": "8.03 B, 4 ranks, bf16"}
@@ -158,7 +158,7 @@ def large_model(directory: Path) -> tuple[Row, float | None]:
 
 
 def rank(method: str, directory: Path) -> None:
-    """One rank: imports and the process group first, so that only loading is measured."""
+    """Measure loading in one rank, after imports and the start of the process group."""
     import torch.distributed as dist
     import transformers
 
@@ -188,11 +188,11 @@ def rank(method: str, directory: Path) -> None:
     measured.setdefault("load_s", measured["seconds"])
     measured["own_bytes"] = sum(shard.numel() * shard.element_size() for shard in own_shards(held))
     tell(measured)
-    os._exit(0)  # nothing is left to be told, and libraries differ in how they end
+    os._exit(0)  # libraries differ in how they end a process
 
 
 def _import_all() -> None:
-    """transformers imports a model's modules when it is first built; that is not loading."""
+    """Import the modules of a model, which transformers otherwise does when it first builds the model."""
     import torch
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
@@ -206,7 +206,7 @@ def _import_all() -> None:
 
 
 def own_shards(held: Any) -> list[Any]:
-    """This rank's memory of every weight."""
+    """Return this rank's memory of every weight."""
     import torch
 
     if isinstance(held, torch.Tensor):
@@ -221,13 +221,13 @@ def own_shards(held: Any) -> list[Any]:
 
 
 def touch(held: Any) -> None:
-    """Write a value of every page, as training will: a peer that only maps the files has loaded nothing before that."""
+    """Write to every page, as training will. A peer that only maps the files has loaded nothing before."""
     for shard in own_shards(held):
         shard.view(-1)[:: 4096 // shard.element_size()].mul_(1)
 
 
 def _plain(directory: Path, prepared: Any, measured: Measured) -> Any:
-    """This rank's share of every file into memory that is new, as a model's is: what the system can do at best."""
+    """Read this rank's share of every file into new memory: the limit of the system."""
     import torch
 
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

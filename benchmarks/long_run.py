@@ -1,12 +1,12 @@
-"""Whether a long run stays as it began: memory, speed, and the plan beside both.
+"""Measure whether memory and speed of a long run stay constant, and compare them with the plan.
 
 python benchmarks/long_run.py --json long_run.json --text FILE ... [--only NAME,...] [--scale 0.1] [--precision fp32]
 
-Trains models of 5, 26, 125 and 500 M parameters for 2,000, 2,000, 200 and 60 steps on two ranks. Of each text come
-short documents (its lines), middling ones (its paragraphs) and long ones (stretches of about 3,000 tokens), so that no
-two packings are alike. Four evaluations and four checkpoints lie within, and text is generated at the end. `grown` is
-the median of the largest rank's memory over the last tenth of the steps, less that from step 20 to step 40: one step
-after memory was given back, which has far less, moves a mean by more than what is looked for. --scale shortens runs.
+Models of 5, 26, 125 and 500 M parameters train for 2,000, 2,000, 200 and 60 steps on two ranks. Each text is divided
+into lines, paragraphs and stretches of about 3,000 tokens, so that no two packings are alike. A run has four
+evaluations and four checkpoints, and generates text at the end. `grown` is the median of the largest rank's memory in
+the last tenth of the steps, minus the median from step 20 to 40. A mean would not do, because one step after a release
+of memory has far less. --scale shortens runs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
 
 
 CASES: tuple[Case, ...] = (
-    Case("5m", LLAMA_5M, 2000, 256, 1, None),  # a quarter of an hour, also where there are no instructions for bf16
+    Case("5m", LLAMA_5M, 2000, 256, 1, None),  # a quarter of an hour even without bf16 instructions
     Case("26m", LLAMA_26M, 2000, 512, 2, 0.65),
     Case("125m", LLAMA_125M, 200, 2048, 1, 0.85),
     Case("500m", LLAMA_500M, 60, 2048, 1, 0.92),
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def write_documents(texts: list[Path], file: Path) -> None:
-    """A third of all characters in each kind of document, in an order that does not change."""
+    """Write a third of all characters as each kind of document, in a fixed random order."""
     documents: list[str] = []
     for text in texts:
         content = text.read_text()

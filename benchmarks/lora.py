@@ -1,10 +1,11 @@
-"""LoRA beside training all weights, and beside peft with HF Trainer and DDP over gloo: speed and memory on two ranks.
+"""Compare LoRA with training all weights, and with peft, HF Trainer and DDP over gloo: speed and memory of two ranks.
 
 python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--steps 2] [--rounds 2]
 
-A step has about 1,024 real tokens a rank, in two ways: full rows of 512, where a peer has nothing to pad, and documents
-of 65 tokens on average, which aliquot packs and the peer, eight at a time, pads to the longest (its default). Adapters
-of rank 16 on all linear layers. Rounds alternate; medians of all steps but the first. Memory is the most PSS of a rank.
+A step has about 1,024 real tokens per rank. Rows are either full rows of 512, which need no padding, or documents of 65
+tokens on average. aliquot packs these documents; the peer pads eight of them to the longest, as it does by default.
+Adapters have rank 16, on all linear layers. Rounds alternate. Figures are medians of all steps but the first, and the
+peak PSS of a rank.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
 
     fast = {"avx512_bf16", "amx_bf16", "sve_bf16"} & set(read_cpu().isa)
     precision = given.precision if given.precision != "auto" else "bf16" if fast else "fp32"
-    # A better allocator for all of them. Without one aliquot has the settings of glibc that it takes by itself.
+    # All contestants get the better allocator. Without one, aliquot still sets up glibc's allocator itself.
     environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for _ in range(given.rounds):
@@ -131,13 +132,13 @@ def rank() -> None:
 
 
 def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object]) -> float:
-    """As their documentation says: get_peft_model, Trainer, two processes. -> real tokens of a rank's mean step."""
+    """Train as in peft's documentation (get_peft_model, Trainer); return the real tokens of a rank's mean step."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 
     class Documents(torch.utils.data.Dataset[torch.Tensor]):
-        """Those of the rows that aliquot packs: as many real tokens a step, as nearly as whole batches allow."""
+        """The documents of the rows that aliquot packs, in batches with as many real tokens per step as possible."""
 
         def __init__(self) -> None:
             edges = [work.edges(row) for row in range(64)]

@@ -1,9 +1,9 @@
-"""The most memory that training takes on each of two ranks, beside DeepSpeed: PSS, shared pages divided by their users.
+"""Measure the peak memory (PSS) of training on each of two ranks, next to DeepSpeed.
 
 python benchmarks/memory.py --json memory.json
 
-500 M parameters, micro-batches of 512 tokens, two a step: more would take longer and the same memory. Frugal: moments
-in int8, gradient sums in bf16. The seconds of a step tell what selective activation checkpointing costs.
+The model has 500 M parameters and two micro-batches of 512 tokens per step; more would not change the peak. Frugal
+means int8 moments and bf16 gradient sums. The seconds per step show the cost of selective activation checkpointing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A mixture of experts: optimizer steps of aliquot, plain FSDP2 and HF Trainer + DeepSpeed ZeRO-3 on two ranks.
+"""Measure steps of a mixture of experts on two ranks: aliquot, plain FSDP2, HF Trainer with DeepSpeed ZeRO-3.
 
 python benchmarks/moe.py --json moe.json [--shapes top4of32,top8of128] [--layers 10] [--rounds 2] [--steps 3]
                          [--precision fp32] [--no-plan]
 
-Qwen3-MoE-like models of 500 M parameters and more, a packed row of 2,048 tokens a rank and step. FLOP/s count what is
-active: of the experts those that a token chose. The ceiling of `moe_mfu` is a plain product of the experts' own shapes,
-all ranks at once, in the same run. `moe_layer` is one layer's experts on one core against each implementation that
-transformers has for CPU; `batched_mm`, which copies a matrix a token, is left out where that takes more than 8 GB.
+The models resemble Qwen3-MoE, have 500 M parameters or more, and train on a packed row of 2,048 tokens per rank and
+step. FLOP/s count active parameters only. The ceiling of `moe_mfu` is a plain product of the experts' shapes on all
+ranks at once, in the same run. `moe_layer` compares the experts of one layer on one core with each implementation of
+transformers for CPU. `batched_mm` copies a matrix per token, and is left out if that takes more than 8 GB.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def targets_of(shape: str, rows: dict[str, Row], layer: Row) -> list[dict[str, A
 
 
 def planned(given: argparse.Namespace) -> Row:
-    """A run of the command, and its own plan."""
+    """Run the command, and compare it with its plan."""
     from benchmarks.foresight import Case, measured
 
     model = {**COMMON, **SHAPES["top4of32"], "num_hidden_layers": max(2, given.layers // 2), "vocab_size": 8192}
@@ -167,7 +167,7 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
     else:
         if name.startswith("host"):
             making = aliquot_steps("host", config, work, topology, {}, "bf16" if precision == "bf16" else "fp32")
-            # Of each parameter weight, gradient sum and two moments; in bf16 shared copy and low half are the weight.
+            # Weight, gradient sum and two moments of each parameter; in bf16, the weight is a shared copy and low half.
             states_bytes = 16 * built.numel // RANKS
         else:
             making = fsdp2_steps(config, work, precision)
@@ -187,11 +187,11 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
             "active": meta.matmul_parameters(built.model),
         }
     )
-    os._exit(0)  # peers leave threads behind that abort at exit
+    os._exit(0)  # threads of peers would abort at exit
 
 
 def rank_layer(shape: str, precision: str) -> None:
-    """Seconds of forward and backward of one layer's experts on one core, alternating."""
+    """Return seconds of forward and backward of one layer's experts on one core; implementations alternate."""
     import torch
     from transformers import AutoConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

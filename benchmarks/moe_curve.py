@@ -1,10 +1,11 @@
-"""What a mixture of experts learns from scratch, and a dense model of the same active size from the same tokens.
+"""Train a mixture of experts and a dense model of the same active size from scratch, on the same tokens.
 
 python benchmarks/moe_curve.py [--text FILE] [--tokenizer DIRECTORY] [--steps 600] [--seeds 0 1 2]
                                [--json FILE] [--svg FILE]
 
-Qwen3 shapes of four layers; the mixture has 16 experts of a quarter of the dense model's width, of which a token takes
-four, and a router. Held-out loss along the way, of a twentieth of the documents; both see the same batches.
+Both models have the shape of Qwen3 with four layers. The mixture has a router and 16 experts, each with a quarter of
+the dense model's width; a token takes four experts. Both see the same batches. Rows have the loss of a held-out
+twentieth of the documents along the training.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Curve = list[tuple[int, float]]  # (step, held-out loss)
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--text", default="stdlib", help="a file; default: the source of Python's standard library")
-    arguments.add_argument("--tokenizer", type=Path, help="default: one of 512 pieces, trained on the text")
+    arguments.add_argument("--tokenizer", type=Path, help="default: 512 pieces, trained on the text")
     arguments.add_argument("--steps", type=int, default=600)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--svg", type=Path)
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def gaps(curves: dict[str, list[Curve]], at: int) -> list[float]:
-    """Of each seed, mixture less dense."""
+    """Return mixture minus dense, for each seed."""
     return [a[at][1] - b[at][1] for a, b in zip(curves["mixture"], curves["dense"], strict=True)]
 
 
@@ -92,7 +93,7 @@ def trained(given: argparse.Namespace, name: str, seed: int) -> Curve:
 
 
 def picture(curves: dict[str, list[Curve]]) -> str:
-    """Thin: each seed; thick: their mean."""
+    """Draw thin lines for the seeds and thick lines for their means."""
     values = [loss for found in curves.values() for curve in found for _, loss in curve]
     low, high, last = min(values), max(values), curves["dense"][0][-1][0]
 

@@ -63,7 +63,7 @@ def main() -> None:
         targets.append(target(name, fused / ours, 1.0, "higher"))
     environ = {
         "LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")
-    }  # or new memory would be most of it
+    }  # otherwise page faults would take most of the time
     ranks = run_world(__file__, 2, "products", environ=environ)
     if "failed" in ranks[0]:
         raise SystemExit(ranks[0]["failed"])
@@ -166,7 +166,7 @@ def products() -> dict[str, float]:
 
     def measure(name: str, work: Callable[[], object]) -> None:
         def others() -> None:
-            apart[0].add_(apart[1])  # in a step nothing finds its own in a core's cache
+            apart[0].add_(apart[1])  # evicts the caches, which hold other data in a step
             dist.barrier()
 
         found[name] = seconds(work, others)

@@ -1,9 +1,10 @@
-"""What a step changes in bf16 weights, how many bits tell it, and how fast they are written and read.
+"""Measure which bf16 weights a step changes, how many bits describe the changes, and the speed of encoding.
 
 python benchmarks/patches.py --model MODEL_DIRECTORY --text FILE --json patches.json
 
-Fine-tunes a pretrained model, fp32 masters and bf16 weights that are their rounding, at several learning rates, on one
-core. Of the last steps: the weights that a step changes, those of them by one unit in the last place, bits a weight.
+The benchmark fine-tunes a pretrained model on one core at several learning rates, with fp32 master weights and bf16
+weights that are the rounded master weights. For the last steps it reports the share of changed weights, the share of
+these that changed by one unit in the last place, and the bits per weight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.report import Row, finish, target
 
 RATES = (1e-5, 2e-5, 1e-4, 5e-4)
 TOKENS = 512
-WARM_UP = smoke.choose(20, 1)  # steps in which Adam's moments settle
+WARM_UP = smoke.choose(20, 1)  # steps until Adam's moments settle
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Many short documents: tokenising and indexing them, beside `datasets`; then again, as every later start does it.
+"""Measure tokenising and indexing many short documents, next to `datasets`; then again, as later starts do.
 
 python benchmarks/prepare.py --json prepare.json
 
---megabytes 100 of lines of a few words, each a document, made from a seed. Every row is a process of its own that has
-imported what it needs; `memory` is what it and its children needed at most beyond that, files that are mapped left out.
+The text has --megabytes 100 of lines of a few words from a fixed seed; each line is a document. Every row is a new
+process that has already imported its libraries. `memory` is the peak of private memory of the process and its children
+beyond that, without mapped files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MIB = 1 << 20
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--megabytes", type=int, default=100)
-    arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # its name and the folder: a process of ours
+    arguments.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # name and folder, for a child process
     given = smoke.parse(arguments, megabytes=1)
     if given.part is not None:
         part(PARTS[given.part[0]], Path(given.part[1]))
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def make(folder: Path, megabytes: int) -> int:
-    """lines.txt and a tokenizer; how many lines."""
+    """Write lines.txt and a tokenizer; return the number of lines."""
     draw = random.Random(0)
     words = ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(20_000)]
     lines = written = 0
@@ -65,7 +66,7 @@ def make(folder: Path, megabytes: int) -> int:
 
 
 def make_tokenizer(folder: Path, texts: list[str], vocabulary: int = VOCABULARY) -> None:
-    """A byte-level one of those texts, in `folder`/tokenizer."""
+    """Write a byte-level tokenizer, trained on the texts, to `folder`/tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -90,7 +91,7 @@ def part(work: Callable[[Path], Callable[[], object]], folder: Path) -> None:
 
 
 class Peak:
-    """The most private memory of this process and those that it has started, sampled in a thread."""
+    """The peak of private memory of this process and its children, sampled in a thread."""
 
     def __enter__(self) -> Peak:
         self._before = self._most = private_bytes()
@@ -104,7 +105,7 @@ class Peak:
         self._watching.join()
 
     def beyond(self) -> int:
-        """In bytes, over what there was when this began; since then, or since it was last asked."""
+        """Return the peak in bytes since the last call, minus the memory at the start."""
         most, self._most = max(self._most, private_bytes()), 0
         return most - self._before
 
@@ -114,7 +115,7 @@ class Peak:
 
 
 def private_bytes() -> int:
-    """Of this process and those that it has started."""
+    """Return private memory of this process and its children."""
     own = psutil.Process()
     total = 0
     for process in (own, *own.children(recursive=True)):

@@ -1,12 +1,12 @@
-"""What gradients in bf16 between hosts do to the loss: the same fine-tuning with both, several seeds.
+"""Measure the effect of bf16 gradients between hosts on the loss: the same fine-tuning with fp32 and bf16.
 
 python benchmarks/reduce_dtype.py --model DIRECTORY --text FILE --json reduce_dtype.json
                                                                   needs root: network namespaces
 
-Two hosts of one rank, micro-batches of a packed sequence of 256 tokens, four a rank and step. Evaluation loss after
---steps steps, over a twentieth of the paragraphs of --text, which is held out; differences are between runs of one
-seed, which sees the same batches with either. To compare with: how far seeds are apart, and, with --nudged, what a
-learning rate higher by a millionth does to the exact run: as much as anything that is not exactly the same.
+Two hosts with one rank each train on packed sequences of 256 tokens, four per rank and step. Rows have the evaluation
+loss after --steps steps on a held-out twentieth of the paragraphs. Differences compare runs of the same seed, which see
+the same batches. Two controls show what a difference means: the distance between seeds, and, with --nudged, the effect
+of a learning rate that is higher by a millionth.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def main() -> None:
     arguments.add_argument("--model", type=Path, required=not smoke.SMOKE)
     arguments.add_argument("--text", type=Path, required=not smoke.SMOKE)
     arguments.add_argument("--steps", type=int, default=300)
-    arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the computation")
+    arguments.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="precision of the computation")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments.add_argument("--nudged", action="store_true", help="half as many runs more")
+    arguments.add_argument("--nudged", action="store_true", help="run the control, too: half as many runs more")
     given = smoke.parse(arguments, model=smoke.model, text=smoke.text, steps=4, precision="fp32", seeds=[0])
     if (reason := why_not()) is not None:
         sys.exit(reason)

@@ -24,7 +24,7 @@ Target = dict[str, Any]
 def target(
     name: str, value: float | None, goal: float, better: Literal["higher", "lower"], why: str | None = None
 ) -> Target:
-    """`value` None: it could not be measured here, because of `why`."""
+    """Describe a goal and its measured value. `value` is None if it could not be measured, because of `why`."""
     met = value is not None and (value >= goal if better == "higher" else value <= goal)
     found = {
         "name": name,
@@ -47,7 +47,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
 
 
 def finish(title: str, rows: Sequence[Row], targets: Sequence[Target], file: Path | None) -> None:
-    """Print both tables; write the JSON if a file is given."""
+    """Print rows and targets, and write them as JSON if a file is given."""
     from aliquot.machine.facts import machine_facts
 
     show(title, rows)

@@ -1,4 +1,4 @@
-"""A run of `aliquot train` as a benchmark makes many of them: what its metrics hold, and nothing left behind."""
+"""Run `aliquot train` for a benchmark, return its metrics, and leave no files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import yaml
 def metrics_of(
     seed: int, *, nodes: Sequence[Sequence[str]] = ((),), environ: Mapping[str, str] | None = None, **sections: Any
 ) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl. Ends this process with what the run says where it fails.
+    """Return the lines of metrics.jsonl; exit with the run's message if the run fails.
 
-    `nodes`: what the command of each begins with, one for a run on several nodes, such as that which enters a host.
+    `nodes` has a command prefix for each node of the run, for example the command that enters a network namespace.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = {

@@ -1,10 +1,11 @@
-"""The seed's job in *real* tokens per second: rows of wikitext-2, 125 M parameters, four rows a rank and step.
+"""Measure *real* tokens per second of the seed's job: rows of wikitext-2, 125 M parameters, four rows per step.
 
 python benchmarks/seed_job.py --text wikitext.txt --tokenizer DIRECTORY --json seed_job.json
 
-DeepSpeed ZeRO-3 with the seed's JSON, allocator preloaded, three ways: rows padded to 512 as the seed does; each row at
-its own length; rows concatenated and split (which mixes documents). aliquot packs documents, isolated. Every optimizer
-step learns from about as many real tokens in all of them. Only the lengths of the rows matter: tokens are random.
+DeepSpeed ZeRO-3 runs with the seed's JSON and a preloaded allocator, in three ways: rows padded to 512 as in the seed,
+each row at its own length, and rows concatenated and split, which mixes documents. aliquot packs isolated documents.
+Every optimizer step learns from about the same number of real tokens. Tokens are random, because only the lengths of
+the rows matter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ WHO = {
 
 @dataclass(frozen=True)
 class RealRows(Work):
-    """Rows of a text packed into sequences of `tokens`; what does not fit at the end is cut off."""
+    """Rows of a text, packed into sequences of `tokens`. The last row is cut off."""
 
     lengths: tuple[int, ...] = ()
 
@@ -93,7 +94,7 @@ def row_lengths(text: Path, tokenizer: Path) -> list[int]:
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(tokenizer)
-    lines = [line.strip() for line in text.read_text().splitlines()]  # a third of them empty: the seed pads those, too
+    lines = [line.strip() for line in text.read_text().splitlines()]  # a third is empty; the seed pads empty rows, too
     return [max(1, min(LONGEST, len(ids))) for ids in encode(lines)["input_ids"]]
 
 

@@ -1,7 +1,7 @@
-"""What every benchmark begins with: its arguments, and `--smoke`, which runs its real code path in seconds.
+"""Parse the arguments of every benchmark, with `--smoke`, which runs the real code path in seconds.
 
-A smoke run takes the smallest shape and shows that the benchmark works; its numbers mean nothing. `choose` selects the
-constants of such a run; the processes of a benchmark inherit the choice.
+A smoke run takes the smallest shape and shows that the benchmark works; its figures mean nothing. `choose` selects the
+constants of such a run. The processes of a benchmark inherit the choice.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def choose(full: Value, smoke: Value) -> Value:
 
 
 def parse(arguments: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
-    """Parse with --json and --smoke added; `smoke` replaces the defaults in a smoke run, a function by its result."""
-    arguments.add_argument("--json", type=Path, help="write machine facts, rows and targets there")
-    arguments.add_argument("--smoke", action="store_true", help="the smallest shape, in seconds: does it still run?")
+    """Parse with --json and --smoke added. `smoke` replaces defaults in a smoke run; functions are called."""
+    arguments.add_argument("--json", type=Path, help="result file: machine facts, rows and targets")
+    arguments.add_argument("--smoke", action="store_true", help="a test with the smallest shape, in seconds")
     if SMOKE:
         arguments.set_defaults(**{name: value() if callable(value) else value for name, value in smoke.items()})
     return arguments.parse_args()
@@ -45,7 +45,7 @@ def parse(arguments: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespac
 
 @cache
 def text() -> Path:
-    """A plain text: the English pages of the documentation."""
+    """Return a plain text: the English pages of the documentation."""
     file = _folder() / "text.txt"
     file.write_text("\n\n".join(page.read_text() for page in sorted(DOCUMENTS.glob("*/*.md"))))
     return file
@@ -53,7 +53,7 @@ def text() -> Path:
 
 @cache
 def tokenizer() -> Path:
-    """A directory with a tokenizer of VOCABULARY pieces."""
+    """Return a directory with a tokenizer of VOCABULARY pieces."""
     from benchmarks.prepare import make_tokenizer
 
     make_tokenizer(_folder(), [text().read_text()], VOCABULARY)
@@ -62,7 +62,7 @@ def tokenizer() -> Path:
 
 @cache
 def model() -> Path:
-    """A directory with a tiny model of random weights and its tokenizer."""
+    """Return a directory with a tiny model of random weights and its tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     directory = _folder() / "model"

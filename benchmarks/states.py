@@ -1,9 +1,9 @@
-"""What frugal optimizer states do to the loss: the same fine-tuning with fp32, bf16 and int8 states, several seeds.
+"""Measure the effect of frugal optimizer states on the loss: the same fine-tuning with fp32, bf16 and int8 states.
 
 python benchmarks/states.py --model DIRECTORY --text FILE --json states.json
 
-Evaluation loss after --steps steps of two packed sequences of 256 tokens, over a twentieth of the paragraphs of --text,
-which is held out; differences are between runs of one seed, which sees the same batches with any states.
+Rows have the evaluation loss after --steps steps of two packed sequences of 256 tokens, on a held-out twentieth of the
+paragraphs of --text. Differences compare runs of the same seed, which see the same batches.
 """
 
 from __future__ import annotations

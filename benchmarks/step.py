@@ -1,10 +1,11 @@
-"""Whole optimizer steps of aliquot, plain FSDP2 and HF Trainer + DeepSpeed ZeRO-3 on two ranks of this machine.
+"""Measure optimizer steps of aliquot, plain FSDP2 and HF Trainer with DeepSpeed ZeRO-3 on two ranks of this machine.
 
 python benchmarks/step.py --json step.json [--shapes 125m,500m] [--rounds 2] [--steps 3]
 
-Every contestant is a new pair of processes; rounds alternate between them; medians of all steps but the first ones.
-MFU counts 6 x matmul parameters (no input embedding) x tokens and causal attention over true document lengths; its
-ceiling is a plain bf16 matmul (best of square and model shapes) on both ranks at once, taken before and after.
+Every contestant is a new pair of processes, and rounds alternate between contestants. Figures are medians of all steps
+but the first ones. MFU counts 6 x matmul parameters (without the input embedding) x tokens, and causal attention over
+true document lengths. Its ceiling is a plain bf16 matmul (the best of square and model shapes) on both ranks at once,
+measured before and after the steps.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ RANKS = 2
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": smoke.TINY}
 FULL, PACKED, PACKED_LONG = Work(512, 4), Work(512, 4, 65), Work(2048, 1, 65)
 WORKS = {"full 512 x 4": FULL, "packed 512 x 4": PACKED, "packed 2048 x 1": PACKED_LONG}
-# name -> (who, work, tuned as aliquot is: allocator preloaded, a core a rank)
+# name -> (who, work, tuned as aliquot is: preloaded allocator, one core per rank)
 CONTESTANTS = {
     "host, packed 512 x 4": ("host", "packed 512 x 4", True),
     "host, packed 2048 x 1": ("host", "packed 2048 x 1", True),
@@ -124,7 +125,7 @@ def targets_of(shape: str, rows: dict[str, Row]) -> list[Target]:
         return value
 
     def why(*names: str) -> str | None:
-        """What a measurement lacks: a contestant that has died is a finding."""
+        """Return the failures of contestants as the reason for a missing value."""
         died = [f"{name}: {rows[name]['note']}" for name in names if name in rows and "note" in rows[name]]
         return "; ".join(died) or None
 
@@ -167,7 +168,7 @@ def rank() -> None:
         return matmul_rate(shapes)
 
     before = ceiling()
-    warm = 3 if who in ("host", "alone") else 1  # compilation, and shapes that change
+    warm = 3 if who in ("host", "alone") else 1  # compilation, and changing shapes
     ends = []
     sent = []
 
@@ -201,11 +202,11 @@ def rank() -> None:
             "peak_rss_bytes": peak,
         }
     )
-    os._exit(0)  # peers leave threads behind that abort at exit
+    os._exit(0)  # threads of peers would abort at exit
 
 
 def tuned_topology(tuned: bool) -> Topology:
-    """Join the other rank; `tuned`: on cores of its own."""
+    """Join the other rank; with `tuned`, on cores of its own."""
     import torch
     import torch.distributed as dist
 
@@ -222,7 +223,7 @@ def tuned_topology(tuned: bool) -> Topology:
 
 
 def without_the_other(topology: Topology) -> Topology:
-    """Leave the other rank: from here on each trains a whole model, at the same time."""
+    """Leave the other rank: both then train a whole model at the same time."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
@@ -232,7 +233,7 @@ def without_the_other(topology: Topology) -> Topology:
 
 
 def step_flops(numbers: dict[str, Any], work: Work, rank_number: int, step: int, ranks: int = RANKS) -> int:
-    """Of one rank's micro-batches of one step."""
+    """Return the FLOPs of one rank's micro-batches of one step."""
     from aliquot.observe.throughput import model_flops
 
     hidden, mlp = numbers["hidden_size"], numbers["intermediate_size"]

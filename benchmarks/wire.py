@@ -1,9 +1,9 @@
-"""Bytes sent in one optimizer step: two ranks on one host, and on two hosts (network namespaces, needs root).
+"""Count the bytes sent in one optimizer step by two ranks, on one host and on two (network namespaces; needs root).
 
 python benchmarks/wire.py --json wire.json
 
-125 M parameters, four micro-batches of 512 tokens a rank and step. Counted from step 9 on: Adam moves every weight of a
-new model by the learning rate in its first steps, and engine host sends what has changed.
+The model has 125 M parameters and four micro-batches of 512 tokens per rank and step. Counting begins at step 9,
+because Adam moves every weight of a new model by the learning rate in its first steps, and engine `host` sends changes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def mb(ranks: list[dict[str, float]], on_one: bool) -> float | None:
-    """Loopback counts both ranks at once; a cable has two ends."""
+    """Return MB sent. Loopback counts both ranks at once; between hosts, the ranks are added."""
     if "failed" in ranks[0]:
         print(ranks[0]["failed"])
         return None

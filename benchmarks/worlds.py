@@ -1,4 +1,4 @@
-"""A measurement that every rank of a small world takes at once: real processes over gloo, each with its own memory."""
+"""Run the ranks of a small world as real processes over gloo, and collect their measurements."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def run_world(
     environ: Mapping[str, str] = MappingProxyType({}),
     prefixes: Sequence[Sequence[str]] = (),
 ) -> list[Measured]:
-    """What the ranks of `python SCRIPT --rank ARGUMENTS...` measured; a failure is [{"failed": which rank ended how}].
+    """Run `python SCRIPT --rank ARGUMENTS...` on each rank and return the measurements.
 
-    `environ` is added to what the ranks inherit; `prefixes[rank]` is put before a rank's command.
+    A failure returns [{"failed": "rank N <how it ended>"}]. `environ` is added to the inherited environment;
+    `prefixes[rank]` precedes a rank's command.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -58,17 +59,17 @@ def run_world(
         if (failed := _failure(ranks, timeout_s)) is not None:
             number, how = failed
             lines = Path(folder, f"{number}.log").read_text(errors="replace").strip().splitlines()
-            # An exception is told first; then gloo's threads, which nobody has joined, abort the interpreter.
+            # The exception comes first; then gloo's unjoined threads abort the interpreter.
             said = [line for line in lines if not line.startswith("terminate called")] or lines
             last = said[-1].strip()[:200] if said else "without a word"
-            if SMOKE and "ModuleNotFoundError" not in last:  # a peer that is not installed is no fault of a benchmark
+            if SMOKE and "ModuleNotFoundError" not in last:  # a missing peer is no fault of the benchmark
                 raise SystemExit(f"{script} {' '.join(arguments)}: rank {number} {how}: {last}")
             return [{"failed": f"rank {number} {how}: {last}"}]
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def _failure(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[int, str] | None:
-    """The rank that failed first and how, the others killed; None: all have ended well."""
+    """Return the first failed rank and how it ended, after killing the others; None if all ranks ended well."""
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [rank.poll() for rank in ranks]
@@ -90,16 +91,16 @@ def _ending(code: int) -> str:
 
 
 def tell(measured: Measured) -> None:
-    """In a rank: hand the result back."""
+    """Write this rank's measurements for the parent process."""
     Path(os.environ["RESULT"]).write_text(json.dumps(measured))
 
 
 @contextmanager
 def watched(measured: Measured, barrier: Callable[[], None]) -> Iterator[None]:
-    """Adds seconds from a common start to a common end, bytes asked for and read, and peak bytes of private memory.
+    """Add seconds from a common start to a common end, requested and read bytes, and peak private bytes.
 
-    Private memory is what /proc/self/status calls RssAnon, sampled. `peak_over_start_bytes` is exact, but counts pages
-    of mapped files too: how far the high-water mark rose over what was resident at the start.
+    Private memory is the sampled RssAnon of /proc/self/status. `peak_over_start_bytes` is exact but includes pages of
+    mapped files: it is the rise of the high-water mark over the resident memory at the start.
     """
     from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 
@@ -123,10 +124,10 @@ def watched(measured: Measured, barrier: Callable[[], None]) -> Iterator[None]:
 
 
 class _Peak:
-    """The most private memory that was seen, sampled every few milliseconds by a thread."""
+    """The peak of private memory, sampled by a thread every few milliseconds."""
 
     def __init__(self) -> None:
-        self.asked_bytes = 0  # by the samples themselves
+        self.asked_bytes = 0  # bytes read by the samples
         self.start_bytes = self.bytes = self._now()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -158,7 +159,7 @@ def _io() -> dict[str, int]:
 
 
 def warm(directory: Path) -> None:
-    """Bring the files into the page cache."""
+    """Read the files into the page cache."""
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb", buffering=0) as source:
             while source.read(64 << 20):
@@ -166,7 +167,7 @@ def warm(directory: Path) -> None:
 
 
 def cold() -> str | None:
-    """Empty the page cache; why not, where it cannot be done."""
+    """Empty the page cache; return the reason if that is impossible."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
