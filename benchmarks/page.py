@@ -49,93 +49,109 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of aliquot and of each peer in the rows of one result file.
+    """Figures of aliquot and of its peers in the rows of one result file.
 
     Args:
-        what: a format string with the names of columns in braces.
-        column: the column of the figure.
-        ours: the values that select aliquot's row; a peer's row differs only in the column `who`.
-        who: the column that names aliquot and its peers.
-        peers: values of `who`.
+        subject: a format string with names of columns in braces.
+        figures: column -> name of the figure.
+        ours: values of aliquot's rows.
+        peers: the peers, as column `who` names them.
+        same: columns in which a peer's row equals aliquot's.
     """
 
     benchmark: str
-    what: str
-    column: str
+    subject: str
+    figures: dict[str, str]
     ours: dict[str, Any]
     peers: tuple[str, ...]
+    same: tuple[str, ...] = ()
     who: str = "who"
-    higher: bool = False
 
 
-_FSDP2, _DEEPSPEED = "plain FSDP2, tuned", "DeepSpeed ZeRO-3, tuned"
-_TRAINER = "HF Trainer + DeepSpeed ZeRO-3"
-_LOADERS = (
-    "transformers + DeepSpeed zero.Init", "transformers DistributedConfig(fsdp_size)",
-    "torch DCP HuggingFaceStorageReader",
-)  # fmt: skip
-_DATASETS = "datasets, tokens (map, a process a core), first time"
-_PEFT = "peft + HF Trainer + DDP"
+_TOKENS = {"tokens_per_s": "tokens/s"}
+_PEERS = ("DeepSpeed ZeRO-3, tuned", "plain FSDP2, tuned")
 COMPARISONS = (
-    *(
-        Comparison("step", f"{shape}, steps: {what}", column, {"shape": shape, "who": "host"}, peers, higher=up)
-        for shape, peers in (("125m", (_DEEPSPEED, _FSDP2)), ("500m", (_DEEPSPEED,)))
-        for what, column, up in (("tokens/s", "tokens_per_s", True), ("peak RSS, GB", "peak_rss_gb", False))
-    ),
-    *(
-        Comparison(
-            "hosts", f"{shape}, {hosts} hosts, 1 Gbit/s: {what}", column,
-            {"shape": shape, "hosts": hosts, "link": "1gbit", "who": "aliquot, reduce_dtype bf16"}, (_TRAINER, "FSDP2"),
-        )
-        for shape in ("125m", "500m")
-        for hosts in (2, 3)
-        for what, column in (("seconds per step, bf16 gradients", "step_s"), ("MB sent per step", "sent_mb"))
+    Comparison(
+        "step",
+        "training {shape}",
+        _TOKENS | {"peak_rss_gb": "peak RSS of a rank, GB"},
+        {"who": "host"},
+        _PEERS,
+        ("shape",),
     ),
     Comparison(
-        "seed_job", "rows of wikitext-2: real tokens/s", "real_tokens_per_s", {"who": "aliquot, packed"},
+        "hosts",
+        "training {shape} on {hosts} hosts, 1 Gbit/s, bf16 gradients",
+        {"step_s": "seconds per step", "sent_mb": "MB sent per step"},
+        {"who": "aliquot, reduce_dtype bf16", "link": "1gbit"},
+        ("HF Trainer + DeepSpeed ZeRO-3", "FSDP2"),
+        ("shape", "hosts", "link"),
+    ),
+    Comparison(
+        "seed_job",
+        "training 125m on rows of wikitext-2",
+        {"real_tokens_per_s": "real tokens/s"},
+        {"who": "aliquot, packed"},
+        ("DeepSpeed, padded to 512", "DeepSpeed, each row at its length", "DeepSpeed, concatenated and split"),
+    ),
+    Comparison(
+        "moe", "training a mixture of experts, {shape}", _TOKENS, {"who": "host, full rows"}, _PEERS, ("shape",)
+    ),
+    Comparison(
+        "lora",
+        "LoRA, {work}",
+        _TOKENS | {"pss_gb": "peak PSS of a rank, GB"},
+        {"who": "aliquot, LoRA"},
+        ("peft + HF Trainer + DDP",),
+        ("work",),
+    ),
+    Comparison(
+        "gpu",
+        "training {shape} on one GPU, documents {documents}",
+        {"tokens_per_s_synchronised": "tokens/s, synchronised"},
+        {"who": "aliquot"},
+        ("FSDP2 + flex_attention, compiled", "HF Trainer + DeepSpeed ZeRO-3"),
+        ("shape", "rows", "documents"),
+    ),
+    Comparison(
+        "load",
+        "loading {model}, {cache} files",
+        {"seconds": "seconds", "over own part MiB": "private MiB beyond own part"},
+        {"method": "aliquot.load_sharded"},
         (
-            "DeepSpeed, padded to 512", "DeepSpeed, each row at its length", "DeepSpeed, concatenated and split",
+            "transformers + DeepSpeed zero.Init",
+            "transformers DistributedConfig(fsdp_size)",
+            "torch DCP HuggingFaceStorageReader",
         ),
-        higher=True,
-    ),
-    *(
-        Comparison("moe", "mixture of experts {shape}: tokens/s", "tokens_per_s",
-                   {"shape": shape, "who": "host, full rows"}, (_FSDP2, _DEEPSPEED), higher=True)
-        for shape in ("top4of32", "top8of128")
-    ),
-    *(
-        Comparison("lora", f"LoRA, {work}: {what}", column, {"work": work, "who": "aliquot, LoRA"}, (_PEFT,), higher=up)
-        for work in ("documents of 65 tokens", "full rows")
-        for what, column, up in (("tokens/s", "tokens_per_s", True), ("peak PSS, GB", "pss_gb", False))
+        ("model", "cache"),
+        "method",
     ),
     Comparison(
-        "gpu", "{shape}, one GPU, packed: tokens/s with a synchronisation after each step", "tokens_per_s_synchronised",
-        {"documents": "packed", "who": "aliquot"}, ("FSDP2 + flex_attention, compiled", _TRAINER), higher=True,
+        "checkpoint",
+        "exporting {model}",
+        {"seconds": "seconds", "peak over start MiB": "peak MiB over the start"},
+        {"method": "aliquot export, fsync included"},
+        ("gather to rank 0, save_pretrained",),
+        who="method",
     ),
-    *(
-        Comparison("load", f"loading {{model}}, {cache} files: {what}", column,
-                   {"cache": cache, "method": "aliquot.load_sharded"}, _LOADERS, "method")
-        for cache, what, column in (
-            ("warm", "seconds", "seconds"), ("cold", "seconds", "seconds"),
-            ("warm", "MiB beyond the rank's own part", "over own part MiB"),
-        )
+    Comparison(
+        "disk_tier",
+        "training {model}, weights and states on disk",
+        {"tokens/s": "tokens/s", "peak GiB": "peak GiB of the machine"},
+        {"place": "all on disk"},
+        ("DeepSpeed, all on disk",),
+        ("model",),
+        "place",
     ),
-    *(
-        Comparison("checkpoint", f"exporting {{model}}: {what}", column, {"method": "aliquot export, fsync included"},
-                   ("gather to rank 0, save_pretrained",), "method")
-        for what, column in (("seconds", "seconds"), ("peak MiB over the start", "peak over start MiB"))
+    Comparison(
+        "prepare",
+        "tokenising {lines} lines",
+        {"seconds": "seconds", "memory MiB": "peak MiB"},
+        {"what": "aliquot, tokens, first time"},
+        ("datasets, tokens (map, a process a core), first time",),
+        who="what",
     ),
-    *(
-        Comparison("disk_tier", f"{{model}} with weights and states on disk: {what}", column,
-                   {"model": "500m", "place": "all on disk"}, ("DeepSpeed, all on disk",), "place", higher=up)
-        for what, column, up in (("tokens/s", "tokens/s", True), ("peak GiB of the machine", "peak GiB", False))
-    ),
-    *(
-        Comparison("prepare", f"tokenising 100 MB of short lines: {what}", column,
-                   {"what": "aliquot, tokens, first time"}, (_DATASETS,), "what")
-        for what, column in (("seconds", "seconds"), ("peak MiB", "memory MiB"))
-    ),
-)  # fmt: skip
+)
 
 # Benchmark -> heading, and what its figures are.
 SECTIONS = {
@@ -205,7 +221,7 @@ def page() -> str:
     lines = [_HEAD, "## Against other tools", ""]
     lines += _table(
         ["compared", "hardware", "aliquot", "peer", "result of the peer", "ratio", "benchmark"],
-        [row for comparison in COMPARISONS for result in results for row in compared(comparison, result)],
+        [row for comparison in COMPARISONS for row in compared(comparison, results)],
     )
     lines += ["", "## Hardware", "", *_hardware(results)]
     for benchmark, (heading, meaning) in SECTIONS.items():
@@ -233,24 +249,30 @@ def newest(directory: Path) -> list[Result]:
     return [chosen[key] for key in sorted(chosen)]
 
 
-def compared(comparison: Comparison, result: Result) -> Iterator[list[str]]:
-    def row_of(who: str) -> Row | None:
-        wanted = {**comparison.ours, comparison.who: who}
-        return next((row for row in rows if wanted.items() <= row.items()), None)
+def compared(comparison: Comparison, results: Sequence[Result]) -> Iterator[list[str]]:
+    """Yield one row of the page for each figure, result file and peer."""
+    for column, figure in comparison.figures.items():
+        for result in results:
+            if result.benchmark != comparison.benchmark:
+                continue
+            rows: list[Row] = [row for row in result.values["rows"] if isinstance(row.get(column), int | float)]
+            for ours in rows:
+                if not comparison.ours.items() <= ours.items():
+                    continue
+                same = {name: ours[name] for name in comparison.same}
+                for peer in comparison.peers:
+                    for row in rows:
+                        if (same | {comparison.who: peer}).items() <= row.items():
+                            yield _compared(comparison, result, figure, (ours, row), column)
 
-    if result.benchmark != comparison.benchmark:
-        return
-    rows: list[Row] = [row for row in result.values["rows"] if isinstance(row.get(comparison.column), int | float)]
-    ours = row_of(comparison.ours[comparison.who])
-    for peer in comparison.peers:
-        row = row_of(peer)
-        if ours is None or row is None:
-            continue
-        own, other = ours[comparison.column], row[comparison.column]
-        ratio = own / other if comparison.higher else other / own
-        figures = [_text(own), peer, _text(other), f"{ratio:.2f}"]
-        anchor = SECTIONS[result.benchmark][0].lower().replace(" ", "-")
-        yield [comparison.what.format(**ours), result.hardware, *figures, f"[{result.benchmark}.py](#{anchor})"]
+
+def _compared(comparison: Comparison, result: Result, figure: str, rows: tuple[Row, Row], column: str) -> list[str]:
+    ours, peer = (row[column] for row in rows)
+    ratio = ours / peer if "tokens/s" in figure else peer / ours
+    subject = comparison.subject.format(**{name: _text(value) for name, value in rows[0].items()})
+    anchor = SECTIONS[result.benchmark][0].lower().replace(" ", "-")
+    figures = [_text(ours), rows[1][comparison.who], _text(peer), f"{ratio:.3g}"]
+    return [f"{subject}: {figure}", result.hardware, *figures, f"[{result.benchmark}.py](#{anchor})"]
 
 
 def _hardware(results: Sequence[Result]) -> list[str]:

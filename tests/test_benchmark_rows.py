@@ -75,10 +75,18 @@ def test_the_page_takes_the_newest_file_of_each_benchmark_and_hardware(tmp_path:
         page.newest(tmp_path)
 
 
-def test_a_comparison_takes_the_rows_of_one_file() -> None:
-    rows = [{"who": "aliquot", "s": 2.0, "model": "1b"}, {"who": "peer", "s": 3.0}, {"who": "third", "note": "died"}]
-    comparison = page.Comparison("load", "{model}: seconds", "s", {"who": "aliquot"}, ("peer", "third"))
-    result = page.Result("load", "2026-11-20", "zen4", "", {"rows": rows})
-    assert list(page.compared(comparison, result)) == [
-        ["1b: seconds", "zen4", "2", "peer", "3", "1.50", "[load.py](#loading)"]
+def test_a_comparison_takes_rows_of_one_file_that_differ_in_the_tool() -> None:
+    rows = [
+        {"who": "aliquot", "s": 2.0, "model": "1b"},
+        {"who": "aliquot", "s": 5.0, "model": "8b"},
+        {"who": "peer", "s": 3.0, "model": "1b"},
+        {"who": "third", "note": "died", "model": "1b"},
+    ]
+    comparison = page.Comparison(
+        "load", "{model}", {"s": "seconds"}, {"who": "aliquot"}, ("peer", "third"), same=("model",)
+    )
+    results = [page.Result("load", "2026-11-20", "zen4", "", {"rows": rows})]
+    results.append(page.Result("load", "2026-11-20", "zen5", "", {"rows": rows[:1]}))
+    assert list(page.compared(comparison, results)) == [
+        ["1b: seconds", "zen4", "2", "peer", "3", "1.5", "[load.py](#loading)"]
     ]
