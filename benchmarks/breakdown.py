@@ -38,7 +38,7 @@ from benchmarks.worlds import Measured, run_world, tell
 WARM = 2
 PRODUCTS = ("projections", "mlp", "head")
 REST = "rest"
-UNWATCHED = "the same, not watched"
+UNWATCHED = "the same, not profiled"
 # Nanoseconds per token outside matrix products on AMD Zen 4, before optimization; the goal is half.
 REST_NS = {"125m": 500_000}
 # Work of the engine other than computation. Time inside these calls belongs to them.

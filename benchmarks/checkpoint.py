@@ -95,8 +95,8 @@ def save_rows(folder: Path, repeats: int) -> tuple[list[Row], float | None]:
     about = "0.5 B, 2 ranks, fp32 weights and moments"
     rows = [
         row_of("plain parallel write and fsync", about, total_bytes, taken["plain"]),
-        row_of("the same, the disk begins with every piece", about, total_bytes, taken["early"]),
-        row_of("aliquot save, checksums and publishing included", about, total_bytes, taken["save"]),
+        row_of("the same, with write-back of every piece", about, total_bytes, taken["early"]),
+        row_of("aliquot save, with checksums and publishing", about, total_bytes, taken["save"]),
     ]
     limits, save_s = [slowest(taken[name]) for name in ("plain", "early")], slowest(taken["save"])
     plain_s = min(seconds for seconds in limits if seconds is not None) if any(limits) else None
@@ -108,7 +108,7 @@ def export_rows(folder: Path, repeats: int) -> tuple[list[Row], dict[str, float 
     total_bytes = 2 * numel(MODELS["export"])
     about = "1.24 B, 2 ranks, fp32 shards to bf16 files"
     rows = [
-        row_of("aliquot export, fsync included", about, total_bytes, taken["export"]),
+        row_of("aliquot export, with fsync", about, total_bytes, taken["export"]),
         row_of("gather to rank 0, save_pretrained", about, total_bytes, taken["gather"]),
     ]
     ours, peer = slowest(taken["export"]), slowest(taken["gather"])
@@ -122,10 +122,10 @@ def stall_rows(folder: Path, repeats: int) -> tuple[list[Row], float | None]:
     taken = alternate(folder, ["stall"], repeats)["stall"]
     about = "0.125 B, 2 ranks, fsdp engine"
     names = {
-        "step_s": "a step, nothing being saved",
+        "step_s": "a step without a save",
         "sync_s": "synchronous save",
-        "stall_s": "asynchronous save: training thread held up",
-        "slower_s": "asynchronous save: all steps until it is published, over undisturbed ones",
+        "stall_s": "asynchronous save: pause of the training thread",
+        "slower_s": "asynchronous save: extra time of all steps until it is published",
     }
     rows: list[Row] = []
     for column, method in names.items():

@@ -106,7 +106,7 @@ def main() -> None:
         }
         for (count, link, who), median in sorted(medians.items())
     ]
-    title = f"{given.shape}, {given.precision}, {given.micro_batches} x {given.tokens} tokens a rank and step"
+    title = f"{given.shape}, {given.precision}, {given.micro_batches} x {given.tokens} tokens per rank and step"
     targets = _targets(medians, sent, given.precision)
     targets.append(target("hosts_plan_time", max(of_time, default=None), 0.10, "lower"))
     targets.append(target("hosts_plan_wire", max(of_wire, default=None), 0.02, "lower"))

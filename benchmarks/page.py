@@ -28,7 +28,7 @@ because the speed of shared machines varies. `make bench` repeats the CPU benchm
 - **host**, **fsdp**: engines of aliquot. **125m**, **500m**, **1b**: Llama models with that many parameters.
 - **MFU**: model FLOP/s divided by the rate of plain matrix products on all ranks at once, measured in the same run.
 - **packed**: documents of 65 tokens on average, isolated from each other. In other rows, documents fill sequences.
-- **tuned**: the peer runs with tcmalloc and with one core per rank, as aliquot does by default.
+- **tuned**: the peer runs with tcmalloc and one core per rank, as aliquot by default. DeepSpeed runs under HF Trainer.
 - **ratio**: how many times aliquot is better than the peer: faster, or smaller in seconds, bytes and memory.
 - **PSS**: private memory of a process plus its share of shared memory. **RSS** counts shared memory in full.
 - **error**: plan divided by measurement, minus 1. Of tokens/s in `foresight`: measurement divided by plan, minus 1.
@@ -130,7 +130,7 @@ COMPARISONS = (
         "checkpoint",
         "exporting {model}",
         {"seconds": "seconds", "peak over start MiB": "peak MiB over the start"},
-        {"method": "aliquot export, fsync included"},
+        {"method": "aliquot export, with fsync"},
         ("gather to rank 0, save_pretrained",),
         who="method",
     ),
@@ -148,7 +148,7 @@ COMPARISONS = (
         "tokenising {lines} lines",
         {"seconds": "seconds", "memory MiB": "peak MiB"},
         {"what": "aliquot, tokens, first time"},
-        ("datasets, tokens (map, a process a core), first time",),
+        ("datasets, tokens (map, one process per core), first time",),
         who="what",
     ),
 )

@@ -57,7 +57,7 @@ def main() -> None:
             raise SystemExit(ranks[0]["failed"])
         ours, fused = (statistics.mean(rank[who] for rank in ranks) for who in ("ours", "fused"))
         how = "compiled" if compiled else "eager"
-        rows.append({"what": f"clip, AdamW, publish bf16; 32 M parameters a core, {how}", "aliquot_ms": ours,
+        rows.append({"what": f"clip, AdamW, publish bf16; 32 M parameters per core, {how}", "aliquot_ms": ours,
                      "peer_ms": fused, "peer": "torch fused AdamW alone, fp32"})  # fmt: skip
         name = "adamw_of_fused" if compiled else "adamw_of_fused_eager"
         targets.append(target(name, fused / ours, 1.0, "higher"))
@@ -74,8 +74,8 @@ def main() -> None:
                      "aliquot_ms": copied, "peer_ms": plain, "peer": "torch: a transposed left side"})  # fmt: skip
     for shape in LOGITS:
         ours, whole = (statistics.mean(rank[f"{how} {shape}"] for rank in ranks) for how in ("columns", "whole"))
-        rows.append({"what": f"logits of {shape[0]} tokens of {shape[1]}, vocabulary {shape[2]}, bf16, some columns at "
-                     "a time", "aliquot_ms": ours, "peer_ms": whole, "peer": "torch: at once"})  # fmt: skip
+        rows.append({"what": f"logits of {shape[0]} tokens of {shape[1]}, vocabulary {shape[2]}, bf16, in blocks of "
+                     "columns", "aliquot_ms": ours, "peer_ms": whole, "peer": "torch: at once"})  # fmt: skip
     for row in rows:
         row |= {column: 1e3 * row[column] for column in ("aliquot_ms", "peer_ms")}
     finish("parts of a step", rows, targets, given.json)

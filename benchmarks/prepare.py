@@ -166,7 +166,7 @@ PARTS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "aliquot, tokens, again": prepared,
     "aliquot, index and first epoch, first rank": indexed,
     "aliquot, index and first epoch, every further rank": indexed,
-    "datasets, tokens (map, a process a core), first time": mapped_by_datasets,
+    "datasets, tokens (map, one process per core), first time": mapped_by_datasets,
     "datasets, tokens, again": mapped_by_datasets,
 }
 

@@ -55,7 +55,7 @@ def test_the_breakdown_tells_products_apart() -> None:
 
 
 def test_what_a_step_does_beside_products() -> None:
-    parts = [("whole step", 120.0), ("the same, not watched", 100.0), ("mlp, forward", 60.0), ("head, logits", 20.0)]
+    parts = [("whole step", 120.0), ("the same, not profiled", 100.0), ("mlp, forward", 60.0), ("head, logits", 20.0)]
     rows = [{"part": part, "ms": ms} for part, ms in [*parts, ("rest", 40.0)]]
     assert beside_products(rows) == 20e6 / PACKED_LONG.tokens
     assert beside_products([{"part": "not measured"}]) is None
