@@ -18,6 +18,7 @@ from aliquot.data.chat import (
     LONGEST_BYTES,
     NO_ANSWER,
     NO_END,
+    NOT_RENDERED,
     NOTHING_LEARNED,
     TEMPLATE_LEAVES_OUT,
     TOO_LONG,
@@ -163,7 +164,15 @@ def test_template_gets_variables_of_the_record() -> None:
 def test_unread_flags_of_messages_are_counted() -> None:
     chat = {"messages": [TALK[0], TALK[1] | {"learn": False}], "context": 0}
     assert learned(chat, CHATML)[2] == UNREAD_FLAG
+    assert learned(chat, CHATML + "{{ messages[1].learned }}")[2] == UNREAD_FLAG
     assert learned(chat, CHATML + "{{ messages[1].learn }}")[2] is None
+
+
+def test_tools_without_a_template_are_counted() -> None:
+    record = {"prompt": "fox?", "completion": "dog"}
+    assert NOT_RENDERED not in ids_of(record, None)[2]
+    for unused in ({"tools": TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        assert NOT_RENDERED in ids_of({**record, **unused}, None)[2]
 
 
 def test_special_tokens_in_author_text_are_text() -> None:

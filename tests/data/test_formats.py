@@ -12,7 +12,7 @@ import pytest
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
-from aliquot.data.documents import MISSING_FIELD
+from aliquot.data.documents import EXCLUDED, MISSING_FIELD, BadRecordError
 from aliquot.data.formats import format_of, words
 from aliquot.data.records import record_documents
 
@@ -168,6 +168,18 @@ def test_calls_stay_and_null_calls_are_dropped() -> None:
 def test_label_flags_of_other_frameworks(flag: str) -> None:
     assert [is_learned({**ANSWERED, flag: value}) for value in (0, False, 1, True, None)] == [False] * 2 + [True] * 3
     assert read({"messages": [ASKED, {**ANSWERED, flag: 0}]})[0]["messages"][1] == {**ANSWERED, flag: 0}
+
+
+@pytest.mark.parametrize("record", [{"messages": [ASKED, ANSWERED]}, {"prompt": "hi", "completion": "yes"}])
+def test_loss_flags_of_a_record_are_obeyed(record: dict[str, Any]) -> None:
+    for flags in ({"train": False}, {"weight": 0}, {"weight": "0"}, {"trainable": "False", "weight": 1}):
+        with pytest.raises(BadRecordError) as error:
+            read({**record, **flags})
+        assert error.value.reason == EXCLUDED
+    with pytest.raises(BadRecordError, match=r"the record's `weight` is 0\.5: a record is learned or not"):
+        read({**record, "weight": 0.5})
+    for flags in ({"train": True}, {"weight": "1"}, {"loss": 2.3}, {"weight": None}):
+        assert read({**record, **flags}) == read(record)
 
 
 def test_a_call_of_sharegpt_is_the_assistants() -> None:

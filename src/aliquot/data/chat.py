@@ -19,7 +19,7 @@ from aliquot.data.text_encoder import TextEncoder
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 5  # part of the cache key; increase it whenever a record gets other tokens or another mask
+ENCODING = 6  # part of the cache key; increase it whenever a record gets other tokens or another mask
 
 # A record is encoded as a whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of
 # memory per character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
@@ -31,6 +31,7 @@ ANSWERS_NOT_WRITTEN = "a record whose answers the chat template does not write, 
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
 NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
 UNREAD_FLAG = "a record with true or false in a message, for which neither aliquot nor the chat template has a use"
+NOT_RENDERED = "a record with tools or chat_template_kwargs, which only a chat template can render: there is none"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
 UNKNOWN_PLACE = (
@@ -92,6 +93,7 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
         prompt, completion = _prompt_and_completion(record)
         if not everything and not completion.strip():
             raise LeftOut(NO_ANSWER)
+        notes |= {NOT_RENDERED: ""} if {"tools", "chat_template_kwargs"} & record.keys() else {}
         text_ids, text_mask = encoder.encode(prompt + completion, [(len(prompt), len(prompt + completion))])
         ids, mask = [*spec.prefix, *text_ids, *spec.suffix], [0] * len(spec.prefix)
         mask += text_mask + [1] * len(spec.suffix)

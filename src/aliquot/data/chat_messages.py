@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,8 +18,8 @@ _ALIASES = {
 }  # fmt: skip
 _TOOLS = {"tool", "function", "ipython"}  # roles whose content may be any JSON value
 _CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT and ms-swift; the content is a tool call, as JSON
-# Keys that exclude a message from the loss or include it: used by OpenAI, axolotl, ms-swift, verl and others.
-_FLAGS = (
+# Keys of OpenAI, axolotl, ms-swift, verl and others that exclude a message or a record from the loss, or include it.
+LOSS_FLAGS = (
     "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
 )  # fmt: skip
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a model's reasoning that transformers knows
@@ -35,13 +36,30 @@ def text_parts(message: Mapping[str, Any]) -> list[str]:
 
 def is_learned(message: Mapping[str, Any]) -> bool:
     """Return whether the loss includes this message: its role is `assistant`, and no flag excludes it."""
-    return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in _FLAGS)
+    return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in LOSS_FLAGS)
 
 
 def unread_flags(message: Mapping[str, Any], template: str) -> list[str]:
     """Return the keys with a boolean value that neither aliquot nor the chat template `template` (Jinja) uses."""
-    flags = (key for key, value in message.items() if isinstance(value, bool) and key not in _FLAGS)
-    return [flag for flag in flags if flag not in template]
+    flags = (key for key, value in message.items() if isinstance(value, bool) and key not in LOSS_FLAGS)
+    return [flag for flag in flags if not re.search(rf"\b{re.escape(flag)}\b", template)]
+
+
+def is_excluded(record: Mapping[str, Any], where: str) -> bool:
+    """Return whether a loss flag of a whole record excludes it: false or 0, also as the text of a CSV file.
+
+    Raises BadRecordError for a weight between 0 and 1, or above. Other values of other flags are not for training:
+    `loss` may hold the loss of an earlier model.
+    """
+    flags = {flag: str(record[flag]).lower() for flag in LOSS_FLAGS if record.get(flag) not in (None, "")}
+    if flags.get("weight", "1") not in ("0", "0.0", "false", "1", "1.0", "true"):
+        raise BadRecordError(
+            f"the record's `weight` is {record['weight']!r}: a record is learned or not. Write 1 or 0, or rename the"
+            " field",
+            where,
+            UNUSABLE_FLAG,
+        )
+    return not {"0", "0.0", "false"}.isdisjoint(flags.values())
 
 
 def read_list(value: object, field: str, where: str) -> list[Any]:
@@ -124,7 +142,7 @@ def _check_content(content: object, where: str) -> None:
 
 
 def _check_flags(message: Mapping[str, Any], where: str) -> None:
-    for flag in _FLAGS:
+    for flag in LOSS_FLAGS:
         value = message.get(flag)
         if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
             raise BadRecordError(

@@ -26,7 +26,8 @@ TOO_DEEP = "a record that nests too deeply, left out"
 NO_MESSAGES = "a record with messages that lack a role or are no objects, left out"
 UNKNOWN_ROLE = "a record with a role that no chat template knows, left out"
 NO_TEXT_CONTENT = "a record with message content other than text, left out"
-UNUSABLE_FLAG = "a record with a message flag that cannot be obeyed, left out"
+UNUSABLE_FLAG = "a record with a loss flag that cannot be obeyed, left out"
+EXCLUDED = "a record that its own loss flag excludes, left out"
 
 
 class BadRecordError(DataError, id="data"):

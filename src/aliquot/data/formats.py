@@ -23,15 +23,17 @@ from aliquot.config.data_section import RecordsSection
 from aliquot.core.decode import TooDeepError, check_depth
 from aliquot.core.errors import DataError
 from aliquot.data.chat_messages import (
+    LOSS_FLAGS,
     UNREADABLE_CALL,
     has_readable_calls,
+    is_excluded,
     read_list,
     read_message,
     read_messages,
     read_object,
     text_parts,
 )
-from aliquot.data.documents import MISSING_FIELD, TOO_DEEP, BadRecordError, Kind
+from aliquot.data.documents import EXCLUDED, MISSING_FIELD, TOO_DEEP, BadRecordError, Kind
 
 TITLES: dict[str, str] = {
     "text": "texts",
@@ -41,7 +43,8 @@ TITLES: dict[str, str] = {
     "instruction": "instructions (Alpaca)",
 }
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # field names in Alpaca's and in Dolly's format
-_CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs")  # optional fields of all formats with answers
+# Optional fields of all formats with answers.
+_CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs", *LOSS_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Format:
             if isinstance(value, list):
                 return _chat(value, {}, self.fields[0], where), "messages"
             return _text(value, self.fields[0], where, "text or a list of messages"), "text"
+        if is_excluded(record, where):
+            raise BadRecordError("a loss flag of the record excludes it", where, EXCLUDED)
         if self.kind in ("messages", "conversations"):
             return _chat(record[self.fields[0]], record, self.fields[0], where), self.kind
         if self.kind == "prompt":
