@@ -241,7 +241,7 @@ def newest(directory: Path) -> list[Result]:
         if name is None or name["benchmark"] not in SECTIONS:
             raise SystemExit(f"{file}: expected BENCHMARK-DATE-HARDWARE[-PART].json")
         result = Result(
-            *(name[key] or "" for key in ("benchmark", "date", "hardware", "part")), json.loads(file.read_text())
+            name["benchmark"], name["date"], name["hardware"], name["part"] or "", json.loads(file.read_text())
         )
         key = (result.benchmark, result.hardware, result.part)
         if key not in chosen or chosen[key].date < result.date:
