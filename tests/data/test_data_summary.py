@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from aliquot.data.batches import Batches
 from aliquot.data.data_order import TrainStore
-from aliquot.data.data_summary import examples
+from aliquot.data.data_summary import examples, header
+from aliquot.data.layout import SequenceFormat
 from tests.data.stores import byte_level, memory_store
 
 
@@ -34,3 +36,13 @@ def test_summary_shows_plain_text_on_request() -> None:
     assert list(examples(source, tokenizer, text=True)) == [
         f"example 1: {ids} tokens, {ids - 1} are learned", "        | <s>", "learned > fox"
     ]  # fmt: skip
+
+
+def test_the_header_counts_epochs_as_the_metrics_do() -> None:
+    """The last step of the run is smaller: three epochs of five sequences are four steps of four."""
+    source = TrainStore(memory_store([[1, 2, 3]] * 5))
+    format = SequenceFormat(8, 0, packed=False)
+    batches = Batches([source], format, seed=1, global_batch_size=4, micro_batch_size=1, epochs=3.0)
+    steps = batches.total_steps(None)
+    assert steps == 4 and header(batches, steps, {})[-1].endswith("this run: 3 epochs")
+    assert batches.step_batch(steps - 1, 0, 1).epoch == 3.0

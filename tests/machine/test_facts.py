@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from aliquot.core.errors import MissingToolError
-from aliquot.machine.facts import check_requirements, machine_facts
+from aliquot.machine.facts import check_requirements, ec2_instance_type, machine_facts
 from tests.runs import command
 from tests.tools.docs_pages import ROOT
 
@@ -31,6 +31,16 @@ def test_facts_of_this_machine() -> None:
     assert 1 <= facts["physical_cores"] <= len(os.sched_getaffinity(0))
     assert 0 < facts["memory_limit_bytes"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert facts["torch"] and facts["transformers"]
+
+
+@pytest.mark.parametrize(("vendor", "known"), [("Amazon EC2", "c7i.2xlarge"), ("QEMU", None), (None, None)])
+def test_only_ec2_names_its_instance_type(tmp_path: Path, vendor: str | None, known: str | None) -> None:
+    dmi = tmp_path / "sys/class/dmi/id"
+    dmi.mkdir(parents=True)
+    (dmi / "product_name").write_text("c7i.2xlarge\n")
+    if vendor is not None:
+        (dmi / "sys_vendor").write_text(f"{vendor}\n")
+    assert ec2_instance_type(tmp_path) == known
 
 
 def test_this_machine_is_supported() -> None:

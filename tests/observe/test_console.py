@@ -12,7 +12,9 @@ from aliquot.observe.console import Display, LiveView
 
 METRICS = {
     "step": 3,
+    "epoch": 0.75,
     "loss": 2.5,
+    "eval_loss": 2.75,
     "learning_rate": 3e-4,
     "grad_norm": 1.0,
     "tokens_per_s": 12345.6,
@@ -23,7 +25,10 @@ METRICS = {
 }
 
 
-def shown(kind: Literal["auto", "live", "plain", "quiet"], terminal: bool) -> tuple[str, str]:
+Kind = Literal["auto", "live", "plain", "verbose", "quiet"]
+
+
+def shown(kind: Kind, terminal: bool) -> tuple[str, str]:
     """What a short run writes to the console and to stderr."""
     out, err = (
         Console(file=io.StringIO(), force_terminal=terminal, width=200, _environ={"TERM": "xterm"}) for _ in range(2)
@@ -41,8 +46,15 @@ def shown(kind: Literal["auto", "live", "plain", "quiet"], terminal: bool) -> tu
     return texts[0].getvalue(), texts[1].getvalue()
 
 
-@pytest.mark.parametrize("kind", ["auto", "plain", "live"])
-def test_plain_lines(kind: Literal["auto", "live", "plain"]) -> None:
+LINE = (
+    "step 3/10  epoch 0.75  loss 2.5000  evaluation loss 2.7500  learning rate 3.00e-04  12,346 tokens/s"
+    "  ETA 1 min 05 s  memory 2.00 GiB a rank"
+)
+DETAILS = "  gradient norm 1.000  1.2 TFLOP/s  MFU 45 %  memory of each rank 1.00 GiB | 2.00 GiB"
+
+
+@pytest.mark.parametrize("kind", ["auto", "plain", "live", "verbose"])
+def test_plain_lines(kind: Kind) -> None:
     out, err = shown(kind, terminal=False)
     assert all(character.isprintable() or character == "\n" for character in out + err)
     assert out.splitlines() == [
@@ -51,8 +63,7 @@ def test_plain_lines(kind: Literal["auto", "live", "plain"]) -> None:
         "reading: 50 %",
         "reading: 75 %",
         "reading: 100 %",
-        "step 3/10  loss 2.5000  lr 3.00e-04  grad norm 1.000  12,346 tokens/s  1.2 TFLOP/s  MFU 45 %"
-        "  memory 1.00 GiB | 2.00 GiB a rank  ETA 1 min 05 s",
+        LINE + (DETAILS if kind == "verbose" else ""),
         "half way",
         "step 4/10",
     ]
@@ -93,10 +104,11 @@ def test_lines_of_memory_break_between_ranks() -> None:
     assert lines[0].endswith("1: █░░░░░░░░░ 0.50 GiB") and lines[1] == "2: █░░░░░░░░░ 0.50 GiB  of 8.00 GiB each"
 
 
-@pytest.mark.parametrize("kind", ["auto", "live"])
-def test_live_on_a_terminal(kind: Literal["auto", "live"]) -> None:
+@pytest.mark.parametrize("kind", ["auto", "live", "verbose"])
+def test_live_on_a_terminal(kind: Kind) -> None:
     out, _ = shown(kind, terminal=True)
-    assert "\x1b[" in out and "2.5000" in out and "12,346 real tokens/s" in out and "half way" in out
+    assert "\x1b[" in out and "2.5000" in out and "12,346 tokens/s" in out and "half way" in out
+    assert "0.75  learning rate 3.00e-04" in out and ("MFU 45 %" in out) == (kind == "verbose")
     assert out.rstrip("\n\r").endswith("\x1b[?25h")  # the cursor is back
 
 
@@ -104,14 +116,20 @@ def test_plain_on_a_terminal_stays_plain() -> None:
     assert "\x1b[2K" not in shown("plain", terminal=True)[0]
 
 
-def test_step_line_shows_traffic_if_any() -> None:
+def test_a_gpu_run_shows_the_memory_of_the_gpus() -> None:
+    out = Console(file=io.StringIO(), width=200)
+    Display("plain", console=out).step({"step": 1, "memory_bytes": [2**30], "gpu_memory_bytes": [2**32]}, 2)
+    assert out.file.getvalue() == "step 1/2  memory 4.00 GiB a rank\n"  # type: ignore[attr-defined]
+
+
+def test_a_verbose_line_shows_traffic_if_any() -> None:
     moved = {name: {"received": 0, "sent": sent} for name, sent in (("lo", 2 * 10**9), ("eth0", 10**7), ("a", 5))}
     console = Console(file=io.StringIO(), width=200)
-    display = Display("plain", console=console)
+    display = Display("verbose", console=console)
     display.step({"step": 1, "staged_bytes": 3_456_000_000, "interface_bytes": moved}, 2)
     display.step({"step": 2, "staged_bytes": 0, "interface_bytes": {}}, 2)
     text: Any = console.file
-    assert text.getvalue() == "step 1/2  passed on 3.46 GB  lo sent 2.00 GB  eth0 sent 0.01 GB\nstep 2/2\n"
+    assert text.getvalue() == "step 1/2  shared memory 3.46 GB  lo sent 2.00 GB  eth0 sent 0.01 GB\nstep 2/2\n"
 
 
 def test_quiet_says_only_warnings() -> None:
@@ -120,8 +138,9 @@ def test_quiet_says_only_warnings() -> None:
 
 
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display("auto", enabled=False)
+    display = Display("verbose", enabled=False)
     display.line("x")
+    display.detail("x")
     display.step(METRICS, 10)
     display.progress("reading", 1, 1)
     display.warning("x")

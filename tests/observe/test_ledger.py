@@ -13,7 +13,7 @@ from rich.console import Console
 
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.machine.memory import reset_peak_rss
-from aliquot.observe.ledger import _SHORT, Ledger, tables
+from aliquot.observe.ledger import Ledger, tables
 
 MIB = 1 << 20
 
@@ -67,7 +67,7 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
         ledger = Ledger(rank)
         ledger.mark("first step", {"weights": (rank + 1) << 30, "gradients": 1 << 20})
         rows += ledger.rows()
-    rows[0]["private_bytes"] = 7 << 30
+    rows[0]["peak_bytes"] = 7 << 30
     told: Any = Ledger(0)
     told.plan = {"fits": True}
     told.mark("first step", {})
@@ -79,7 +79,7 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(*tables(rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "first step" in text and "7,168" in text and "2,048" in text and "grad." in text
+    assert "first step" in text and "7,168" in text and "2,048" in text and "gradients" in text
     assert "model built" not in text
 
 
@@ -90,10 +90,9 @@ def test_ledger_fits_80_columns(mib: int, number: str, last: str) -> None:
     named = ["weights", "gradients", "moments", "activations", last]
     ledger.mark("optimizer state", dict.fromkeys(named, mib * MIB))
     row = ledger.rows()[0]
-    row |= dict.fromkeys(("peak_bytes", "private_bytes", "planned_bytes"), mib * MIB) | {"pss_bytes": 2 * mib * MIB}
+    row |= dict.fromkeys(("peak_bytes", "planned_bytes"), mib * MIB)
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     console.print(*tables([row]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    heads = [*(_SHORT.get(name, name) for name in named), "plan", "peak", "err. %", "own", "share"]
-    assert all(head in text for head in heads) and "…" not in text
-    assert text.count(number) == 4 + len(named) and max(map(len, text.splitlines())) <= 80
+    assert all(head in text for head in (*named, "planned", "peak")) and "…" not in text
+    assert text.count(number) == 2 + len(named) and max(map(len, text.splitlines())) <= 80

@@ -133,8 +133,9 @@ class ObserveSection(Section):
     """Address at which the port is open; 0.0.0.0: to everybody."""
     profile: NonNegativeInt = 0
     """Trace N steps of every rank, after the first two, into <run>/profile/."""
-    console: Literal["auto", "live", "plain", "quiet"] = "auto"
-    """auto: live on a terminal."""
+    console: Literal["auto", "live", "plain", "verbose", "quiet"] = "auto"
+    """auto: live on a terminal, otherwise a line per logged step. verbose: auto with gradient norm, FLOP/s, time by
+    part, memory by phase, and traffic. quiet: only warnings and errors."""
     sample_prompt: str | None = Field(None, min_length=1)
     """Generate from this prompt at the end of the run; a chat model gets it as a user's message."""
     sample_tokens: PositiveInt = 64

@@ -35,7 +35,8 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
         described = _described(batches_of_source.store, batches_of_source.epoch.packing, batches.format.length, None)
         lines += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
     steps = batches.epoch_sequences / batches.global_batch_size
-    epochs = total_steps / steps
+    # The last step of the run may be smaller than a global batch.
+    epochs = batches.steps.of(total_steps - 1).stop / batches.epoch_sequences
     lines.append(f"an epoch: {batches.epoch_sequences:,} sequences, {steps:,.4g} steps; this run: {epochs:.3g} epochs")
     return lines
 
@@ -120,6 +121,7 @@ def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:
 
 
 _EXAMPLES = 2
+_EXAMPLE_CHARACTERS = 400  # longest text of a stretch in a shortened example
 _MAX_TOKENS = 8192  # tokens of an example; a document may be a file of any size
 _MAX_STRETCHES = 8  # stretches (learned or not) of a shortened example
 _LEARNED, _READ = "learned > ", "        | "
@@ -153,6 +155,12 @@ def examples(
             )
         if at < stop - start:
             yield f"{_READ}[... {stop - start - at:,} more tokens ...]"
+
+
+def first_samples(batches: Batches, tokenizer: Any, text: bool = False) -> list[str]:
+    """Return the first documents of every source, shortened; plain text only if `text` is true."""
+    sources = (stream.source for stream in batches.streams)
+    return [line for source in sources for line in examples(source, tokenizer, _EXAMPLE_CHARACTERS, text)]
 
 
 def _shortened(text: str, most: int | None) -> str:

@@ -33,6 +33,7 @@ def machine_facts() -> dict[str, Any]:
     cpu = read_cpu()
     return {
         "host": platform.node(),
+        "instance": ec2_instance_type(),
         "kernel": platform.release(),
         "cpu": cpu.model,
         "physical_cores": len(cpu.cores),
@@ -48,6 +49,16 @@ def machine_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
+
+
+def ec2_instance_type(root: Path = Path("/")) -> str | None:
+    """Return the type of this EC2 instance, which Nitro gives as the product name; None on other machines."""
+    dmi = root / "sys/class/dmi/id"
+    try:
+        vendor, product = ((dmi / name).read_text().strip() for name in ("sys_vendor", "product_name"))
+    except OSError:
+        return None
+    return product if vendor == "Amazon EC2" else None
 
 
 def check_requirements() -> None:

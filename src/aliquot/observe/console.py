@@ -31,12 +31,13 @@ _LABEL = len("GPU memory") + 2  # width of the first column and its separator
 class Display:
     """Writes to the console. Other code may write to the console only after `finish`, which ends the live view.
 
-    Kind auto is live on a terminal and otherwise plain; quiet shows warnings only. Only rank 0 is `enabled`.
+    Kind auto is live on a terminal and otherwise plain; verbose is auto with all details; quiet shows warnings only.
+    Only rank 0 is `enabled`.
     """
 
     def __init__(
         self,
-        kind: Literal["auto", "live", "plain", "quiet"],
+        kind: Literal["auto", "live", "plain", "verbose", "quiet"],
         enabled: bool = True,
         console: Console | None = None,
         errors: Console | None = None,
@@ -45,9 +46,9 @@ class Display:
         self._errors = errors or Console(stderr=True, quiet=not enabled)
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, _FILE_COLUMNS)
-        self._quiet = kind == "quiet"
+        self._quiet, self._verbose = kind == "quiet", kind == "verbose"
         capable = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._is_live = kind in ("auto", "live") and capable and enabled
+        self._is_live = kind in ("auto", "live", "verbose") and capable and enabled
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -56,7 +57,7 @@ class Display:
             console=self._console,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._view = LiveView()
+        self._view = LiveView(self._verbose)
         self._live: Live | None = None
         self._shown: dict[str, int] = {}
         self._start_s: dict[str, float] = {}
@@ -65,10 +66,10 @@ class Display:
         if not self._quiet:
             self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, renderable: RenderableType) -> None:
-        """Print a table."""
-        if not self._quiet:
-            self._console.print(renderable)
+    def detail(self, renderable: RenderableType) -> None:
+        """Print a text or a table if the console is verbose."""
+        if self._verbose:
+            self._console.print(renderable, markup=False, highlight=False)
 
     def warning(self, text: str) -> None:
         # If a live view uses the terminal, print through the console of the view. Other output would break the view.
@@ -100,7 +101,7 @@ class Display:
     def step(self, metrics: Mapping[str, Any], total_steps: int) -> None:
         """Show the known values among the `metrics` of a logged step."""
         if not self._is_live:
-            self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics)]))
+            self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics, self._verbose)]))
             return
         self._view.update(metrics)
         self._bar("training", metrics["step"], total_steps, metrics.get("eta_s"))
@@ -149,35 +150,43 @@ class Display:
             self._bars.remove_task(self._tasks.pop(description))
 
 
-def _readings(metrics: Mapping[str, Any]) -> list[str]:
-    """Format the known metrics among `metrics`: `loss 3.2100`, `MFU 45 %`, ..."""
-    formats: dict[str, Callable[[Any], str | None]] = {
-        "loss": lambda value: f"loss {value:.4f}",
-        "learning_rate": lambda value: f"lr {value:.2e}",
-        "grad_norm": lambda value: f"grad norm {value:.3f}",
-        "tokens_per_s": lambda value: f"{value:,.0f} tokens/s",
-        "flops_per_s": lambda value: rate(value, "FLOP/s"),
-        "mfu": lambda value: f"MFU {100 * value:.0f} %",
-        "memory_bytes": lambda value: f"memory {' | '.join(gib(size) for size in value)} a rank",
-        "gpu_memory_bytes": lambda value: f"GPU memory {' | '.join(gib(size) for size in value)} a rank",
-        "staged_bytes": lambda value: f"passed on {value / 1e9:.2f} GB" if value >= _MIN_SHOWN_BYTES else None,
-        "interface_bytes": _interfaces,
-        "eta_s": lambda value: f"ETA {duration(value)}",
-    }
-    shown = (show(metrics[name]) for name, show in formats.items() if metrics.get(name) is not None)
-    return [text for text in shown if text is not None]
+def _readings(metrics: Mapping[str, Any], verbose: bool) -> list[str]:
+    """Format the known metrics among `metrics`: `epoch 0.5`, `loss 3.2100`, ... Details only if `verbose`."""
+    ranks_memory = "gpu_memory_bytes" if metrics.get("gpu_memory_bytes") else "memory_bytes"
+    formats: list[tuple[str, Callable[[Any], str | Literal[False]]]] = [
+        ("epoch", lambda value: f"epoch {value:.3g}"),
+        ("loss", lambda value: f"loss {value:.4f}"),
+        ("eval_loss", lambda value: f"evaluation loss {value:.4f}"),
+        ("learning_rate", lambda value: f"learning rate {value:.2e}"),
+        ("tokens_per_s", lambda value: f"{value:,.0f} tokens/s"),
+        ("eta_s", lambda value: f"ETA {duration(value)}"),
+        (ranks_memory, lambda value: f"memory {gib(max(value))} a rank"),
+    ]
+    if verbose:
+        formats += [
+            ("grad_norm", lambda value: f"gradient norm {value:.3f}"),
+            ("flops_per_s", lambda value: rate(value, "FLOP/s")),
+            ("mfu", lambda value: f"MFU {100 * value:.0f} %"),
+            ("memory_bytes", lambda value: f"memory of each rank {' | '.join(map(gib, value))}"),
+            ("gpu_memory_bytes", lambda value: f"GPU memory of each rank {' | '.join(map(gib, value))}"),
+            ("staged_bytes", lambda value: value >= _MIN_SHOWN_BYTES and f"shared memory {value / 1e9:.2f} GB"),
+            ("interface_bytes", _interfaces),
+        ]
+    shown = (show(metrics[name]) for name, show in formats if metrics.get(name) is not None)
+    return [text for text in shown if text]
 
 
-def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str | None:
+def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str:
     """Format the bytes sent since the start by the two busiest interfaces: `eth0 sent 1.20 GB`."""
     sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)[:2]
-    return "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent if count >= _MIN_SHOWN_BYTES) or None
+    return "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent if count >= _MIN_SHOWN_BYTES)
 
 
 class LiveView:
     """The rows below the progress bars: newest metrics, memory, checkpoint. Rows without a value are not shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, verbose: bool = False) -> None:
+        self._verbose = verbose
         self.metrics: Mapping[str, Any] = {}
         self.losses: list[float] = []
         self.limit_bytes: int | None = None  # host memory available to one rank
@@ -208,15 +217,14 @@ class LiveView:
                 line.append("  ").append(sparkline(self.losses, _SPARKS), style="cyan")
                 line.append(f"  from {self.losses[0]:.4f}", style="dim")
             rows.append(("loss", line))
+        if metrics.get("eval_loss") is not None:
+            rows.append(("evaluation", Text(f"loss {metrics['eval_loss']:.4f}")))
+        if metrics.get("epoch") is not None and metrics.get("learning_rate") is not None:
+            rows.append(("epoch", Text(f"{metrics['epoch']:.3g}  learning rate {metrics['learning_rate']:.2e}")))
         if metrics.get("tokens_per_s") is not None:
-            speed = [f"{metrics['tokens_per_s']:,.0f} real tokens/s", rate(metrics.get("flops_per_s") or 0.0, "FLOP/s")]
-            if metrics.get("mfu") is not None:
-                speed.append(f"MFU {100 * metrics['mfu']:.0f} %")
-            rows.append(("speed", Text("  ".join(speed))))
-        if metrics.get("forward_s") is not None:
-            rows.append(("time", Text(_shares(metrics))))
-        if metrics.get("learning_rate") is not None and metrics.get("grad_norm") is not None:
-            rows.append(("step", Text(f"lr {metrics['learning_rate']:.2e}  grad norm {metrics['grad_norm']:.3f}")))
+            rows.append(("speed", Text(f"{metrics['tokens_per_s']:,.0f} tokens/s")))
+        if self._verbose:
+            rows += [(label, Text(text)) for label, text in _details(metrics)]
         if metrics.get("memory_bytes"):
             rows.append(("memory", _memory(metrics["memory_bytes"], self.limit_bytes, plain, width)))
         if metrics.get("gpu_memory_bytes"):
@@ -266,9 +274,17 @@ def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: i
     return Text("\n").join(lines)
 
 
-def _shares(metrics: Mapping[str, Any]) -> str:
-    """Format the parts that take at least 1 % of a step, largest first: `backward 52 %  forward 31 %  ...`"""
+def _details(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Format the gradient norm, the FLOP/s, and the parts that take at least 1 % of a step, largest first."""
+    rows = []
+    if metrics.get("grad_norm") is not None:
+        rows.append(("gradient", f"norm {metrics['grad_norm']:.3f}"))
+    if metrics.get("flops_per_s") is not None:
+        mfu = f"  MFU {100 * metrics['mfu']:.0f} %" if metrics.get("mfu") is not None else ""
+        rows.append(("compute", f"{rate(metrics['flops_per_s'], 'FLOP/s')}{mfu}"))
     spent = {part: metrics.get(f"{part}_s") or 0.0 for part in PARTS}
     total = sum(spent.values())
     shares = sorted(((100 * seconds / total, part) for part, seconds in spent.items()), reverse=True) if total else []
-    return "  ".join(f"{part} {share:.0f} %" for share, part in shares if share >= 1)
+    if shares:
+        rows.append(("time", "  ".join(f"{part} {share:.0f} %" for share, part in shares if share >= 1)))
+    return rows

@@ -1,6 +1,6 @@
 """The events of a run: one JSON object per line of events.jsonl. Lines are never removed.
 
-- start, resume: model, data and machine of each attempt
+- start, resume: model, data (a summary and the first samples) and machine of each attempt
 - checkpoint: `seconds` until a checkpoint was complete, `stall_s` of them during which training waited
 - warning, slow_ranks, stopped_early: `text` describes the event
 - round: the nodes that continue an elastic run and their step, written by the leader node
@@ -16,7 +16,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -44,9 +44,12 @@ class RunRecord:
     learned: int  # parameters that training changes
     engine: str
     plan: Mapping[str, Any]  # in the form of `aliquot plan --json`; empty without a plan
+    # Lines for the report: `summary` and first `samples` of the data. Only events.jsonl has them, because ledger.json
+    # goes to dashboards.
+    data: Mapping[str, Sequence[str]]
 
     def as_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "data"}
 
 
 class Events:

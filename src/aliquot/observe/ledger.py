@@ -38,23 +38,9 @@ PHASES = (
 )
 
 OFFLOADED = ("weights", "gradients", "moments")
-_SHORT = {  # short names, so that the table fits 80 columns
-    "weights": "weig.", "gradients": "grad.", "moments": "mom.", "activations": "activ.", "gathered": "gath.",
-}  # fmt: skip
 _MIN_GIB_BYTES = 10_000 << 20  # from this size on, the table is in GiB
 
 Row = dict[str, Any]
-Columns = Mapping[str, Callable[[Row], int]]
-
-_HOST_COLUMNS: Columns = {
-    "own": lambda row: row["private_bytes"],
-    "share": lambda row: row["pss_bytes"] - row["private_bytes"],
-}
-_GPU_COLUMNS: Columns = {
-    "tensors": lambda row: row["allocated_bytes"],
-    "reserved": lambda row: row["reserved_bytes"],
-    "beside": lambda row: row["beside_bytes"],
-}
 
 
 class Ledger:
@@ -128,33 +114,30 @@ class Ledger:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Build a table of host memory with a line for each phase and, if ranks compute on GPUs, a table of GPU memory.
 
-    Each number is the maximum over ranks, so the numbers of a line need not add up. The error compares the planned and
-    the measured peak, and is positive if the run needed less memory than planned.
+    Each number is the maximum over ranks, so the numbers of a line need not add up. The last columns are the sizes of
+    known tensors at the end of the phase.
     """
     gpu_rows = [{"phase": row["phase"], **row["gpu"]} for row in rows if "gpu" in row]
-    how = "the largest of all; peak within a phase, the rest at its end"
-    host = _table(rows, f"of a rank, {how}\nown: what it has alone; share: its part of what is shared", _HOST_COLUMNS)
-    return [_table(gpu_rows, f"of a rank's GPU, {how}", _GPU_COLUMNS), host] if gpu_rows else [host]
+    host = _table(rows, "memory")
+    return [_table(gpu_rows, "GPU memory"), host] if gpu_rows else [host]
 
 
-def _table(rows: Sequence[Row], title: str, columns: Columns) -> Table:
+def _table(rows: Sequence[Row], memory: str) -> Table:
     used = (category for row in rows for category, size in row["accounted_bytes"].items() if size)
     categories = list(dict.fromkeys(used))
     largest = max(max(row["peak_bytes"], row.get("planned_bytes") or 0) for row in rows)
     unit, divisor, form = ("GiB", 2**30, ",.1f") if largest >= _MIN_GIB_BYTES else ("MiB", 2**20, ",.0f")
-    # A frame would not fit into 80 columns.
-    result = Table(title=f"{unit} {title}", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    result.add_column("phase", no_wrap=True)
-    for column in ("plan", "peak", "err. %", *columns, *categories):
-        result.add_column(_SHORT.get(column, column), justify="right", no_wrap=True)
+    # Without a frame, the table fits 80 columns.
+    result = Table(title=f"{memory} of the largest rank in {unit}", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    result.add_column("phase")
+    for column in ("planned", "peak", *categories):
+        result.add_column(column, justify="right", no_wrap=True)
     for phase in PHASES:
         phase_rows = [row for row in rows if row["phase"] == phase]
         if not phase_rows:
             continue
-        measured = [max(map(size_of, phase_rows)) for size_of in columns.values()]
         peak, planned = max(row["peak_bytes"] for row in phase_rows), phase_rows[0].get("planned_bytes")
-        plan, error = (f"{planned / divisor:{form}}", f"{100 * (planned / peak - 1):+.1f}") if planned else ("", "")
         accounted = [max(row["accounted_bytes"].get(category, 0) for row in phase_rows) for category in categories]
-        sizes = [f"{size / divisor:{form}}" for size in (peak, *measured, *accounted)]
-        result.add_row(phase, plan, sizes[0], error, *sizes[1:])
+        sizes = [f"{size / divisor:{form}}" if size is not None else "" for size in (planned, peak, *accounted)]
+        result.add_row(phase, *sizes)
     return result

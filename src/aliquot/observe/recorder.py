@@ -76,6 +76,7 @@ class Recorder:
         self._started_at = time.monotonic()
         self._remaining = RemainingWork(run.config, total_steps, run.record.plan)
         self._evaluation_start = 0.0
+        self._eval_loss: float | None = None  # of the newest evaluation of this attempt
 
     def __enter__(self) -> Self:
         run, first = self._run, self._ranks.rank == 0
@@ -93,6 +94,7 @@ class Recorder:
         kind = "start" if run.record.resumed_from is None else "resume"
         facts = {**run.record.as_json(), "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
         started = {"aliquot": version("aliquot"), "command": command_line(), "total_steps": self._total}
+        started["data"] = run.record.data
         self._events.write(kind, self._before, **facts, **started)
         return self
 
@@ -205,7 +207,7 @@ class Recorder:
             line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
         with self._handles_full_disk():
             self._metrics.write(line)
-        self._display.step(line, self._total)
+        self._display.step({**line, "eval_loss": self._eval_loss}, self._total)
 
     def _eta_s(self) -> float | None:
         left = self._total - self._done
@@ -243,7 +245,8 @@ class Recorder:
             self._metrics.write(line)
         for text in texts:
             self._display.line(f"step {self._done}: {text}")
-        return results.get("", next(iter(results.values())))[1]
+        self._eval_loss, perplexity, _ = results.get("", next(iter(results.values())))
+        return perplexity
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """Record a save that took `seconds`. Training waited for `stall_s` of them."""

@@ -18,16 +18,14 @@ from aliquot.planner.settings_search import Candidate, Names, as_arguments
 SPOT_FACTOR = 0.4
 _LABEL = 16  # characters that a label takes in a line
 
-# Columns of the memory table, and the categories that each column adds up. The table fits 80 characters; --json shows
-# all categories.
+# Columns of the memory table, and the categories that each column adds up. --json shows all categories.
 COLUMNS = {
-    "proc.": ("process",),
-    "weig.": ("weights",),
-    "grad.": ("gradients",),
-    "mom.": ("moments",),
-    "gath.": ("gathered",),
-    "activ.": ("activations", "loss"),
-    "rest": ("data", "buffers", "streamed", "snapshot", "allocator"),
+    "weights": ("weights",),
+    "gradients": ("gradients",),
+    "moments": ("moments",),
+    "gathered": ("gathered",),
+    "activations": ("activations", "loss"),
+    "other": ("process", "data", "buffers", "streamed", "snapshot", "allocator"),
 }
 
 
@@ -114,8 +112,8 @@ def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
     subject = f"{unit} of {memory} of a rank" if memory else f"{unit} of a rank"
     title = f"{subject}, planned: private memory, and its share of shared memory"
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("phase", no_wrap=True)
-    for column in ("all", *COLUMNS, "shared"):
+    table.add_column("phase")
+    for column in ("total", *COLUMNS, "shared"):
         table.add_column(column, justify="right", no_wrap=True)
     for phase in shown:
         private = [sum(phase.private_bytes.get(name, 0) for name in names) for names in COLUMNS.values()]

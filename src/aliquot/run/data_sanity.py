@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from aliquot.data.data_summary import examples, warnings
+from aliquot.data.data_summary import first_samples, warnings
 from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
@@ -19,7 +19,6 @@ from aliquot.models.stored_weights import fingerprint
 from aliquot.nn.head_loss import IGNORE
 from aliquot.run.run_context import Inputs, Model, RunContext
 
-_EXAMPLE_CHARACTERS = 400  # the longest text that is shown for each part of an example
 _MUCH_BETTER = 0.5  # a difference of losses, in nats per token
 
 
@@ -46,9 +45,8 @@ def check_inputs(run: RunContext, inputs: Inputs) -> None:
 
 def show_data(run: RunContext, inputs: Inputs) -> None:
     """Show the labels of the first examples, unless all tokens are labels, and warn of doubtful data. Rank 0 only."""
-    for stream in inputs.batches.streams:
-        for line in examples(stream.source, inputs.tokenizer, _EXAMPLE_CHARACTERS):
-            run.display.line(line)
+    for line in first_samples(inputs.batches, inputs.tokenizer):
+        run.display.line(line)
     for text in warnings(inputs.batches, inputs.total_steps, run.config.train.max_steps is not None):
         run.display.warning(text)
 

@@ -58,7 +58,8 @@ def finish_run(training: TrainingContext, checkpoints: RunCheckpoints) -> Result
     run.heartbeat.stop()
     if run.ranks.rank == 0:
         speed = training.recorder.meter.overall()
-        run_summary.finish(run.display, run.directory, rows, speed, text, exported, run.ledger.plan)
+        outcome = run_summary.Outcome(rows, speed, text, exported, _is_chat(training.inputs))
+        run_summary.finish(run.display, run.directory, outcome)
     training.model.engine.close()
     return Result(run.directory.path, progress.step, progress.loss, progress.perplexity, exported)
 
@@ -161,11 +162,9 @@ def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
 
     If the training data has answers (chat data), the prompt is a message of the user.
     """
-    prompt, tokenizer = run.config.observe.sample_prompt, inputs.tokenizer
+    prompt, tokenizer, is_chat = run.config.observe.sample_prompt, inputs.tokenizer, _is_chat(inputs)
     if prompt is None:
         return None
-    has_answers = any(store.mask is not None for store in inputs.data.open_train().values())
-    is_chat = has_answers and tokenizer.chat_template is not None
     tokens, prefix = run.config.observe.sample_tokens, inputs.data.chat_prefix if is_chat else inputs.data.prefix
     try:
         return continuation(
@@ -174,6 +173,12 @@ def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
     except UserError as error:  # raised on all ranks; a bad prompt must not fail a run after its training
         run.display.warning(f"observe.sample_prompt: {error}")
         return None
+
+
+def _is_chat(inputs: Inputs) -> bool:
+    """Whether the training data has answers (chat data), and the tokenizer has a chat template."""
+    has_answers = any(store.mask is not None for store in inputs.data.open_train().values())
+    return has_answers and inputs.tokenizer.chat_template is not None
 
 
 def _keep_foreign_files(target: Path, files: Collection[str], display: Display, replaced: Path) -> bool:

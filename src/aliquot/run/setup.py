@@ -19,7 +19,7 @@ from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, EvalBatches, Position
-from aliquot.data.data_summary import day_line, header
+from aliquot.data.data_summary import day_line, first_samples, header
 from aliquot.data.prepare import AddedTokens, prepare, prepare_together
 from aliquot.data.token_store import answer_ends
 from aliquot.data.tokenizer import largest_token
@@ -290,16 +290,17 @@ def files_beside_weights(run: RunContext, inputs: Inputs, model: Model) -> Mappi
 def introduce(run: RunContext, inputs: Inputs, model: Model, start: Start, ceiling: Ceiling) -> RunRecord:
     """Print what the run trains, on which data and how, and return these facts for the records. Collective."""
     config, ranks = run.config, run.ranks
+    data = header(inputs.batches, inputs.total_steps, inputs.held_out) if ranks.rank == 0 else []
+    data += [day_line(inputs.data.day)] if inputs.data.day else []
+    samples = first_samples(inputs.batches, inputs.tokenizer, text=True) if ranks.rank == 0 else []
     record = RunRecord(
         run.placement, run.machine, ceiling.flops_per_s, ceiling.is_sure,
         resumed_from=None if start.resumed_from is None else str(start.resumed_from),
         model=model.built.name, parameters=model.built.numel, learned=model.built.learned_numel,
-        engine=model.engine_name, plan=run.ledger.plan,
+        engine=model.engine_name, plan=run.ledger.plan, data={"summary": data, "samples": samples},
     )  # fmt: skip
     connections = group_lines(ranks, model.engine.transport)
     notes = (*model.notes, *_attention_note(model.built), *torchrun_advice(os.environ, config.checkpoint.grace_s))
-    data = header(inputs.batches, inputs.total_steps, inputs.held_out) if ranks.rank == 0 else []
-    data += [day_line(inputs.data.day)] if inputs.data.day else []
     run_summary.begin(run.display, config, record, *data, *connections, *notes)
     return record
 

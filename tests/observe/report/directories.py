@@ -25,7 +25,12 @@ def start(**changes: Any) -> dict[str, Any]:
         "event": "start", "step": 0, "time": 1_700_000_000.0, "resumed_from": None, "model": "LlamaForCausalLM",
         "parameters": 8_000_000, "engine": "host", "placement": "2 ranks x 1 thread", "machine": MACHINE,
         "ceiling_flops_per_s": 1e12, "world_size": 2, "nodes": 1, "total_steps": 100, "aliquot": "0.1.0",
-        "command": "aliquot train run.yaml", **changes,
+        "command": "aliquot train run.yaml",
+        "data": {
+            "summary": ["60 documents, 9,000 tokens"],
+            "samples": ["example 1: 5 tokens, 2 are learned", "        | hello", "learned > hi"],
+        },
+        **changes,
     }  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from aliquot.cli.main import app
 from aliquot.core.errors import UserError
 from aliquot.observe.report import figures, run_facts
-from aliquot.observe.report.charts import thinned, ticks
+from aliquot.observe.report.charts import log_ticks, thinned, ticks
 from aliquot.observe.report.figures import resumes
+from aliquot.observe.report.memory_figures import memory
 from aliquot.observe.report.page import MARKER, render, write_report
 from aliquot.observe.report.read_run import read_run
 from tests.observe.report.directories import MACHINE, MIB, plan, rows, start, step, whole_run, write_run
@@ -101,7 +102,9 @@ def test_a_whole_run_has_every_picture(tmp_path: Path) -> None:
         "tokens",
         "flop/s",
         "time of a step",
-        "memory of rank 1",
+        "memory over the phases",
+        "learning rate",
+        "gradient norm",
         "memory while training",
         "bytes",
     ):
@@ -116,7 +119,7 @@ def test_every_picture_has_a_text_and_a_table(tmp_path: Path) -> None:
         title, described = re.search(r'aria-labelledby="(\S+) (\S+)"', picture).groups()  # type: ignore[union-attr]
         assert re.search(rf'<title id="{title}">[^<]+</title>', picture)
         assert re.search(rf'<desc id="{described}">[^<]+</desc>', picture)
-    assert text.count("<details>") == len(pictures)
+    assert text.count("<details>") == len(pictures) + 1  # and of the samples
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
 
@@ -168,7 +171,7 @@ def test_an_evaluation_between_logged_steps_is_in_the_table(tmp_path: Path) -> N
     table = figures.loss(read_run(write_run(tmp_path / "run", steps=lines, events=[start()]))).table
     assert table is not None
     assert [row[0] for row in table.rows] == ["1", "3", "4", "6"]
-    assert [row[1:] for row in table.rows][2:] == [["", "1.5000"], [f"{step(6)['loss']:.4f}", "1.2500"]]
+    assert [row[1:3] for row in table.rows][2:] == [["", "1.5000"], [f"{step(6)['loss']:.4f}", "1.2500"]]
 
 
 def test_step_parts_are_means_over_logged_steps(tmp_path: Path) -> None:
@@ -249,6 +252,31 @@ def test_findings_of_the_doctor(tmp_path: Path) -> None:
     assert "holds no findings" in page_of(directory).text
 
 
+def test_the_page_opens_with_the_result(tmp_path: Path) -> None:
+    evaluations = [
+        {"step": n, "eval_loss": loss, "eval_perplexity": 2.7**loss} for n, loss in ((0, 9), (50, 1), (99, 2))
+    ]
+    steps = [evaluations[0], *(step(n, epoch=0.03 * n) for n in range(1, 101)), *evaluations[1:]]
+    text = page_of(whole_run(tmp_path / "run", steps=steps)).text
+    assert text.index("of 100; epoch 3") < text.index("Learning rate") < text.index("Plan and measurement")
+    assert "training loss 1.5000 from 8.5714 at step 1" in text
+    assert "evaluation loss 2.0000 from 9.0000 before training" in text
+    assert "loss 9.0000 before training 2.0000 at step 99 1.0000 at step 50" in text  # first, last, best
+    assert "training time 1 min 50 s" in text and "tokens 100k" in text
+    assert "60 documents, 9,000 tokens" in text and "learned > hi" in text
+    assert "train.max_grad_norm" not in text  # this run does not clip
+
+
+def test_one_memory_picture_shows_the_largest_rank(tmp_path: Path) -> None:
+    ledger = rows(3)
+    for row in ledger:
+        row["peak_bytes"] += int(row["rank"] == 1) * 512 * MIB
+    (figure,) = memory(read_run(write_run(tmp_path / "run", steps=[step(1)], events=[start()], ledger=ledger)))
+    assert figure.table is not None and "The largest rank held at most 2.06 GiB" in figure.says
+    named = dict(zip(figure.table.head, figure.table.rows[-1], strict=True))
+    assert (named["largest rank"], named["smallest rank"]) == ("2.06 GiB", "1.56 GiB")
+
+
 def test_speed_is_the_final_figure_of_the_run(tmp_path: Path) -> None:
     ended = {"event": "end", "step": 100, "time": 1_700_000_150.0, "tokens_per_s": 3200.0, "mfu": 0.4}
     text = page_of(whole_run(tmp_path / "run", events=[start(), ended])).text
@@ -280,6 +308,7 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
     events = [
         start(model=HOSTILE, engine=HOSTILE, placement=HOSTILE, command=HOSTILE, machine=machine, world_size=HOSTILE),
         {"event": HOSTILE, "step": 1, "text": HOSTILE},
+        start(data={"summary": [HOSTILE, None], "samples": [HOSTILE, "learned > " + HOSTILE]}),
         {"event": "resume", "step": 2, "resumed_from": HOSTILE, "time": 1e300},
         {"event": "failed", "step": 3, "text": HOSTILE},
     ]
@@ -327,8 +356,7 @@ def test_a_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", steps=lines, events=[start(world_size=64)], ledger=rows(64))
     text = render([read_run(directory)])
     assert len(text.encode()) < 2_000_000
-    ranks = [title for title in Page(text).pictures if title.startswith("Memory of rank")]
-    assert 1 <= len(ranks) < 10  # not a picture for each of the 64
+    assert Page(text).pictures.count("Memory over the phases") == 1  # not a picture for each of the 64
 
 
 def test_several_runs_side_by_side(tmp_path: Path) -> None:
@@ -384,6 +412,13 @@ def test_ticks_are_few_and_inside(low: float, span: float) -> None:
     assert all(low - slack <= tick <= high + slack for tick in found)
 
 
+@given(st.floats(1e-9, 1e12), st.floats(1.01, 1e12))
+def test_ticks_of_a_logarithmic_axis_are_few_and_inside(low: float, factor: float) -> None:
+    marks = log_ticks(low, low * factor)
+    assert 1 <= len(marks) <= 11 and marks == sorted(marks)
+    assert all(0.999 * low <= mark <= 1.001 * low * factor for mark in marks)
+
+
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=1000))
 def test_thinning_keeps_the_extremes(values: list[float]) -> None:
     points = [(float(i), value) for i, value in enumerate(values)]
@@ -410,9 +445,7 @@ def test_report_draws_gpu_and_machine_memory(tmp_path: Path) -> None:
         tmp_path / "gpu", ledger=told, plan=foreseen, steps=steps, events=[start(machine=machine, world_size=1)]
     )
     page = Page(render([read_run(run)]))
-    assert {"GPU memory of rank 0", "Memory of rank 0", "GPU memory while training"} <= set(
-        re.findall(r"(?:GPU memory|Memory) (?:of rank 0|while training)", page.text)
-    )
+    assert {"GPU memory over the phases", "Memory over the phases", "GPU memory while training"} <= set(page.pictures)
     assert "limit 3.91 GiB" in page.text  # of the GPU, not of the machine
     assert "context, NCCL, allocator" in page.text and "0.31 GiB" in page.text
     assert "of the machine's memory 0.98 GiB" in page.text  # planned

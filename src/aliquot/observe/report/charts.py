@@ -91,6 +91,7 @@ class Axis:
     levels: Mapping[str, float] | None = None  # horizontal lines: a limit, a ceiling
     marks: Sequence[Mark] = ()
     x: str = "step"
+    log: bool = False  # logarithmic, unless a value is not positive
 
 
 @dataclass(frozen=True)
@@ -125,22 +126,25 @@ class Layer:
 class _Frame:
     """The plot area and its scales."""
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], floor: int = _LOW - 40) -> None:
+    def __init__(
+        self, x: tuple[float, float], y: tuple[float, float], floor: int = _LOW - 40, log: bool = False
+    ) -> None:
         self.x0, self.x1 = x if x[1] > x[0] else (x[0] - (abs(x[0]) or 1.0), x[0] + (abs(x[0]) or 1.0))
         self.y0, self.y1 = y if y[1] > y[0] else (y[0], y[0] + (abs(y[0]) or 1.0))
-        self.floor = floor
+        self.floor, self.log = floor, log
 
     def x(self, value: float) -> float:
         return _LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        return self.floor - (value - self.y0) / (self.y1 - self.y0) * (self.floor - _TOP)
+        low, high, at = (math.log(y) if self.log else y for y in (self.y0, self.y1, value))
+        return self.floor - (at - low) / (high - low) * (self.floor - _TOP)
 
     def grid(self, scale: Format) -> str:
         return "".join(
             f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{self.y(value):.1f}" y2="{self.y(value):.1f}"/>'
             + _label(_LEFT - 8, self.y(value) + 4, scale(value), "end")
-            for value in ticks(self.y0, self.y1)
+            for value in (log_ticks if self.log else ticks)(self.y0, self.y1)
         )
 
     def polyline(self, points: Points, classes: str) -> str:
@@ -176,8 +180,10 @@ def line_figure(
     points = [point for line in lines for point in line.points]
     values = [y for _, y in points] + list((axis.levels or {}).values())
     low, high = (0.0 if axis.from_zero else min(values)), max(values)
+    is_log = axis.log and low > 0
     margin = 0.06 * ((high - low) or abs(high) or 1.0)
-    frame = _Frame((min(points)[0], max(points)[0]), (low if axis.from_zero else low - margin, high + margin))
+    y = (low / 1.06, high * 1.06) if is_log else (low if axis.from_zero else low - margin, high + margin)
+    frame = _Frame((min(points)[0], max(points)[0]), y, log=is_log)
     whole = [x for x in ticks(frame.x0, frame.x1) if x == int(x)]
     parts = [frame.grid(axis.scale), *(_label(frame.x(x), frame.floor + 24, compact(x), "middle") for x in whole)]
     parts.append(frame.crossing(axis))
@@ -280,6 +286,16 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return numbers 1, 2, 5 x 10^n or only 10^n inside [low, high]; less than a decade has evenly spaced ticks."""
+    decades = math.log10(high) - math.log10(low)
+    if decades < 1:
+        return ticks(low, high)
+    exponents = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1, math.ceil(decades / 8))
+    numbers = [factor * 10.0**n for n in exponents for factor in ((1, 2, 5) if decades < 3 else (1,))]
+    return [value for value in numbers if low <= value <= high]
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> Points:

@@ -35,7 +35,8 @@ def loss(run: Run) -> Figure:
         Line("training loss", trained, 0, smooth=True), Line("evaluation loss", evaluated, 1, "dots dashed")
     ]  # fmt: skip
     axis = Axis("nats per token", "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
-    return line_figure(Figure("loss", "Loss", says), axis, lines)
+    epochs = {step: f"{value:.3g}" for step, value in run.points("epoch")}
+    return line_figure(Figure("loss", "Loss", says), axis, lines, {"epoch": epochs} if epochs else {})
 
 
 def perplexity(run: Run) -> Figure:
@@ -50,10 +51,37 @@ def perplexity(run: Run) -> Figure:
     best = min(points, key=lambda point: point[1])
     says = f"{len(points)} evaluation{'s' if len(points) > 1 else ''}; the last gave {significant(points[-1][1])},"
     says += f" the best {significant(best[1])} at step {best[0]:,.0f}."
-    axis = Axis("perplexity per predicted token", significant, "{:,.2f}".format, marks=resumes(run))
+    unit = "perplexity per predicted token, logarithmic"
+    axis = Axis(unit, significant, "{:,.2f}".format, marks=resumes(run), log=True)
     bits = {step: f"{value:.3f}" for step, value in run.points("eval_bits_per_byte", run.evaluations)}
     lines = [Line("perplexity", points, 1, "dots")]
     return line_figure(Figure(name, title, says), axis, lines, {"bits per byte": bits})
+
+
+def learning_rate(run: Run) -> Figure:
+    name, title = "learning-rate", "Learning rate"
+    points = run.points("learning_rate")
+    if not points:
+        return Figure(name, title, "", missing=without_steps(run))
+    high = max(points, key=lambda point: point[1])
+    says = f"The learning rate was highest at step {high[0]:,.0f}, {high[1]:.2e}, and {points[-1][1]:.2e} at the end."
+    axis = Axis("learning rate", "{:.3g}".format, "{:.2e}".format, True, marks=resumes(run))
+    return line_figure(Figure(name, title, says), axis, [Line("learning rate", points, 3)])
+
+
+def gradient_norm(run: Run) -> Figure:
+    name, title = "gradient-norm", "Gradient norm"
+    points = run.points("grad_norm")
+    if not points:
+        return Figure(name, title, "", missing=without_steps(run))
+    clip, high = number(run.setting("train", "max_grad_norm")), max(value for _, value in points)
+    says = f"The norm of all gradients was {significant(median(points))} in the middle and at most {significant(high)}."
+    if clip:
+        clipped = sum(value > clip for _, value in points)
+        says += f" train.max_grad_norm clipped it at {clip:g} in {clipped:,} of {len(points):,} logged steps."
+    levels = {f"clipped above {clip:g}": clip} if clip and 0 < clip <= 2.5 * high else {}
+    axis = Axis("norm before clipping", significant, significant, True, levels, marks=resumes(run))
+    return line_figure(Figure(name, title, says), axis, [Line("gradient norm", points, 5, smooth=True)])
 
 
 def speed(run: Run) -> Figure:
@@ -135,13 +163,15 @@ def source_figures(run: Run) -> list[Figure]:
         (name or "held out", run.points(f"eval_{name}_perplexity" if name else "eval_perplexity", run.evaluated))
         for name in evaluation_sets(run.evaluated)
     ]
+    loss = Axis("nats per token", significant, significant)
+    perplexity = Axis("perplexity, logarithmic", significant, significant, log=True)
     several = [
-        (Figure("source-loss", "Training loss of each source", ""), "nats per token", trained, "source"),
-        (Figure("set-perplexity", "Perplexity of each evaluation set", ""), "perplexity", evaluated, "set"),
+        (Figure("source-loss", "Training loss of each source", ""), loss, trained, "source"),
+        (Figure("set-perplexity", "Perplexity of each evaluation set", ""), perplexity, evaluated, "set"),
     ]
     return [
-        labelled_lines(figure, Axis(unit, significant, significant), labelled, kind, smooth=True)
-        for figure, unit, labelled, kind in several
+        labelled_lines(figure, axis, labelled, kind, smooth=True)
+        for figure, axis, labelled, kind in several
         if len(labelled) > 1 and any(points for _, points in labelled)
     ]
 

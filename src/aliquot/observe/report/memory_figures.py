@@ -1,8 +1,8 @@
-"""The memory figures of a run: memory of each rank over the phases, and over the steps."""
+"""The memory figures of a run: memory of the ranks over the phases, and over the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from aliquot.core.number_format import gib, significant
@@ -12,7 +12,6 @@ from aliquot.observe.report.figures import resumes, without_steps
 from aliquot.observe.report.read_run import Object, Points, Run, number
 
 GIB = 2**30
-_MAX_RANKS = 4
 _GPU_KEY = "gpu"  # key of GPU memory in a row of the ledger
 _CATEGORIES = ("weights", "gradients", "moments", "gathered", "activations", "shared")
 
@@ -58,22 +57,18 @@ def _kinds(run: Run) -> list[_MemoryKind]:
 
 
 def memory(run: Run) -> list[Figure]:
-    """Draw memory by phase for the ranks with the most memory. GPU memory comes before host memory."""
+    """Draw memory by phase, each phase for the rank with the most. GPU memory comes before host memory."""
     if not run.rows:
         why = "ledger.json is not there: it is written after the first step, and this run has not come so far"
         return [Figure("memory", "Memory over the phases", "", missing=why)]
-    rank_rows: dict[int, list[Object]] = {}
-    for row in run.rows:
-        rank_rows.setdefault(int(number(row.get("rank")) or 0), []).append(row)
-    largest = sorted(rank_rows, key=lambda rank: (-max(map(top_bytes, rank_rows[rank])), rank))[:_MAX_RANKS]
-    return [_over_phases(run, rank, rank_rows[rank], kind) for rank in sorted(largest) for kind in _kinds(run)]
+    return [_over_phases(run, kind) for kind in _kinds(run)]
 
 
-def _over_phases(run: Run, rank: int, rows: Sequence[Object], kind: _MemoryKind) -> Figure:
-    rows = sorted(rows, key=lambda row: PHASES.index(str(row["phase"])))
-    rows = [_compute_row(row) for row in rows] if kind.suffix else rows
-    names = [str(row["phase"]) for row in rows]
-    tops = [number(row.get("peak_bytes")) or 0.0 for row in rows]
+def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
+    all_rows = [_compute_row(row) for row in run.rows] if kind.suffix else run.rows
+    phase_rows = [rows for phase in PHASES if (rows := [row for row in all_rows if row["phase"] == phase])]
+    rows = [max(ranks, key=_peak) for ranks in phase_rows]
+    names, tops = [str(row["phase"]) for row in rows], [_peak(row) for row in rows]
     sizes = {category: [_accounted(row, category) for row in rows] for category in _CATEGORIES}
     rest = [max(0.0, top - sum(values[i] for values in sizes.values())) for i, top in enumerate(tops)]
     at = tops.index(max(tops))
@@ -85,23 +80,25 @@ def _over_phases(run: Run, rank: int, rows: Sequence[Object], kind: _MemoryKind)
     planned = [kind.planned(run, row) for row in rows]
     plan = [(i + 0.5, value / GIB) for i, value in enumerate(planned) if value is not None]
     levels = kind.levels(max([*tops, *(value for value in planned if value is not None)]))
-    says = f"Rank {rank} held at most {gib(tops[at])}, in the phase “{names[at]}”; the legend shows its parts"
+    says = f"The largest rank held at most {gib(tops[at])}, in the phase “{names[at]}”; the legend shows its parts"
     says += f"; a rank may have {gib(kind.limit)}" if kind.limit is not None else ""
     says += ", far above this picture." if kind.limit is not None and not levels else "."
     says += "" if plan else " No plan was recorded, so its line is missing."
     lines = [Line("plan", plan, 6, "dashed plan")] if plan else []
-    axis = Axis("GiB, the most during each phase", significant, _in_gib, levels=levels, x="phase")
-    figure = Figure(f"memory{kind.suffix}-{rank}", f"{kind.title} of rank {rank}", says)
+    axis = Axis("GiB of the largest rank, the most during each phase", significant, _in_gib, levels=levels, x="phase")
+    figure = Figure(f"memory{kind.suffix}", f"{kind.title} over the phases", says)
     drawn = stack_figure(figure, axis, names, layers, lines)
     body = [
         [
-            names[i], *(_in_gib(layer.values[i]) for layer in layers), gib(tops[i]),
+            names[i], *(_in_gib(layer.values[i]) for layer in layers),
+            gib(tops[i]), gib(min(map(_peak, phase_rows[i]))),
             "none" if (value := planned[i]) is None else gib(value),
             *(gib(number(row.get(key)) or 0.0) for key in kind.ends.values()),
         ]
         for i, row in enumerate(rows)
     ]  # fmt: skip
-    return replace(drawn, table=Table(("phase", *(layer.name for layer in layers), "most", "plan", *kind.ends), body))
+    head = ("phase", *(layer.name for layer in layers), "largest rank", "smallest rank", "plan", *kind.ends)
+    return replace(drawn, table=Table(head, body))
 
 
 def memory_over_steps(run: Run) -> list[Figure]:
@@ -136,12 +133,16 @@ def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
 
 def top_bytes(row: Object) -> float:
     """Return the peak of a rank in the phase of `row`: of GPU memory, or of host memory (PSS)."""
-    return number(_compute_row(row).get("peak_bytes")) or 0.0
+    return _peak(_compute_row(row))
 
 
 def host_top_bytes(run: Run) -> float | None:
     """Return the largest peak of host memory of ranks that compute on GPUs; None if ranks compute on CPUs."""
-    return max(number(row.get("peak_bytes")) or 0.0 for row in run.rows) if _uses_gpus(run) else None
+    return max(map(_peak, run.rows)) if _uses_gpus(run) else None
+
+
+def _peak(row: Object) -> float:
+    return number(row.get("peak_bytes")) or 0.0
 
 
 def _uses_gpus(run: Run) -> bool:

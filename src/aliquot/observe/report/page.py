@@ -55,14 +55,20 @@ def render(runs: Sequence[Run]) -> str:
     (run,) = runs
     return environment.get_template("run.html").render(
         page=page, run=run, summary=run_facts.summary(run), when=run_facts.when(run), tiles=run_facts.tiles(run),
-        foresight=run_facts.foresight(run), sections=_sections(run), checkpoints=run_facts.checkpoints(run),
+        evaluations=run_facts.evaluations(run), summary_of_data=run_facts.data_lines(run, "summary"),
+        samples=run_facts.data_lines(run, "samples"), foresight=run_facts.foresight(run),
+        slower=run_facts.speed_beside_plan(run.plan, (run.average("tokens_per_s") or (0.0,))[0]),
+        sections=_sections(run), checkpoints=run_facts.checkpoints(run),
         history=run_facts.history(run), machine=run_facts.machine(run), doctor=run_facts.doctor(run),
         commands=run_facts.commands(run),
     )  # fmt: skip
 
 
 def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
-    learning = [figures.loss(run), figures.perplexity(run), *figures.source_figures(run), *figures.expert_figures(run)]
+    learning = [
+        figures.loss(run), figures.perplexity(run), *figures.source_figures(run), figures.learning_rate(run),
+        figures.gradient_norm(run), *figures.expert_figures(run),
+    ]  # fmt: skip
     return [
         ("learning", "Learning", learning),
         ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),
@@ -121,7 +127,8 @@ def _compared_figures(runs: Sequence[Run]) -> list[Figure]:
     lines = [
         (Figure("loss", "Training loss over tokens", ""), Axis("nats per token", "{:.3g}".format, "{:.3g}".format),
          [run.points("loss", x="tokens") for run in runs]),
-        (Figure("perplexity", "Perplexity on held-out text", ""), Axis("perplexity, by step", significant, significant),
+        (Figure("perplexity", "Perplexity on held-out text", ""),
+         Axis("perplexity (logarithmic), by step", significant, significant, log=True),
          [run.points("eval_perplexity", run.evaluations) for run in runs]),
         (Figure("speed", "Real tokens per second", ""), Axis("real tokens/s, by step", compact, compact, True),
          [run.steady("tokens_per_s") for run in runs]),

@@ -80,6 +80,13 @@ class Run:
         """The first event of the newest attempt: its model, machine and world size."""
         return self.attempts[-1] if self.attempts else {}
 
+    def training_s(self, now: float | None = None) -> float:
+        """Return the seconds of all attempts, each from its start to its last event, or until `now`, without pauses."""
+        times = [(event, at) for event in self.events if (at := number(event.get("time"))) is not None]
+        times += [({}, now)] if now is not None else []
+        gaps = ((event.get("event"), later - at) for (_, at), (event, later) in pairwise(times))
+        return sum(max(0.0, gap) for kind, gap in gaps if kind not in BEGINS)  # clocks may be set back
+
     def points(self, key: str, lines: list[Object] | None = None, x: str = "step") -> Points:
         """Return the points (`x`, `key`) of the logged steps, or of `lines`, that have numbers for both."""
         pairs = [(number(line.get(x)), number(line.get(key))) for line in (self.steps if lines is None else lines)]

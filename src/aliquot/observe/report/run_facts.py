@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
+from aliquot.catalogue.instances import PRICES_REGION, dollars, instances
 from aliquot.core.number_format import byte_size, compact, duration, gib, percent, rate, seconds, significant
 from aliquot.observe.report.charts import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
-from aliquot.observe.report.read_run import BEGINS, Object, Run, number
+from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, evaluation_sets, number
 
 NOT_RECORDED = "not recorded"
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
@@ -17,6 +19,30 @@ _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
 
 def if_recorded(value: float | None, words: Callable[[float], str]) -> str:
     return words(value) if value is not None else NOT_RECORDED
+
+
+def change(points: Points) -> str:
+    """Format the first and the last value: `8.4261 (step 1) -> 4.9120 (step 700)`."""
+    ends = points[:1] + points[1:][-1:]
+    return " -> ".join(f"{value:.4f} (step {step:,.0f})" for step, value in ends)
+
+
+def speed_beside_plan(plan: Mapping[str, Any], speed: float) -> str | None:
+    """Return a line if the measured `speed` (tokens/s) lies outside the band of the plan, otherwise None."""
+    planned, off_by = number(plan.get("tokens_per_s")), number(plan.get("off_by"))
+    if not planned or not off_by or not speed > 0 or planned / off_by <= speed <= planned * off_by:
+        return None
+    advice = ": run `aliquot plan --calibrate`" if plan.get("device") == "cpu" else ""
+    return f"planned {planned:,.0f} tokens/s, measured {speed:,.0f}{advice}"
+
+
+def cost(run: Run, training_s: float) -> str | None:
+    """Return the on-demand price of the time that the run has trained; None if no price is known."""
+    nodes, name = number(run.about.get("nodes")) or 1.0, str(run.machine.get("instance"))
+    price = next((ec2.usd_per_hour for ec2 in instances() if ec2.name == name), None)
+    if price is None or not nodes * training_s > 0:
+        return None
+    return f"{dollars(nodes * price * training_s / 3600)} USD, {nodes:.0f} x {name} on demand ({PRICES_REGION})"
 
 
 def summary(run: Run) -> str:
@@ -45,16 +71,21 @@ def when(run: Run) -> str:
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """Return the key figures as (label, value, note)."""
-    done, total = steps_done(run), total_steps(run)
-    figures = [("steps", f"{done:,.0f}", f"of {total:,.0f}" if total else "how many were planned was not recorded")]
-    losses = run.points("loss")
-    loss = (f"{losses[-1][1]:.4f}", "at the last logged step") if losses else ("none", "no step was logged")
-    figures.append(("training loss", *loss))
+    done, total, epochs = steps_done(run), total_steps(run), run.points("epoch")
+    planned_steps = f"of {total:,.0f}" if total else "how many were planned was not recorded"
+    in_epochs = f"; epoch {epochs[-1][1]:.3g}" if epochs else ""
+    figures = [("steps", f"{done:,.0f}", planned_steps + in_epochs)]
+    figures.append(("training loss", *_last(run.points("loss"), "no step was logged")))
+    figures.append(("evaluation loss", *_last(run.points("eval_loss", run.evaluations), "nothing was evaluated")))
     evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
-    last = (significant(evaluated[-1][1]), "on held-out text") if evaluated else ("none", "nothing was evaluated")
-    figures.append(("perplexity", *last))
+    if evaluated:
+        figures.append(("perplexity", significant(evaluated[-1][1]), "on held-out text"))
     if bits:
         figures.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
+    if (training_s := run.training_s()) > 0:
+        figures.append(("training time", duration(training_s), cost(run, training_s) or "without pauses"))
+    if tokens := run.points("tokens"):
+        figures.append(("tokens", compact(tokens[-1][1]), "trained on, padding not counted"))
     speed, mfu, ceiling = run.average("tokens_per_s"), run.average("mfu"), run.ceiling
     if speed is not None:
         figures.append(("real tokens/s", compact(speed[0]), speed[1]))
@@ -71,6 +102,39 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     if step_s := _step_s(run):
         figures.append(("a step", seconds(step_s), f"{percent(spent['wait'] / step_s)} waiting"))
     return figures
+
+
+def _last(points: Points, missing: str) -> tuple[str, str]:
+    """Return the last value, and where it came from, as a figure and its note."""
+    if not points:
+        return "none", missing
+    first, last = points[0], points[-1]
+    return f"{last[1]:.4f}", f"from {first[1]:.4f} {_at(first[0])}" if first != last else _at(last[0])
+
+
+def _at(step: float) -> str:
+    return f"at step {step:,.0f}" if step else "before training"
+
+
+def evaluations(run: Run) -> Table:
+    """Compare the first, the last and the best evaluation of every set; no rows without two evaluations."""
+    rows = []
+    for name in evaluation_sets(run.evaluated):
+        prefix = f"eval_{name}_" if name else "eval_"
+        for key in ("loss", "perplexity", "bits_per_byte"):
+            points = run.points(f"{prefix}{key}", run.evaluated)
+            if len(points) > 1:
+                best = min(points, key=lambda point: point[1])
+                cells = [f"{value:,.4f} {_at(step)}" for step, value in (points[0], points[-1], best)]
+                rows.append([f"{name} {key.replace('_', ' ')}".strip(), *cells])
+    return Table(("", "first", "last", "best"), rows)
+
+
+def data_lines(run: Run, key: str) -> list[str]:
+    """Return the recorded lines about the data: its `summary`, or its first `samples`."""
+    recorded = run.about.get("data")
+    lines = recorded.get(key) if isinstance(recorded, dict) else None
+    return [str(line) for line in lines] if isinstance(lines, list) else []
 
 
 def _step_s(run: Run) -> float:
@@ -148,6 +212,7 @@ def machine(run: Run) -> list[tuple[str, str]]:
     kernels = facts.get("matmul_kernels")
     limit = number(facts.get("memory_limit_bytes"))
     known = {
+        **({"EC2 instance": facts["instance"]} if facts.get("instance") else {}),
         "CPU": facts.get("cpu"),
         "physical cores": facts.get("physical_cores"),
         "CPU quota": facts.get("cpu_quota") or "none",
