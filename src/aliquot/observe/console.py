@@ -93,7 +93,7 @@ class Display:
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """Show that a checkpoint is complete."""
-        text = f"step {step} saved in {seconds:.1f} s, training stood still for {stall_s:.2f} s"
+        text = f"step {step} saved in {seconds:.1f} s, training waited {stall_s:.2f} s"
         self._view.saved, self._view.saving = text, None
         if not self._is_live:
             self.line(f"checkpoint: {text}")

@@ -60,7 +60,7 @@ def memory(run: Run) -> list[Figure]:
     """Draw memory by phase, each phase for the rank with the most. GPU memory comes before host memory."""
     if not run.rows:
         why = "ledger.json is not there: it is written after the first step, and this run has not come so far"
-        return [Figure("memory", "Memory over the phases", "", missing=why)]
+        return [Figure("memory-phases", "Memory over the phases", "", missing=why)]
     return [_over_phases(run, kind) for kind in _kinds(run)]
 
 
@@ -86,7 +86,7 @@ def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
     says += "" if plan else " No plan was recorded, so its line is missing."
     lines = [Line("plan", plan, 6, "dashed plan")] if plan else []
     axis = Axis("GiB of the largest rank, the most during each phase", significant, _in_gib, levels=levels, x="phase")
-    figure = Figure(f"memory{kind.suffix}", f"{kind.title} over the phases", says)
+    figure = Figure(f"memory{kind.suffix}-phases", f"{kind.title} over the phases", says)
     drawn = stack_figure(figure, axis, names, layers, lines)
     body = [
         [

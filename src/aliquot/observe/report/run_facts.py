@@ -177,7 +177,7 @@ def checkpoints(run: Run) -> Table:
         took, stall = (number(saved.get(step, {}).get(key)) for key in ("seconds", "stall_s"))
         size = gib(run.checkpoints[step]) if step in run.checkpoints else "removed since"
         rows.append([f"{step:,}", if_recorded(took, seconds), if_recorded(stall, seconds), size])
-    return Table(("step", "took", "stood still", "on disk"), rows)
+    return Table(("step", "duration", "training waited", "on disk"), rows)
 
 
 def history(run: Run) -> list[tuple[str, str, str]]:
@@ -240,7 +240,7 @@ def doctor(run: Run) -> tuple[list[Object], str]:
     `aliquot doctor --json` prints the findings: objects with `id`, `level`, `found`, `meaning` and `fix`.
     """
     if run.doctor is None:
-        return [], f"nobody asked the doctor: aliquot doctor --run-directory {run.path}"
+        return [], f"there is no doctor.json: aliquot doctor --run-directory {run.path} writes it"
     findings = [item for item in run.doctor if isinstance(item, dict)] if isinstance(run.doctor, list) else []
     findings.sort(key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
     return findings, "" if findings else "doctor.json holds no findings"
