@@ -9,37 +9,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aliquot.config.evaluation_config import read_evaluation_config
     from aliquot.config.read_config import read_config
     from aliquot.config.schema import RunConfig
     from aliquot.core.errors import TrainingError, UserError
     from aliquot.loaders.sharded import load_sharded
     from aliquot.loaders.zero3 import load_zero3
     from aliquot.models.export import export_checkpoint
+    from aliquot.models.generate import generate
+    from aliquot.planner.plan import Plan
     from aliquot.planner.planner import plan
+    from aliquot.run.callbacks import Callback, RunState
+    from aliquot.run.evaluate import Evaluation, evaluate_model
+    from aliquot.run.run_context import Result
     from aliquot.run.train import train
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
+    "Evaluation",
+    "Plan",
+    "Result",
     "RunConfig",
+    "RunState",
     "TrainingError",
     "UserError",
+    "evaluate_model",
     "export_checkpoint",
+    "generate",
     "load_sharded",
     "load_zero3",
     "plan",
     "read_config",
+    "read_evaluation_config",
     "train",
 ]
 
 _MODULES = {
+    "Callback": "aliquot.run.callbacks",
+    "Evaluation": "aliquot.run.evaluate",
+    "Plan": "aliquot.planner.plan",
+    "Result": "aliquot.run.run_context",
     "RunConfig": "aliquot.config.schema",
+    "RunState": "aliquot.run.callbacks",
     "TrainingError": "aliquot.core.errors",
     "UserError": "aliquot.core.errors",
+    "evaluate_model": "aliquot.run.evaluate",
     "export_checkpoint": "aliquot.models.export",
+    "generate": "aliquot.models.generate",
     "load_sharded": "aliquot.loaders.sharded",
     "load_zero3": "aliquot.loaders.zero3",
     "plan": "aliquot.planner.planner",
     "read_config": "aliquot.config.read_config",
+    "read_evaluation_config": "aliquot.config.evaluation_config",
     "train": "aliquot.run.train",
 }
 

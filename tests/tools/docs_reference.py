@@ -1,6 +1,6 @@
-"""Writes docs/reference/config.md from the schema and from the commands: `python -m tests.tools.docs_reference`.
+"""Writes docs/reference/config.md and commands.md from the code: `python -m tests.tools.docs_reference`.
 
-tests/test_docs.py fails when the page is not what this would write.
+tests/test_docs.py fails when a page is not what this would write.
 """
 
 from __future__ import annotations
@@ -16,30 +16,50 @@ from typer.models import ArgumentInfo, OptionInfo
 from aliquot.cli.main import app
 from aliquot.config.schema import RunConfig
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
-_HEAD = """# Reference
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+_MADE = """<!-- made by `python -m tests.tools.docs_reference` -->
+"""
+_CONFIG = f"""# Configuration
 
-Every key of a run configuration and every option of every command. This page is made from the code by
-`python -m tests.tools.docs_reference`; a test keeps it so.
+{_MADE}
+A run configuration is a YAML file with one mapping for each section below. This page lists all keys of all sections.
 
-## Configuration
+- On the command line, `section.key=value` replaces one key. The value is parsed as YAML: `data.path=[a.txt, b.txt]`.
+- Paths are relative to the working directory.
+- Keys of `train` have the names of Hugging Face's `TrainingArguments` where that class has the same setting.
+- The sections `adapter` and `cluster` are optional. A key that is required is required only if its section is present.
+- An error names file and line, and suggests the nearest existing key for an unknown key.
 
-YAML, one mapping a section. `section.key=value` on the command line replaces one key and is parsed as YAML; an unknown
-key names the nearest one that exists; an error names file and line. Paths are relative to the working directory.
-`aliquot plan CONFIG --print-config` prints the complete configuration and where each value was written. Where Hugging
-Face's `TrainingArguments` has a name for a thing, `train` has the same. The section `cluster` may be missing; what is
-required in it is required where it stands.
+`aliquot plan CONFIG --print-config` prints the complete configuration, and the place where each value was set.
+"""
+_COMMANDS = f"""# Commands
+
+{_MADE}
+This page lists all commands with their arguments and options. `aliquot COMMAND --help` prints the same text.
+
+| exit code | meaning |
+|--|--|
+| 0 | success |
+| 1 | a run had to stop; of `plan`: the run does not fit; of `doctor`: a finding is a problem |
+| 2 | bad input: correct it first |
+| 128 + signal | stopped by a signal, for example 143 by SIGTERM; a run saves first |
+
+An error is one line on standard error. The id in brackets at its end has a section in
+[Troubleshooting](../guides/troubleshooting.md). Keys of the [configuration](config.md) can follow the arguments of a
+command as `section.key=value` where the usage says so.
 """
 
 
-def page() -> str:
-    return "\n".join([_HEAD, *_sections(), "## Commands", "", *_commands()]).rstrip() + "\n"
+def pages() -> dict[Path, str]:
+    """Return the generated pages: file -> text."""
+    parts = {"config.md": [_CONFIG, *_sections()], "commands.md": [_COMMANDS, *_commands()]}
+    return {REFERENCE / name: "\n".join(lines).rstrip() + "\n" for name, lines in parts.items()}
 
 
 def _sections() -> Iterator[str]:
     schema = RunConfig.model_json_schema(by_alias=True)
     for name, section in schema["properties"].items():
-        yield from [f"### `{name}`", "", "| key | value | default | |", "|--|--|--|--|"]
+        yield from [f"## `{name}`", "", "| key | value | default | meaning |", "|--|--|--|--|"]
         yield from _rows(_resolved(section, schema), schema, f"{name}.")
         yield ""
 
@@ -108,8 +128,8 @@ def _commands() -> Iterator[str]:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
         told = [(each, *get_args(each.annotation)[:2]) for each in parameters]  # Annotated[kind, Argument or Option]
         arguments = [info.metavar or each.name.upper() for each, _, info in told if isinstance(info, ArgumentInfo)]
-        yield from [f"### `{name}`", "", f"`{' '.join([name, *arguments])}`", ""]
-        yield from [" ".join((function.__doc__ or "").split()), "", "| option | default | |", "|--|--|--|"]
+        yield from [f"## `{name}`", "", f"`{' '.join([name, *arguments])}`", ""]
+        yield from [" ".join((function.__doc__ or "").split()), "", "| option | default | meaning |", "|--|--|--|"]
         for each, kind, info in told:
             if isinstance(info, OptionInfo):
                 # In Annotated the first name lies where a default would.
@@ -137,4 +157,5 @@ def _choices(kind: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for file, text in pages().items():
+        file.write_text(text)

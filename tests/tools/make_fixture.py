@@ -21,7 +21,7 @@ from tests.runs import write_text
 from tests.tools.docs_pages import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures"
-PAGES = ("docs/reference/config.md", "docs/guides/troubleshooting.md")
+PAGES = ("docs/reference/config.md", "docs/reference/commands.md", "docs/guides/troubleshooting.md")
 # Paths are relative, so that a copy of the fixture can be resumed anywhere. `adapter` trains beside the export of
 # `model` and writes the formats that `model` does not write: an adapter in bf16 and moments in int8.
 CONFIGS = {
@@ -64,7 +64,7 @@ def promised_names(page: Path) -> list[str]:
 def _names(text: str) -> Iterator[str]:
     heading = ""
     for line in text.splitlines():
-        if found := re.match(r"### `(.+)`$", line):
+        if found := re.match(r"##+ `(.+)`$", line):
             heading = found[1]
             yield heading
         elif found := re.match(r"\| `(.+?)` \|", line):

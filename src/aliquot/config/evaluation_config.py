@@ -22,16 +22,22 @@ _Section = TypeVar("_Section", ModelSection, AdapterSection)
 _SHARED_SEQUENCES = 64  # by which the automatic number of ranks is chosen; the result does not depend on it
 
 
-def read_evaluation_config(model: str, data: str, overrides: Sequence[str], base: str | None = None) -> RunConfig:
-    """Return the config for evaluating a model on a text. Raises UserError, for example without evaluation data.
+def read_evaluation_config(
+    model: Path | str, data: Path | str, overrides: Sequence[str] = (), base: str | None = None
+) -> RunConfig:
+    """Return the configuration with which `evaluate_model` evaluates a model on a text.
 
     Args:
         model: the directory or hub id of a model, or the directory of an adapter.
         data: a text file, or the YAML config of a run. Of a run, the evaluation data and the settings for sequences,
             precision and ranks are used, but the tokenizer is that of `model`.
-        overrides: `section.key=value`, except for the keys that `model` and `data` set.
+        overrides: texts `section.key=value`, except for the keys that `model` and `data` set.
         base: the base model of an adapter, if the base model has moved.
+
+    Raises:
+        UserError: for example, the config of the run has no evaluation data.
     """
+    model, data = str(model), str(data)
     if data.endswith((".yaml", ".yml")):
         config = read_config(Path(data), overrides)
         if not config.data.has_evaluation:

@@ -22,10 +22,16 @@ _MAX_MEANING = 80  # letters of a description that an error quotes
 
 
 def read_config(file: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and validate the config in `file`; paths in the config are relative to the working directory.
+    """Read and validate a run configuration.
 
-    An override replaces one key, and its value is parsed as YAML: `train.max_steps=10`, `model.config.hidden_size=64`,
-    `data.path=[a.txt, b.txt]`. Raises UserError that names the key of a wrong value, and file:line or the override.
+    Args:
+        file: a YAML file. Paths in the file are relative to the working directory.
+        overrides: texts `section.key=value`. Each text replaces one key; the value is parsed as YAML, for example
+            `train.max_steps=10`, `model.config.hidden_size=64` or `data.path=[a.txt, b.txt]`.
+
+    Raises:
+        UserError: the file cannot be read, or values are wrong. The message names each wrong key with its file and
+            line, or with its override.
     """
     return read_with_locations(Path(file), overrides)[0]
 

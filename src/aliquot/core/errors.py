@@ -45,7 +45,11 @@ def one_line(path: str | Path) -> str:
 
 
 class UserError(Exception):
-    """Bad input: shown as one line without a traceback; the process exits with code 2.
+    """Bad input: the command line shows one line without a traceback, and exits with code 2.
+
+    Attributes:
+        id: The name of the kind of error, under which the troubleshooting page explains it.
+        exit_code: The exit code of the command line.
 
     Args:
         message: what is wrong and what to do.
@@ -150,6 +154,10 @@ class ResumeError(UserError, id="resume"):
 
 class DamagedCheckpoint(UserError, id="damaged-checkpoint"):
     """A checkpoint is incomplete or its checksums do not match. An older checkpoint may be good."""
+
+
+class CallbackError(UserError, id="callback"):
+    """A callback of `aliquot.train` raised an exception."""
 
 
 class PlanError(UserError, id="plan"):

@@ -191,7 +191,11 @@ class Batches:
 
     def position(self, step: int) -> Position:
         """Return the position at which `step` (counted from 0) begins; after the last step, the end of the data."""
-        return Position(*divmod(self.steps.of(step - 1).stop if step else 0, self.epoch_sequences))
+        return Position(*divmod(self.sequences_until(step), self.epoch_sequences))
+
+    def sequences_until(self, step: int) -> int:
+        """Return the number of sequences that the first `step` steps take."""
+        return self.steps.of(step - 1).stop if step else 0
 
     def continued_at(self, step: int, position: Position, ends: Iterable[int]) -> Self:
         """Return a copy of these batches that continues an earlier stage of the run.

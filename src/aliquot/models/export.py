@@ -114,24 +114,32 @@ def export(
 
 
 def export_checkpoint(
-    checkpoint_dir: Path,
-    out_dir: Path,
+    checkpoint_dir: Path | str,
+    out_dir: Path | str,
     dtype: Literal["bfloat16", "float16", "float32"] | torch.dtype,
     ranks: RankGroup = SingleRank(),  # noqa: B008 (it holds nothing)
     merge: bool = False,
     base: str | None = None,
     options: ExportOptions = ExportOptions(),
 ) -> None:
-    """Export the weights of a checkpoint as a Hugging Face directory; each rank writes its share. Collective.
+    """Export the weights of a checkpoint as a Hugging Face model directory. Collective.
 
-    Each rank needs memory for a few buffers only: the model, built for the names of its weights, is on the meta device.
+    Each rank writes its share, and needs memory for a few buffers only. An adapter is exported as an adapter of peft.
 
     Args:
+        checkpoint_dir: a checkpoint, for example `runs/mine/checkpoints/step-00000100`.
+        out_dir: the directory to write, which must be new or empty.
+        dtype: the dtype of the weights, rounded to nearest even.
+        ranks: the ranks that export together. Default: this process alone.
         merge: for the checkpoint of an adapter, export the base model with the adapter merged in.
         base: the directory of the base model for `merge`, if the model has moved since training.
+        options: for the export at the end of a run.
 
-    Raises UserError as `export` does, and DamagedCheckpoint if bytes do not match the manifest.
+    Raises:
+        UserError: on every rank: `out_dir` is not empty, files cannot be read or written, or bytes do not match the
+            checksums of the checkpoint (DamagedCheckpoint). `out_dir` is then not created.
     """
+    checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     manifest = read_manifest(checkpoint_dir)
     if options.verify:
         exported = [name for name in manifest.files if not name.startswith("exp_avg")]

@@ -133,13 +133,29 @@ def _one_by_one(model_config: GenerationConfig) -> GenerationConfig:
 
 
 def generate(
-    directory: Path, prompts: Sequence[str], max_new_tokens: int, temperature: float, seed: int, base: str | None = None
+    directory: Path | str,
+    prompts: Sequence[str],
+    max_new_tokens: int = 100,
+    temperature: float = 0.8,
+    seed: int = 42,
+    base: str | None = None,
 ) -> Iterator[str]:
-    """Yield each prompt with its continuation. Raises UserError as `load` and `continuation` do.
+    """Load a model, and yield each prompt with its continuation.
 
-    A continuation does not depend on the other prompts.
+    The model is loaded at the first iteration. A continuation does not depend on the other prompts.
+
+    Args:
+        directory: the directory of a model, for example an export, or of an adapter.
+        prompts: the texts to continue, without a chat template.
+        max_new_tokens: the most tokens of a continuation.
+        temperature: 0 selects the most likely token; 1 samples from the model's distribution.
+        seed: of the random numbers for each continuation.
+        base: the base model of an adapter, if the base model has moved.
+
+    Raises:
+        UserError: the directory holds no model with a tokenizer, or a prompt is empty or too long.
     """
-    loaded, sampling = load(directory, base), Sampling(max_new_tokens, temperature, seed)
+    loaded, sampling = load(Path(directory), base), Sampling(max_new_tokens, temperature, seed)
     for prompt in prompts:
         yield continuation(loaded.model.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.room, sampling)
 

@@ -170,8 +170,8 @@ class Recorder:
     def is_due(self, step: int) -> bool:
         return step % self._config.train.logging_steps == 0 or step in (self._before + 1, self._total)
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log `metrics` of the last step together with speed, time by part, and memory. Collective."""
+    def log(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Log `metrics` of the last step with speed, time by part and memory; return all of them. Collective."""
         step, before = self._logged
         now = self._clock.seconds()
         self._logged = (self._done, now)
@@ -208,6 +208,7 @@ class Recorder:
         with self._handles_full_disk():
             self._metrics.write(line)
         self._display.step({**line, "eval_loss": self._eval_loss}, self._total)
+        return line
 
     def _eta_s(self) -> float | None:
         left = self._total - self._done
@@ -225,10 +226,10 @@ class Recorder:
             self._evaluation_start = time.perf_counter()
         self._display.evaluating(done, total, time.perf_counter() - self._evaluation_start)
 
-    def evaluated(self, results: Mapping[str, tuple[float, float, float | None]]) -> float:
+    def evaluated(self, results: Mapping[str, tuple[float, float, float | None]]) -> Mapping[str, Any]:
         """Record an evaluation: loss, perplexity and bits per byte by name of the evaluation set.
 
-        Return the perplexity of the set without a name, or of the first set if all have names.
+        Return the metrics, as in metrics.jsonl.
         """
         self._remaining.evaluation_s = time.perf_counter() - self._evaluation_start
         line: dict[str, Any] = {"step": self._done}
@@ -245,8 +246,8 @@ class Recorder:
             self._metrics.write(line)
         for text in texts:
             self._display.line(f"step {self._done}: {text}")
-        self._eval_loss, perplexity, _ = results.get("", next(iter(results.values())))
-        return perplexity
+        self._eval_loss = results.get("", next(iter(results.values())))[0]
+        return line
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """Record a save that took `seconds`. Training waited for `stall_s` of them."""

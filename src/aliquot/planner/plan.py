@@ -29,7 +29,10 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one run. Memory in bytes, times in seconds, money in US dollars."""
+    """The plan of one run. Memory in bytes, times in seconds, money in US dollars.
+
+    The fields have the names that `aliquot plan --json` prints; `as_json` returns them all.
+    """
 
     model: str
     parameters: int
@@ -79,10 +82,12 @@ class Plan:
 
     @property
     def peak(self) -> PhaseMemory:
+        """The phase in which a rank needs the most memory."""
         return max(self.phases, key=lambda phase: phase.per_rank(self.ranks_per_node))
 
     @property
     def peak_bytes_per_rank(self) -> int:
+        """The memory that one rank needs: GPU memory if ranks compute on GPUs, otherwise host memory."""
         return self.peak.per_rank(self.ranks_per_node)
 
     @property
@@ -101,10 +106,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether the run fits into memory."""
         return self.peak_bytes_per_rank <= self.limit_bytes and self.host_peak_bytes_per_rank <= self.host_limit_bytes
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second of all ranks together, without padding."""
         return self.tokens_per_step / self.step_s
 
     @property

@@ -46,7 +46,17 @@ def plan(
     ranks_per_node: int | None = None,
     workload: Workload | None = None,
 ) -> Plan:
-    """Plan the memory and time of a run on `nodes` machines like `machine`, by default this machine.
+    """Plan the memory and time of a run without reading weights or data.
+
+    Args:
+        config: the run configuration.
+        machine: the kind of machine. Default: this machine, whose speed is measured once and stored.
+        nodes: the number of machines. Default: `launch.nodes`.
+        ranks_per_node: the ranks on each machine. Default: `launch.ranks`.
+        workload: the lengths of the documents. Default: every document has `data.sequence_length` tokens.
+
+    Returns:
+        The plan, also if the run does not fit into memory: see `Plan.fits`.
 
     Raises:
         UserError: the config is invalid; training would raise the same error.

@@ -112,29 +112,41 @@ class Evaluator:
                 return training.requested_signal()
             results[name] = result
             done_before += batches.count(ranks.world_size)
-        training.progress.perplexity = training.recorder.evaluated(results)
+        metrics = training.recorder.evaluated(results)
+        training.progress.perplexity = results.get("", next(iter(results.values())))[1]
         # The allocator holds blocks of the evaluation's sizes, which would fragment the memory of the steps.
         training.memory_release.release(training.progress.step)
         if training.progress.step > 0:
             self._compare(next(iter(results.values()))[0])
+        training.call_back("on_evaluate", metrics)
         return 0
 
     def _compare(self, loss: float) -> None:
         """Add the evaluation to the history, and end training at this step if early stopping asks for it."""
         settings, progress = self._training.run.config.train, self._training.progress
         progress.evaluations = progress.evaluations.after(progress.step, loss, settings.early_stopping_threshold)
-        if progress.evaluations.exhausts(settings.early_stopping_patience) and progress.step < progress.last_step:
-            progress.last_step = progress.step
-            self._training.recorder.stopped_early(progress.evaluations.summary())
+        if progress.evaluations.exhausts(settings.early_stopping_patience):
+            self._training.end_early(progress.evaluations.summary())
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of `evaluate_model` on one evaluation set, over all predicted tokens."""
+    """The result of `evaluate_model` on one evaluation set.
+
+    Attributes:
+        loss: The mean cross-entropy of the predicted tokens, in nats per token.
+        perplexity: The exponential of the loss.
+        bits_per_byte: Bits of loss per byte of UTF-8 text, which compares models with different tokenizers. None if the
+            size of the text is unknown, as for chats.
+        predicted_tokens: The number of tokens that the model predicted.
+        documents: The number of documents.
+        sequence_length: The longest context, in tokens.
+        ranks: The number of ranks that computed the result.
+    """
 
     loss: float
     perplexity: float
-    bits_per_byte: float | None  # None if the size of the text is not known
+    bits_per_byte: float | None
     predicted_tokens: int
     documents: int
     sequence_length: int
@@ -142,11 +154,19 @@ class Evaluation:
 
 
 def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
-    """Evaluate `config.model` on each evaluation set of `config`, without a run. Writes nothing. Raises UserError.
+    """Evaluate a model on each evaluation set of `config`, without a run directory.
 
-    Every rank calls this function with the same config, which config/evaluation_config.py makes. Every rank gets the
-    same results, by evaluation set; a single set may have the name "". The engine reserves as much address space as for
-    training, but uses memory only for weights and activations.
+    Like `train`, this function runs as one rank and starts no other processes. The engine reserves as much address
+    space as for training, but uses memory only for weights and activations.
+
+    Args:
+        config: from `read_evaluation_config`; the same on every rank.
+
+    Returns:
+        The results by the name of the evaluation set, the same on every rank. A single set may have the name "".
+
+    Raises:
+        UserError: on every rank, for bad input.
     """
     with join_run(config, trains=False) as run:
         run.activity.enter(Stage.EVALUATE_MODEL)

@@ -126,6 +126,7 @@ class RunCheckpoints:
         self._training.progress.saved_step = step
         self._uploader.start(step, self._saver.best, just_saved=True)
         self._training.memory_release.release(self._training.progress.step)
+        self._training.call_back("on_save", {"seconds": seconds, "stall_s": stall_s})
 
     def _on_failed(self, step: int) -> None:
         """Restore the previous best step, unless this is the last step, whose weights can be exported from memory."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from aliquot.checkpoint.directories import directory_of
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batches import Batches, EvalBatches, Position
@@ -38,6 +40,7 @@ from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.step_clock import StepClock
 from aliquot.optim.schedule import Schedule
 from aliquot.planner.plan import Plan
+from aliquot.run.callbacks import Callback, Callbacks, Event
 from aliquot.run.shutdown import Shutdown
 from aliquot.tensor_io.parts import PartStore, SelectedParts
 
@@ -94,10 +97,11 @@ class RunContext:
     ledger: Ledger
     activity: Activity
     heartbeat: Heartbeat
+    callbacks: Callbacks
 
 
 @contextmanager
-def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
+def join_run(config: RunConfig, trains: bool, callbacks: Sequence[Callback] = ()) -> Iterator[RunContext]:
     """Join the ranks of this run; run the heartbeat and the idle watchdog until the block ends.
 
     `trains` is False for a stand-alone evaluation, which writes no files.
@@ -122,6 +126,7 @@ def join_run(config: RunConfig, trains: bool) -> Iterator[RunContext]:
             config, ranks, placement, ranks.broadcast(machine) or {}, directory,
             Display(config.observe.console, enabled=topology.is_first),
             Ledger(ranks.rank, gpu, offloads=config.shard.offload == "cpu"), activity, heartbeat,
+            Callbacks(callbacks, ranks),
         )  # fmt: skip
 
 
@@ -234,13 +239,44 @@ class TrainingContext:
         """Return the stop signal that any rank has received, or 0. Collective."""
         return int(max(self.run.ranks.gather(self.shutdown.requested)))
 
+    def call_back(self, event: Event, metrics: Mapping[str, Any]) -> None:
+        """Call the user's callbacks, and end the run early if one asks to stop. Collective. Raises CallbackError."""
+        run, start, progress, batches = self.run, self.start, self.progress, self.inputs.batches
+        if run.callbacks.is_empty:
+            return
+        saved = directory_of(run.directory.checkpoints, progress.saved_step)
+        run.callbacks.call(
+            event, directory=run.directory.path, step=progress.step, last_step=progress.last_step,
+            epoch=batches.sequences_until(progress.step) / batches.epoch_sequences, tokens=progress.tokens,
+            metrics=MappingProxyType(dict(metrics)),
+            checkpoint=saved if progress.saved_step > start.step else start.resumed_from,
+        )  # fmt: skip
+        self.watchdog.beat()
+        # A save may complete in the middle of a step, which must end first. Without any step, there is nothing to save.
+        if run.callbacks.stopped_by is not None and event != "on_save" and progress.step > start.step:
+            self.end_early(f"callback {run.callbacks.stopped_by} called stop()")
+
+    def end_early(self, reason: str) -> None:
+        """Make the last finished step the last step of the run."""
+        if self.progress.step < self.progress.last_step:
+            self.progress.last_step = self.progress.step
+            self.recorder.stopped_early(reason)
+
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run."""
+    """The outcome of a run.
+
+    Attributes:
+        directory: The run directory.
+        steps: The number of finished optimizer steps, including the steps of earlier starts of this run.
+        loss: The training loss of the last step, in nats per token. None if this process has trained no step.
+        perplexity: The perplexity of the last evaluation. None without an evaluation.
+        export: The directory of the exported model. None if `checkpoint.export` is false.
+    """
 
     directory: Path
     steps: int
-    loss: float | None  # training loss of the last step; None if this process has trained no step
-    perplexity: float | None  # of the last evaluation; None without an evaluation
+    loss: float | None
+    perplexity: float | None
     export: Path | None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.schema import RunConfig
+from aliquot.core.errors import CallbackError
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.distributed.config_consistency import check_configs
+from aliquot.distributed.launcher import launch_mode
 from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.observe.dashboards import check_installed
@@ -19,6 +24,7 @@ from aliquot.observe.recorder import RecordedRun, Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.planner.compute_ceiling import ceiling
 from aliquot.run import setup
+from aliquot.run.callbacks import Callback, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, check_inputs, show_data
 from aliquot.run.export_run import finish_run, is_exported
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
@@ -39,15 +45,26 @@ from aliquot.stores.store import open_store
 from aliquot.tensor_io.publish import restore_former
 
 
-def train(config: RunConfig, force: bool = False) -> Result:
-    """Train as one rank: as the only rank, or as one of many ranks if torchrun's environment variables are set.
+def train(config: RunConfig, force: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
+    """Train a model in this process, and return the result of the run.
 
-    Every rank calls this function with the same config. With `force`, train even if the plan says that the run does not
-    fit into memory. Raises UserError for bad input, and TrainingError for a run that must stop.
+    This process is one rank: the only rank, or one of many if torchrun has started the script. The function starts no
+    other processes, so `launch.ranks` and `launch.nodes` have no effect. Every rank calls the function with the same
+    config, from the main thread. A run that has checkpoints in its run directory continues after the newest one.
+
+    Args:
+        config: the run configuration.
+        force: train even if the plan says that the run does not fit into memory.
+        callbacks: called on rank 0 after steps, log lines, evaluations and saves.
+
+    Raises:
+        UserError: on every rank, for bad input, or if a callback fails.
+        TrainingError: a run with good input had to stop, for example after a stop signal (`Terminated`).
     """
+    check_callbacks(callbacks)
     exporter = Exporter(config.observe, config.run.name)
     with (
-        join_run(config, trains=True) as run,
+        join_run(config, trains=True, callbacks=callbacks) as run,
         Shutdown(
             config.checkpoint.grace_s,
             speaks=run.ranks.rank == 0,
@@ -61,6 +78,8 @@ def train(config: RunConfig, force: bool = False) -> Result:
                 run_on_rank_0(run.ranks, partial(check_installed, config.observe.report_to))
                 run_on_rank_0(run.ranks, partial(_check_mirror, config))
                 run_on_rank_0(run.ranks, exporter.listen)
+                if launch_mode(config.launch, os.environ) == "launcher":
+                    run.display.warning(_advise_torchrun(config))
                 return _train(run, shutdown, exporter, force)
         finally:
             run.display.finish()
@@ -138,8 +157,20 @@ def _train_steps(
             shutdown, PeriodicRelease(start.step), progress,
         )  # fmt: skip
         checkpoints = RunCheckpoints(training)
-        TrainingLoop(training, checkpoints).run()
-        return finish_run(training, checkpoints)
+        try:
+            TrainingLoop(training, checkpoints).run()
+            return finish_run(training, checkpoints)
+        except CallbackError:  # the same on all ranks; the weights in the save in progress are good
+            checkpoints.finish()
+            raise
+
+
+def _advise_torchrun(config: RunConfig) -> str:
+    ranks, nodes = config.launch.ranks, config.launch.nodes
+    return (
+        f"launch.ranks is {ranks} and launch.nodes is {nodes}, but this process trains as the only rank, because"
+        f" aliquot.train starts no processes: start the script with `torchrun --nproc-per-node N {sys.argv[0]}`"
+    )
 
 
 def _check_mirror(config: RunConfig) -> None:

@@ -51,6 +51,7 @@ class TrainingLoop:
                 reports = self._exchange_reports(batch, loss_sums)
                 metrics = self._update(batch, reports)
                 stop_signal = max(report["stop"] for report in reports)
+                self._training.call_back("on_step_end", metrics)
                 self._log(metrics)
                 if not stop_signal:
                     stop_signal = self._evaluate_after_step()
@@ -137,7 +138,8 @@ class TrainingLoop:
         if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
             self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._training.record.as_json())
         if self._recorder.is_due(self._progress.step):
-            self._recorder.log({**metrics, **self._expert_metrics(), **self._engine.counters().traffic()})
+            line = self._recorder.log({**metrics, **self._expert_metrics(), **self._engine.counters().traffic()})
+            self._training.call_back("on_log", line)
 
     def _evaluate_after_step(self) -> int:
         """Evaluate if an evaluation is due. Returns the signal for which the evaluation was given up, or 0."""

@@ -1,0 +1,133 @@
+"""Callbacks: code of the user that a run calls after its steps, log lines, evaluations and saves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, Literal
+
+from aliquot.core.errors import CallbackError, UsageError
+from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
+
+Event = Literal["on_step_end", "on_log", "on_evaluate", "on_save"]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run at one event. A callback may keep the object: later steps do not change it.
+
+    Attributes:
+        directory: The run directory, for example `runs/mine`.
+        step: The number of finished optimizer steps, including the steps of earlier starts of this run.
+        last_step: The step after which the run ends.
+        epoch: The number of finished epochs, for example 1.5.
+        tokens: The number of tokens trained so far, without padding.
+        metrics: The values of this event, under their names in `metrics.jsonl`.
+        checkpoint: The directory of the newest complete checkpoint. None before the first checkpoint.
+    """
+
+    directory: Path
+    step: int
+    last_step: int
+    epoch: float
+    tokens: int
+    metrics: Mapping[str, Any]
+    checkpoint: Path | None
+    _stop: threading.Event = field(repr=False, compare=False)
+
+    def stop(self) -> None:
+        """End the run as its last step would: with the last evaluation, checkpoint and export.
+
+        All ranks end after the same step: the present step, or the next one if `on_save` or an evaluation before the
+        first step asks. If the run starts again, it continues after that step.
+        """
+        self._stop.set()
+
+
+class Callback:
+    """The base class of callbacks for `aliquot.train`. Override any of its methods, which do nothing.
+
+    Rank 0 calls the methods; the other ranks wait, so a slow callback slows down training. A method must not call
+    collectives. An exception in a method ends the run on all ranks with a `UserError` that names the callback, file and
+    line. The run first completes the checkpoint that is being saved.
+    """
+
+    def on_step_end(self, run: RunState) -> None:
+        """Called after each optimizer step. `run.metrics` has loss, learning_rate, grad_norm, tokens and epoch."""
+
+    def on_log(self, run: RunState) -> None:
+        """Called after each logged step (`train.logging_steps`). `run.metrics` is its line of `metrics.jsonl`."""
+
+    def on_evaluate(self, run: RunState) -> None:
+        """Called after each evaluation. `run.metrics` has eval_loss, eval_perplexity and, for texts, bits per byte."""
+
+    def on_save(self, run: RunState) -> None:
+        """Called when a checkpoint is complete in the directory `run.checkpoint`.
+
+        A checkpoint is written while training continues, so `run.step` may be later than the step of the checkpoint.
+        `run.metrics` has the seconds of the save, and stall_s, the seconds for which training waited.
+        """
+
+
+class Callbacks:
+    """The callbacks of a run. Rank 0 calls them, and all ranks learn whether a callback failed or asked to stop."""
+
+    def __init__(self, callbacks: Sequence[Callback], ranks: RankGroup) -> None:
+        """Collective. The callbacks of ranks other than rank 0 are ignored."""
+        self._callbacks = list(callbacks)
+        self._ranks = ranks
+        self._stop = threading.Event()
+        self.is_empty = not ranks.gather(len(callbacks))[0]
+        self.stopped_by: str | None = None  # the callback that has asked to stop, the same on every rank
+
+    def call(self, event: Event, **values: Any) -> None:
+        """Call the method `event` of all callbacks on rank 0. Collective.
+
+        `values` are the fields of RunState. Raises CallbackError on every rank if a callback fails.
+        """
+        self.stopped_by = run_on_rank_0(self._ranks, lambda: self._call(event, RunState(**values, _stop=self._stop)))
+
+    def _call(self, event: Event, state: RunState) -> str | None:
+        for callback in self._callbacks:
+            method = getattr(callback, event)
+            try:
+                method(state)
+            except Exception as error:
+                self._callbacks.clear()  # the end of the run may complete a save, which is an event, too
+                raise _callback_error(callback, event, state.step, error) from error
+            if self._stop.is_set() and self.stopped_by is None:
+                self.stopped_by = type(callback).__name__
+        return self.stopped_by
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raise UsageError for objects that are no callbacks, and for methods that a run would never call."""
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            advice = f"{name}(), not the class" if isinstance(callback, type) else "objects of subclasses of it"
+            raise UsageError(f"callbacks: {name} is not an object of aliquot.Callback: pass {advice}")
+        unknown = [name for name in dir(type(callback)) if name.startswith("on_") and name not in events]
+        if unknown:
+            raise UsageError(
+                f"callbacks: {type(callback).__name__}.{unknown[0]} would never be called: a run calls"
+                f" {', '.join(events)}. Rename the method"
+            )
+
+
+def _callback_error(callback: Callback, event: Event, step: int, error: Exception) -> CallbackError:
+    code = getattr(getattr(callback, event), "__code__", None)
+    where = None
+    if code is not None:  # the last line of the callback's own file that led to the error
+        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == code.co_filename]
+        where = f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+    reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return CallbackError(
+        f"{type(callback).__name__}.{event} failed after step {step}: {reason}. Correct the callback and start again:"
+        " the run continues after its newest checkpoint",
+        where,
+    )
