@@ -167,5 +167,5 @@ def test_objects_that_are_no_callbacks_are_refused() -> None:
         (Wrong(), "Wrong.on_train_end would never be called: a run calls on_step_end, on_log, on_evaluate, on_save"),
     ):
         with pytest.raises(UsageError) as caught:
-            check_callbacks([callback])  # type: ignore[list-item]
+            check_callbacks([callback])
         assert message in str(caught.value)

@@ -152,7 +152,11 @@ class ObserveSection(Section):
 
 
 class RunConfig(Section):
-    """A complete, validated run configuration."""
+    """A complete, validated run configuration. Its sections are attributes: `config.train.learning_rate`.
+
+    Make one with `read_config`, or in Python: `RunConfig(model={"path": "..."}, data={"path": "..."}, ...)`. Wrong
+    values then raise pydantic's ValidationError.
+    """
 
     run: RunSection = RunSection()
     model: ModelSection

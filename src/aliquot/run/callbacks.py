@@ -41,8 +41,8 @@ class RunState:
     def stop(self) -> None:
         """End the run as its last step would: with the last evaluation, checkpoint and export.
 
-        All ranks end after the same step: the present step, or the next one if `on_save` or an evaluation before the
-        first step asks. If the run starts again, it continues after that step.
+        All ranks end after the present step. After `stop` in `on_save`, they end after the next step, because a save
+        may be complete in the middle of a step. If the run starts again, it continues after its last step.
         """
         self._stop.set()
 
@@ -103,7 +103,7 @@ class Callbacks:
         return self.stopped_by
 
 
-def check_callbacks(callbacks: Sequence[Callback]) -> None:
+def check_callbacks(callbacks: Sequence[object]) -> None:
     """Raise UsageError for objects that are no callbacks, and for methods that a run would never call."""
     events = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in callbacks:

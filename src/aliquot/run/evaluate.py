@@ -156,7 +156,7 @@ class Evaluation:
 def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     """Evaluate a model on each evaluation set of `config`, without a run directory.
 
-    Like `train`, this function runs as one rank and starts no other processes. The engine reserves as much address
+    Like `train`, this function runs as one rank and starts no other ranks. The engine reserves as much address
     space as for training, but uses memory only for weights and activations.
 
     Args:

@@ -49,7 +49,7 @@ def train(config: RunConfig, force: bool = False, callbacks: Sequence[Callback] 
     """Train a model in this process, and return the result of the run.
 
     This process is one rank: the only rank, or one of many if torchrun has started the script. The function starts no
-    other processes, so `launch.ranks` and `launch.nodes` have no effect. Every rank calls the function with the same
+    other ranks, so `launch.ranks` and `launch.nodes` have no effect. Every rank calls the function with the same
     config, from the main thread. A run that has checkpoints in its run directory continues after the newest one.
 
     Args:
@@ -169,7 +169,7 @@ def _advise_torchrun(config: RunConfig) -> str:
     ranks, nodes = config.launch.ranks, config.launch.nodes
     return (
         f"launch.ranks is {ranks} and launch.nodes is {nodes}, but this process trains as the only rank, because"
-        f" aliquot.train starts no processes: start the script with `torchrun --nproc-per-node N {sys.argv[0]}`"
+        f" aliquot.train starts no other ranks: start the script with `torchrun --nproc-per-node N {sys.argv[0]}`"
     )
 
 
