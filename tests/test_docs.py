@@ -21,7 +21,7 @@ from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError, user_error_types
 from aliquot.distributed.signals import Terminated
 from aliquot.doctor.examine import CHECKS
-from tests.tools import docs_reference
+from tests.tools import docs_data, docs_reference
 from tests.tools.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, links
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -124,6 +124,11 @@ def test_examples_can_be_planned(example: Path, tmp_path: Path) -> None:
 def test_reference_is_that_of_the_code() -> None:
     for page, text in docs_reference.pages().items():
         assert page.read_text() == text, "run `python -m tests.tools.docs_reference`"
+
+
+@pytest.mark.long
+def test_data_page_shows_output_of_data_show(shared: Path, tmp_path: Path) -> None:
+    assert docs_data.PAGE.read_text() == docs_data.page(tmp_path), "run `python -m tests.tools.docs_data`"
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 An example on the page is one or more blocks of records (json, csv, text), a block with a configuration (yaml), and a
 block with the command and its output. The records are written to the files that the configuration names. Models of the
-hub are replaced by a tokenizer with the model's chat template. Lines about epochs and steps stay in the first example.
+hub are replaced by a small tokenizer with the model's chat template. Progress is left out, and after the first example
+also the lines about epochs and steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,15 +25,14 @@ import yaml
 from tests.tools.docs_pages import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "data.md"
-_TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "llama3"
-# Model -> its chat template in the package `trl`, and its names for special tokens that Llama 3.1 does not use.
-_MODELS: dict[str, tuple[str, dict[str, str]]] = {
-    "meta-llama/Llama-3.1-8B-Instruct": ("llama3_1", {}),
-    "Qwen/Qwen3-8B": ("qwen3", {"<|eom_id|>": "<|im_start|>", "<|eot_id|>": "<|im_end|>"}),
-}
+_TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "llama3" / "tokenizer.json"
+_WORDS = 20_000  # of the tokenizer's 128,000, so that it loads quickly
+_TEMPLATES = {"Qwen/Qwen3-4B-Instruct-2507": "qwen3_instruct_2507", "Qwen/Qwen3-8B": "qwen3"}  # in the package `trl`
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"\$ aliquot data show (\S+)\n")
-_SHAPE = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8, "intermediate_size": 8,
+_SHAPE = {"model_type": "llama", "vocab_size": _WORDS + 16, "hidden_size": 8, "intermediate_size": 8,
           "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8192}  # fmt: skip
 
 
@@ -67,32 +68,45 @@ def show(config: str, records: list[tuple[str, str]]) -> list[str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         data_command.show(Path("run.yaml"))
-    return printed.getvalue().splitlines()
+    return [line for line in printed.getvalue().splitlines() if not line.startswith("tokenising")]
 
 
 def _model(name: str) -> Path:
-    """Return a directory with the tokenizer and chat template of a model, and the shape of a small one."""
+    """Return a directory with the chat template of a model, a small tokenizer with its tokens, and a small shape."""
     directory = Path(name)
     if not directory.exists():
-        template, tokens = _MODELS[name]
         directory.mkdir(parents=True)
-        tokenizer = (_TOKENIZER / "tokenizer.json").read_text()
-        for old, new in tokens.items():
-            tokenizer = tokenizer.replace(f'"{old}"', f'"{new}"')
-        (directory / "tokenizer.json").write_text(tokenizer)
-        settings = json.loads((_TOKENIZER / "tokenizer_config.json").read_text())
-        settings["eos_token"] = tokens.get("<|eot_id|>", "<|eot_id|>")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": _SPECIAL[0]}
+        template = files("trl").joinpath("chat_templates", f"{_TEMPLATES[name]}.jinja").read_text(encoding="utf-8")
+        (directory / "tokenizer.json").write_text(_tokenizer())
         (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-        jinja = files("trl").joinpath("chat_templates", f"{template}.jinja").read_text(encoding="utf-8")
-        (directory / "chat_template.jinja").write_text(jinja)
+        (directory / "chat_template.jinja").write_text(template)
         (directory / "config.json").write_text(json.dumps(_SHAPE))
     return directory
+
+
+@cache
+def _tokenizer() -> str:
+    """Return Llama 3.1's tokenizer.json with its most frequent tokens, and Qwen3's special and added tokens."""
+    fields = json.loads(_TOKENIZER.read_text())
+    model = fields["model"]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < _WORDS}
+    pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"])
+    model["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= model["vocab"].keys()]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    fields["added_tokens"] = [
+        {"id": number, "content": token, "special": token in _SPECIAL, **flags}
+        for number, token in enumerate([*_SPECIAL, *_ADDED], _WORDS)
+    ]
+    fields["post_processor"] = None
+    return json.dumps(fields)
 
 
 def _write(source: dict[str, Any], language: str, content: str) -> None:
     if "dataset" in source:
         import datasets
 
+        datasets.disable_progress_bars()
         datasets.Dataset.from_list(list(_objects(content))).save_to_disk(source["dataset"])
     elif language == "json":
         Path(source["path"]).write_text("".join(f"{json.dumps(record)}\n" for record in _objects(content)))
