@@ -28,7 +28,10 @@ def loss(run: Run) -> Figure:
     if not trained:
         return Figure("loss", "Loss", "", missing=without_steps(run))
     says = f"Training loss went from {trained[0][1]:.4f} to {trained[-1][1]:.4f} over {compact(trained[-1][0])} steps"
-    says += f"; evaluation loss ended at {evaluated[-1][1]:.4f}." if evaluated else "; nothing was evaluated."
+    if len(evaluated) > 1:
+        says += f"; evaluation loss went from {evaluated[0][1]:.4f} to {evaluated[-1][1]:.4f}."
+    else:
+        says += f"; evaluation loss ended at {evaluated[0][1]:.4f}." if evaluated else "; nothing was evaluated."
     if times := sum(event.get("event") == "resume" for event in run.attempts):
         says += f" The run was resumed {times} time{'s' if times > 1 else ''}."
     lines = [
@@ -64,7 +67,7 @@ def learning_rate(run: Run) -> Figure:
     if not points:
         return Figure(name, title, "", missing=without_steps(run))
     high = max(points, key=lambda point: point[1])
-    says = f"The learning rate was highest at step {high[0]:,.0f}, {high[1]:.2e}, and {points[-1][1]:.2e} at the end."
+    says = f"The learning rate peaked at {high[1]:.2e} at step {high[0]:,.0f} and ended at {points[-1][1]:.2e}."
     axis = Axis("learning rate", "{:.3g}".format, "{:.2e}".format, True, marks=resumes(run))
     return line_figure(Figure(name, title, says), axis, [Line("learning rate", points, 3)])
 

@@ -121,11 +121,11 @@ def evaluations(run: Run) -> Table:
     rows = []
     for name in evaluation_sets(run.evaluated):
         prefix = f"eval_{name}_" if name else "eval_"
-        for key in ("loss", "perplexity", "bits_per_byte"):
+        for key, words in (("loss", "{:.4f}"), ("perplexity", "{:,.2f}"), ("bits_per_byte", "{:.3f}")):
             points = run.points(f"{prefix}{key}", run.evaluated)
             if len(points) > 1:
                 best = min(points, key=lambda point: point[1])
-                cells = [f"{value:,.4f} {_at(step)}" for step, value in (points[0], points[-1], best)]
+                cells = [f"{words.format(value)} {_at(step)}" for step, value in (points[0], points[-1], best)]
                 rows.append([f"{name} {key.replace('_', ' ')}".strip(), *cells])
     return Table(("", "first", "last", "best"), rows)
 
