@@ -12,7 +12,7 @@ import pytest
 from tests.multinode.namespaces import why_not
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-PROGRAMS = [file for file in sorted(BENCHMARKS.glob("*.py")) if "__main__" in file.read_text()]
+PROGRAMS = [file for file in sorted(BENCHMARKS.glob("*.py")) if "smoke.parse(" in file.read_text()]
 NEED_NAMESPACES = {"hosts", "reduce_dtype"}
 
 
