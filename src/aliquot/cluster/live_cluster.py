@@ -25,9 +25,9 @@ from aliquot.core.errors import MissingToolError
 
 _TIMEOUT_S = 60
 _OPERATORS = {
-    "karpenter.sh": ("Karpenter", "docs/tutorials/eks.md, node pools"),
-    "karpenter.k8s.aws": ("Karpenter's AWS provider", "docs/tutorials/eks.md, node pools"),
-    "trainer.kubeflow.org": ("Kubeflow Trainer", "docs/tutorials/eks.md, Trainer"),
+    "karpenter.sh": ("Karpenter", "docs/tutorials/eks.md, Install Karpenter"),
+    "karpenter.k8s.aws": ("Karpenter's AWS provider", "docs/tutorials/eks.md, Install Karpenter"),
+    "trainer.kubeflow.org": ("Kubeflow Trainer", "docs/tutorials/eks.md, Install Kubeflow Trainer"),
 }
 _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?: in API group "(?P<group>[^"]*)")?')
 
