@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aliquot.machine import allocator
-from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
+from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment, training_allocator
 from aliquot.machine.memory import private_bytes
 
 MIB = 1 << 20
@@ -119,6 +119,14 @@ def test_chosen_allocator_is_kept(tmp_path: Path) -> None:
 
 def test_no_installed_allocator_means_no_preload(tmp_path: Path) -> None:
     assert "LD_PRELOAD" not in allocator_environment({}, tmp_path)
+
+
+def test_training_allocator_is_the_chosen_or_installed_one(tmp_path: Path) -> None:
+    assert training_allocator({}, tmp_path) == "glibc"
+    install(tmp_path, "libtcmalloc_minimal.so.4")
+    assert training_allocator({}, tmp_path) == "tcmalloc"
+    assert training_allocator({ALLOCATOR_VARIABLE: "none"}, tmp_path) == "glibc"
+    assert training_allocator({ALLOCATOR_VARIABLE: "libjemalloc.so.2"}, tmp_path) == "jemalloc"
 
 
 def test_restart_with_allocator_happens_once_with_arguments() -> None:

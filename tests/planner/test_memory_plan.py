@@ -135,6 +135,17 @@ def test_plan_states_disk_use_and_cost() -> None:
     assert not least.fits and least.on_disk.gradients and least.scratch_bytes_per_node > less.scratch_bytes_per_node
 
 
+def test_glibc_is_planned_with_holes() -> None:
+    """The holes are a fraction of activations and gathered weights; layers that stream have a limit instead."""
+    config = planned_config(LLAMA)
+    machine = Machine.from_numbers(64, 2, None)
+    peaks = [plan(config, replace(machine, allocator=name)).phases[-1] for name in ("tcmalloc", "glibc")]
+    tcmalloc, glibc = (phase.private_bytes for phase in peaks)
+    passes = tcmalloc["activations"] + tcmalloc["gathered"]
+    assert glibc["allocator"] - tcmalloc["allocator"] == pytest.approx(0.37 * passes, rel=0.01)
+    assert {**glibc, "allocator": 0} == {**tcmalloc, "allocator": 0}
+
+
 def test_disk_is_the_last_resort() -> None:
     config, machine = planned_config(WIDE), Machine.from_numbers(0.8, 2, None)
     planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)

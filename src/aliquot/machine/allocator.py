@@ -62,6 +62,12 @@ def allocator_environment(environ: Mapping[str, str], root: Path = Path("/")) ->
     return {**_TCMALLOC_SETTINGS, **environ, "LD_PRELOAD": preload, ALLOCATOR_VARIABLE: library.name}
 
 
+def training_allocator(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """Return the allocator that a training process started with `environ` will have, for example `tcmalloc`."""
+    chosen = allocator_environment(environ, root)
+    return _known_allocator(f"{chosen.get('LD_PRELOAD', '')} lib{chosen.get(ALLOCATOR_VARIABLE, '')}") or "glibc"
+
+
 def restart_with_allocator() -> None:
     """Replace this process by itself with an allocator preloaded; return if there is nothing to preload."""
     environ = allocator_environment(os.environ)

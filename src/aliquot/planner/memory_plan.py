@@ -40,6 +40,9 @@ PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 308 * MIB, 116 * MIB
 LAUNCHER_BYTES = 182 * MIB
 # A process that sends metrics to a dashboard, with its client (wandb 0.31 offline, mlflow 3.17 over a database).
 DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
+# Memory that glibc cannot reuse, per byte of activations and gathered weights: 0.1 to 0.9, 0.37 on average (12 runs of
+# 40 steps, benchmarks/foresight.py). tcmalloc and jemalloc stay within the slack for the largest block.
+_GLIBC_HOLES = 0.37
 COMPILER_BYTES = 64 * MIB  # torch.compile after compiling the layers of a Llama (two cores with AMX)
 # Estimates, none measured on a GPU yet: the CUDA context of a process, NCCL if there are several ranks, and host
 # memory of CUDA's libraries.
@@ -67,6 +70,7 @@ class MemoryPlanner:
     snapshot_bytes: int  # copies and write buffers of a running save
     kernel_bytes: int
     limit_bytes_per_node: float  # of all ranks
+    keeps_holes: bool  # the allocator is glibc
 
     def plan(self, micro_batches: int) -> MemoryPlan:
         """Return the memory plan with the least on disk, and the most unsharded on GPUs, that fits into the limit."""
@@ -91,7 +95,8 @@ class MemoryPlanner:
         if self.layout.device == "cpu":
             compiles = config.train.compile == "layers"
             process = cpu_process(held, self.index_bytes, self.snapshot_bytes, self.kernel_bytes, compiles)
-            return held, phases(config, held, self.cost, process, self._building)
+            holes = _GLIBC_HOLES if self.keeps_holes else 0.0
+            return held, phases(config, held, self.cost, process, self._building, holes)
         on_gpu = held
         if config.shard.offload == "cpu":
             # Sums of unsharded gradients stay on the GPU until they are reduced.
@@ -230,6 +235,7 @@ def phases(
     cost: MicroBatchCost,
     process: ProcessMemory,
     building: list[tuple[str, dict[str, int]]],
+    holes: float = 0.0,
 ) -> tuple[PhaseMemory, ...]:
     """Return the memory of a rank in each phase of a run; the memory ledger measures the same phases.
 
@@ -237,6 +243,7 @@ def phases(
 
     Args:
         building: name and private bytes of each phase in which DeepSpeed initializes, without the bytes of the process.
+        holes: bytes that the allocator cannot reuse, per byte of the largest forward or backward pass.
     """
     start = PhaseMemory("process start", {"process": process.start}, {"process": process.start_shared})
     states = {
@@ -269,7 +276,9 @@ def phases(
     ]
     # Fragmentation: smaller blocks may occupy the former place of the largest block, which then needs new memory.
     slack = cost.largest_bytes + held.holes
-    if held.streamed:
+    if not held.streamed:
+        slack += int(holes * most)
+    else:
         # One part of the slack is memory that the allocator keeps unused (`Plan.allocator_cache_bytes`). The other part
         # are holes that freed layers leave between saved activations.
         slack = max(2 * slack, most - cost.saved_bytes)

@@ -16,6 +16,7 @@ from aliquot.core.errors import DeviceError, PlanError
 from aliquot.distributed.auto_ranks import cpu_ranks
 from aliquot.distributed.launcher import apply_environment
 from aliquot.distributed.topology import RankLayout, threads_per_rank
+from aliquot.machine.allocator import training_allocator
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
 
@@ -49,6 +50,7 @@ class Machine:
     disk_bytes_per_s: float | None = None  # of shard.offload_directory, both directions together
     written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
     cpu: CpuFacts | None = None  # None: another machine than this one
+    allocator: str = "tcmalloc"  # of training processes; the image of a cluster has tcmalloc
 
     @property
     def is_local(self) -> bool:
@@ -73,6 +75,7 @@ class Machine:
             gpu_name=gpu_name,
             gpu_memory_bytes=gpu_memory_bytes,
             cpu=cpu,
+            allocator=training_allocator(os.environ),
         )
 
     @classmethod

@@ -196,6 +196,7 @@ class _RunPlan:
             snapshot_bytes=snapshot + pieces,
             kernel_bytes=kernel_bytes(config, self.cost, size, workload, machine.isa),
             limit_bytes_per_node=limit - helpers,
+            keeps_holes=machine.allocator == "glibc",
         ).plan(self.micro_batches)
 
         setting = self._setting(memory)
