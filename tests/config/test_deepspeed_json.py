@@ -19,7 +19,7 @@ from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "guides" / "deepspeed.md"
 RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"
 # The keys and values of a ZeRO-3 job for CPU nodes as people have them.
-JOB: dict[str, Any] = json.loads((DOCS.parents[1] / "examples" / "seed" / "cpu-ds.json").read_text())
+JOB: dict[str, Any] = json.loads((DOCS.parents[2] / "examples" / "seed" / "cpu-ds.json").read_text())
 
 
 @pytest.fixture
