@@ -111,6 +111,7 @@ def run_forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Seque
         redirect_output(log_directory, int(os.environ["RANK"]))
         _, module, *arguments = argv
         sys.argv = [module, *arguments]
+        sys.modules.pop(f"{module}.__main__", None)  # the server imports the `aliquot` script; runpy would warn
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         if ended.code:
