@@ -59,7 +59,7 @@ def table() -> str:
 
 
 def cell(model: dict[str, Any], states: str, gib: int) -> str:
-    """Of two ranks with sequences of 1,024, and recomputation."""
+    """Plan two ranks with sequences of 1,024 tokens and full recomputation."""
     values = {
         "model": {"config": model},
         "data": {"path": "stdlib", "sequence_length": 1024},
