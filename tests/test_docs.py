@@ -166,6 +166,16 @@ def test_messages_are_those_of_the_code() -> None:
         assert any(pattern.search(text) for text in said()), f"nobody says: {message}"
 
 
+def test_every_guarantee_names_its_tests() -> None:
+    rows = re.findall(r"^\| (?!promise ).+\|$", (ROOT / "docs/explanation/guarantees.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), f"no {test} in {file}"
+
+
 @cache
 def said(package: str = "") -> set[str]:
     """All texts of the sources."""

@@ -138,6 +138,7 @@ def test_traffic_is_in_the_metrics(two_ranks: Path) -> None:
     sent = [interfaces["lo"]["sent"] for interfaces in moved.values()]  # type: ignore[index]
     assert sent == sorted(sent) and sent[0] > 0  # the ranks tell each other their losses
     assert curve(two_ranks, "staged_bytes")[6] > 0
+    assert set(curve(two_ranks, "wire_bytes").values()) == {0}  # no weights, no gradients
 
 
 @pytest.mark.long
