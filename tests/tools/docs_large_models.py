@@ -5,8 +5,6 @@ python -m tests.tools.docs_large_models
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 from aliquot.config.read_config import validate
@@ -14,10 +12,9 @@ from aliquot.data.workload import Workload
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
+from tests.tools.docs_pages import ROOT, write_table
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "guides" / "large-models.md"
-_TABLE = re.compile(r"(<!-- made by `python -m tests\.tools\.docs_large_models` -->\n\n)(?:\|.*\n)+")
+PAGE = ROOT / "docs" / "guides" / "large-models.md"
 
 
 def llama(layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False) -> dict[str, Any]:
@@ -45,9 +42,7 @@ GIB = (24, 48, 96, 192, 512)
 
 
 def main() -> None:
-    made, count = _TABLE.subn(lambda found: found[1] + table(), PAGE.read_text())
-    assert count == 1, PAGE
-    PAGE.write_text(made)
+    write_table(PAGE, "docs_large_models", table())
 
 
 def table() -> str:

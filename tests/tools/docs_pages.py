@@ -70,6 +70,14 @@ def links(page: Path) -> Iterator[str]:
             yield place
 
 
+def write_table(page: Path, tool: str, table: str) -> None:
+    """Replace the table below the comment that names the tool which makes the table."""
+    place = re.compile(rf"(<!-- made by `python -m tests\.tools\.{tool}` -->\n\n)(?:\|.*\n)+")
+    text, count = place.subn(lambda found: found[1] + table, page.read_text())
+    assert count == 1, page
+    page.write_text(text)
+
+
 def headings(page: Path) -> list[tuple[int, str]]:
     """(level, text) of each heading."""
     text = _BLOCK.sub("", page.read_text())
