@@ -93,6 +93,18 @@ def test_configurations_are_valid(page: Path, tmp_path: Path, monkeypatch: pytes
         read_config(Path(name))
 
 
+@pytest.mark.long
+def test_the_script_that_trains_from_python_runs(tmp_path: Path) -> None:
+    place_configs(None, tmp_path)
+    text = next(block.text for block in blocks(ROOT / "docs/guides/python.md") if block.language == "python")
+    (tmp_path / "train.py").write_text(text)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("a rank needs ", "saved runs/from-python/checkpoints/step-00000030\n", "docs/index.md: ", "import os"):
+        assert text in done.stdout
+    assert (tmp_path / "runs/from-python/export-30/model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_names_what_exists(page: Path) -> None:
     for block in blocks(page):
