@@ -34,10 +34,10 @@ def told(folder: Path, *overrides: str, text: str = MINIMAL) -> str:
 
 def answered(message: str) -> bool:
     """By a key that exists, or by why there is none."""
-    if "; aliquot has none: " in message:
+    if "; aliquot has no such key: " in message:
         return True
     moved = re.search(r"\.(\w+); did you mean [a-z]+\.(\w+)\?$", message)  # the same key of another section
-    found = re.search(r"; it is ([a-z_.0-9]+)(: [^;]+)? here$", message)
+    found = re.search(r"; write ([a-z_.0-9]+)(: [^;]+)?$", message)
     return (moved is not None and moved[1] == moved[2]) or (found is not None and found[1] in KEYS)
 
 
@@ -72,23 +72,34 @@ def test_hints_do_not_shadow_keys_of_aliquot() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("train.lr=1", "unknown key train.lr; it is train.learning_rate here"),
-        ("lr=1", "expected section.key=value, for example train.max_steps=10; it is train.learning_rate here"),
-        ("learning_rate=1", "; did you mean train.learning_rate?"),
-        ("train.bf16=true", "it is train.precision: bf16 here"),
-        ("train.fp16=true", "aliquot has none: bf16 needs no loss scaling: use train.precision: bf16"),
-        ("train.save_steps=5", "it is checkpoint.every here"),
-        ("train.save_step=5", "did you mean save_steps? it is checkpoint.every here"),
-        ("checkpoint.interval=5", "it is checkpoint.every here"),
-        ("train.seed=5", "it is run.seed here"),
+        ("train.lr=1", "unknown key train.lr; write train.learning_rate"),
+        ("lr=1", "expected section.key=value; write train.learning_rate=1"),
+        ("learning_rate=1", "; write train.learning_rate=1"),
+        ("train.bf16=true", "; write train.precision: bf16"),
+        ("train.fp16=true", "aliquot has no such key: bf16 needs no loss scaling; use train.precision: bf16"),
+        ("train.save_steps=5", "; write checkpoint.every"),
+        ("train.save_step=5", "did you mean save_steps? write checkpoint.every"),
+        ("checkpoint.interval=5", "; write checkpoint.every"),
+        ("train.seed=5", "; write run.seed"),
         ("train.ranks=5", "did you mean launch.ranks?"),
-        ("train.save-steps=5", "it is checkpoint.every here"),
-        ("train.evaluation_strategy=steps", "it is train.eval_steps here"),
-        ("train.logging_dir=logs", "it is run.directory here"),
-        ("data.max_seq_length=5", "it is data.sequence_length here"),
-        ("train.gradient_checkpointing=true", "is true, which is not a value for it: choose none, selective, full"),
-        ("training.steps=5", "unknown key training; its steps is train.max_steps here"),
+        ("train.save-steps=5", "; write checkpoint.every"),
+        ("train.evaluation_strategy=steps", "; write train.eval_steps"),
+        ("train.logging_dir=logs", "; write run.directory"),
+        ("data.max_seq_length=5", "; write data.sequence_length"),
+        ("train.gradient_checkpointing=true", "gradient_checkpointing cannot be true: choose none, selective, full"),
+        ("training.steps=5", "unknown key training; write train.max_steps for steps"),
         ("train.nobody_calls_it_so=1", "unknown key train.nobody_calls_it_so"),
+        ("train.optimizer=adamw", "; aliquot has no such key: the optimizer is always AdamW; train.optimizer_states sets"
+         " the dtype of its moments"),
+        ("model.name=x", "unknown key model.name; write model.path"),
+        ("data.name=x", "unknown key data.name; write data.dataset"),
+        ("data.type=x", "unknown key data.type"),
+        ("run.size_gib=1", "unknown key run.size_gib; keys of run: name, directory, seed"),
+        ("adapter=lora", "expected section.key=value, and adapter is a section; write adapter.type=lora"),
+        ("model=some/model", "expected section.key=value, and model is a section; write model.path=some/model"),
+        ("--train.learning_rate=1", "expected section.key=value; write train.learning_rate=1"),
+        ("train.learning_rate:1", "expected section.key=value; write train.learning_rate=1"),
+        ("--bf16=true", "expected section.key=value; write train.precision=bf16"),
     ],
 )
 def test_hints_for_common_mistakes(tmp_path: Path, override: str, expected: str) -> None:
@@ -99,14 +110,41 @@ def test_hints_for_common_mistakes(tmp_path: Path, override: str, expected: str)
 def test_several_unknown_keys_in_a_line_are_named(tmp_path: Path) -> None:
     message = told(tmp_path, text=f"{MINIMAL}train: {{lr: 1, epochs: 2}}\n")
     assert message.endswith(
-        "run.yaml:3: unknown key train.lr; it is train.learning_rate here; unknown key train.epochs; it is"
-        " train.num_train_epochs here"
+        "run.yaml:3: unknown key train.lr; write train.learning_rate; unknown key train.epochs; write"
+        " train.num_train_epochs"
     )
 
 
 def test_hint_for_a_foreign_section_names_our_keys(tmp_path: Path) -> None:
     text = f"{MINIMAL}training:\n  steps: 10\n  local_batch_size: 2\n  warmup_ratio: 0.1\n  unheard_of: 1\n"
     assert told(tmp_path, text=text).endswith(
-        "run.yaml:3: unknown key training; its steps is train.max_steps here, its local_batch_size is"
-        " train.per_device_train_batch_size here, its warmup_ratio is train.warmup_ratio here"
+        "run.yaml:3: unknown key training; write train.max_steps for steps, train.per_device_train_batch_size for"
+        " local_batch_size, train.warmup_ratio for warmup_ratio"
     )
+
+
+def test_suggestions_name_no_key_of_a_nested_or_optional_section(tmp_path: Path) -> None:
+    """Such as cluster.huggingface_secret.name for model.name: no reader means it."""
+    below = {path[-1] for path in known_keys() if len(path) > 2 or path[0] in ("adapter", "cluster")}
+    for section in ("run", "model", "data", "train"):
+        own = {path[1] for path in known_keys() if len(path) > 1 and path[0] == section}
+        for name in sorted(below - own):
+            message = told(tmp_path, f"{section}.{name}=1")
+            assert not re.search(r"did you mean (cluster|adapter)|did you mean \w+\.\w+\.", message), message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("adapter: lora", "adapter is 'lora', but adapter is a section: write adapter: {type: lora}"),
+        ("adapter: true", "adapter is true, but adapter is a section: write its keys below the line `adapter:`"),
+        ("train: fast", "train is 'fast', but train is a section: write its keys below the line `train:`"),
+        ("train:\n  max_steps:3", "train is 'max_steps:3', but train is a section: put a space after the colon of"),
+        ("train:\n  - max_steps: 3", "but train is a section: write the keys of train without dashes"),
+        ("learning_rate: 3", "did you mean train.learning_rate? (indent a key below the name of its section)"),
+        ("path: a", "unknown key path (indent a key below the name of its section)"),
+    ],
+)
+def test_section_that_is_no_mapping(tmp_path: Path, text: str, expected: str) -> None:
+    message = told(tmp_path, text=f"{MINIMAL}{text}\n")
+    assert message.startswith(f"{tmp_path}/run.yaml:3: ") and expected in message, message

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aliquot.cli.terminal import one_line_errors
 from aliquot.config.key_hints import known_keys
 from aliquot.config.read_config import dump_config, read_config
 from aliquot.core.errors import UserError
@@ -97,6 +99,8 @@ def test_errors_of_overrides_name_the_override(file: Path) -> None:
 def test_contradictions(file: Path) -> None:
     assert "exactly one of model.path" in failure(file, "model.config={model_type: llama}")
     assert "exactly one of data.path" in failure(file, "data.dataset=wikitext")
+    assert failure(file, "model.config={}").endswith(f"; {file}:2 sets model.path")
+    assert failure(file, "train.max_steps=1", "data.prompt=q").startswith("override 'data.prompt=q': prompt and")
     message = failure(
         file, "train.global_batch_size=8", "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=2"
     )
@@ -107,8 +111,8 @@ def test_contradictions(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("train.max_steps=true", "which is not a value for it"),
-        ("train.learning_rate=true", "which is not a value for it"),
+        ("train.max_steps=true", "max_steps cannot be true"),
+        ("train.learning_rate=true", "learning_rate cannot be true"),
         ("launch.step_timeout_s=1e12", "less than or equal to"),
         ("train.learning_rate=.inf", "finite"),
         ("train.num_train_epochs=.nan", "finite"),
@@ -145,6 +149,34 @@ def test_unusable_values_are_refused(file: Path, override: str, expected: str) -
     assert expected in failure(file, override)
 
 
+@pytest.mark.parametrize(
+    ("override", "ending"),
+    [
+        ("data.eval_fraction=10", "; did you mean 0.1?"),
+        ("train.warmup_ratio=3", "; did you mean 0.03?"),
+        ("train.adam_beta2=95", "; did you mean 0.95?"),
+        ("data.eval_fraction=60", "less than or equal to 0.5"),
+        ("data.eval_fraction=0.9", "less than or equal to 0.5"),
+    ],
+)
+def test_percentages_are_recognised(file: Path, override: str, ending: str) -> None:
+    assert failure(file, override).endswith(ending)
+
+
+def test_error_of_an_override_never_names_the_file(file: Path) -> None:
+    for override in ("trian.max_steps=3", "train.max_steps=a", "train.lr_scheduler_kwargs={a: 1}", "adapter.x=1"):
+        assert failure(file, override).startswith(f"override {override!r}: "), override
+
+
+def test_several_problems_have_a_line_each(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(f"{MINIMAL}  max_steps: many\n  lr: 3\nshard:\n  engine: fast\n")
+    with pytest.raises(typer.Exit), one_line_errors(debug=False):
+        read_config(file)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [f"{file}:{number}" for number in (7, 8, 10)]
+    assert all(line.startswith("aliquot: ") and line.endswith(" [config]") for line in lines)
+
+
 def test_unambiguous_leading_zeros_are_accepted(file: Path) -> None:
     config = read_config(
         file, ["train.warmup_steps=00", "launch.node_rank=0", "train.max_steps=0x10", "run.name='010'"]
@@ -164,7 +196,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- a\n")
     assert "mapping of sections" in failure(tmp_path / "list.yaml")
     (tmp_path / "empty.yaml").write_text("")
-    assert "model: is missing" in failure(tmp_path / "empty.yaml")
+    assert "empty.yaml: the section model is missing" in failure(tmp_path / "empty.yaml")
 
 
 def test_error_shows_a_path_with_a_newline_on_one_line(tmp_path: Path) -> None:

@@ -212,3 +212,32 @@ def test_only_decode_defines_yaml_loaders() -> None:
         is_decode = file == SOURCE / "core" / "decode.py"
         assert is_decode or not any(name in text for name in ("safe_load", "yaml.SafeLoader", "yaml.BaseLoader")), file
         assert is_decode or text.count("yaml.load") + text.count("yaml.compose") == text.count("Loader="), file
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("a:\n\tb: 1\n", 2, "a tab in the indentation, where YAML allows only spaces: replace the tab by spaces"),
+        ("a:\n  b: 1\n   c: 2\n", 3, "this line is indented more than the line above, which has a value already"),
+        ("a:\n  b: 1\n c: 2\n", 3, "this line is indented unlike the lines above"),
+        ("a:\n  b:\n    - 1\n   - 2\n", 4, "this line is indented unlike the lines above"),
+        ("a: b: 1\n", 1, "a value with `: ` in it: put the value in quotes"),
+        ("a\n  b: 1\n", 2, "no colon after 'a' in the line above"),
+        ("a: {b\n", 2, "the bracket that opens in line 1 is not closed"),
+        ("a: [b\nc: 1\n", 2, "the bracket that opens in line 1 is not closed"),
+        ("a: 'b\n", 2, "the quote that opens in line 1 is not closed"),
+        ("a: @b\n", 1, "a value cannot begin with '@': put the value in quotes"),
+        ("a: *.txt\n", 1, "a value cannot begin with '*': put the value in quotes"),
+        ("a: *b\n", 1, "a value cannot begin with '*': put the value in quotes"),
+        ("a: %b\n", 1, "a value cannot begin with '%': put the value in quotes"),
+        ("a: 'b'c\n", 1, "text after a closing quote: put the whole value in one pair of quotes"),
+        ("a: 1\nb\nc: 2\n", 3, "no colon in line 2: write `key: value` or `section:`"),
+    ],
+)
+def test_yaml_errors_are_in_plain_words(tmp_path: Path, text: str, line: int, expected: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_config(tmp_path / "run.yaml")
+    assert f"run.yaml:{line}: not valid YAML: {expected}" in str(caught.value)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        list(parse_manifests(text, "x.yaml"))

@@ -14,6 +14,7 @@ from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.retention import EvaluationHistory, Retention, tidy
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
+from aliquot.core.number_format import short_hash
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.stores.store import is_url
 from aliquot.tensor_io.parts import PartStore
@@ -97,21 +98,30 @@ def _has_begun(directory: Path, root: Path) -> bool:
     return True
 
 
-def check_continuity(state: Mapping[str, Any], determinants: Mapping[str, Any], directory: Path) -> None:
+def check_continuity(
+    state: Mapping[str, Any],
+    determinants: Mapping[str, Any],
+    directory: Path,
+    explain: Callable[[str], str | None] = lambda key: None,
+) -> None:
     """Raise UserError, naming each change, if settings have changed that a resumed run must not change.
 
-    `determinants` are the settings that the order of the data depends on. With an adapter they include its scaling and
-    the fingerprint of its base model.
+    Args:
+        determinants: the settings that the order of the data depends on. With an adapter they include its scaling and
+            the fingerprint of its base model.
+        explain: describes in words how a determinant that is a hash has changed; None for other determinants.
     """
     saved = state["determinants"]
     changed = [key for key, value in determinants.items() if saved.get(key) != value]
     if not changed:
         return
-    changes = "; ".join(f"{key} was {saved.get(key)!r} and is {determinants[key]!r}" for key in changed)
+    changes = "; ".join(
+        explain(key) or f"{key} was {_short(saved.get(key))} and is {_short(determinants[key])}" for key in changed
+    )
     remedy = "start anew under another run.name"
     if not any(key.startswith(("adapter", "model")) for key in changed):  # otherwise the run cannot use these weights
         remedy += f" with {'adapter' if state['config'].get('adapter') else 'model'}.path set to this directory"
-    raise ResumeError(f"cannot continue on the same data: {changes}. Set it back, or {remedy}", directory)
+    raise ResumeError(f"cannot continue on the same data: {changes}. Undo the change, or {remedy}", directory)
 
 
 def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: Path) -> str | None:
@@ -174,4 +184,4 @@ def _first_few(changes: list[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    return "not set" if value is _NOT_SET else repr(value)[:100]
+    return "not set" if value is _NOT_SET else repr(short_hash(value))[:100]

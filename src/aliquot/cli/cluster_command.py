@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli.options import Debug, Overrides
+from aliquot.cli.options import ConfigCommand, Debug, Overrides
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 
-@app.command("render")
+@app.command("render", cls=ConfigCommand)
 def render(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration with a cluster section.")],
     overrides: Overrides = None,
@@ -60,7 +60,7 @@ def render(
             print(f"# {what}\n{line}")
 
 
-@app.command("check")
+@app.command("check", cls=ConfigCommand)
 def check(
     path: Annotated[
         Path, typer.Argument(metavar="CONFIG|DIR", help="A run configuration, a manifest, or a directory of manifests.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from aliquot.cli.options import ConfigFile, Debug, Overrides
+from aliquot.cli.options import ConfigCommand, ConfigFile, Debug, Overrides
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import printable
 
@@ -16,7 +16,7 @@ def data() -> None:
     """Examples and statistics of the training data."""
 
 
-@app.command("show")
+@app.command("show", cls=ConfigCommand)
 def show(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
     """Show two examples of each source, with their learned parts marked, and statistics of all documents.
 

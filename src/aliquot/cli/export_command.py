@@ -38,9 +38,8 @@ def command(
         from aliquot.tensor_io.manifest import verify as verify_all
 
         directory = Path(checkpoint)
-        if not is_url(checkpoint) and not directory.is_dir():
-            siblings = ", ".join(sorted(path.name for path in directory.parent.glob("step-*")))
-            raise UsageError(f"no such directory{siblings and f'; there are {siblings}'}", directory)
+        if not is_url(checkpoint):
+            _check_checkpoint(directory)
         if is_url(checkpoint):
             directory = stack.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:
@@ -51,3 +50,15 @@ def command(
         if (warning := older_transformers(model_type)) is not None:
             print(f"aliquot: {warning}", file=sys.stderr)
     print(f"exported {checkpoint} to {out_dir} ({dtype})")
+
+
+def _check_checkpoint(directory: Path) -> None:
+    """Raise UsageError if `directory` is missing, or if it is an export or a run; name the checkpoints to give."""
+    from aliquot.checkpoint.directories import directories
+
+    if not directory.is_dir():
+        names = ", ".join(path.name for path in directories(directory.parent))
+        raise UsageError(f"no such directory{names and f'; there are {names}'}", directory)
+    for name, root in (("an export", directory.parent / "checkpoints"), ("a run", directory / "checkpoints")):
+        if checkpoints := directories(root):
+            raise UsageError(f"this is {name}, not a checkpoint: give {' or '.join(map(str, checkpoints))}", directory)

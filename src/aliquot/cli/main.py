@@ -28,6 +28,7 @@ from aliquot.cli import (
     report_command,
     train_command,
 )
+from aliquot.cli.options import ConfigCommand
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UsageError
 from aliquot.machine.torch_compile import set_compile_cache
@@ -42,12 +43,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train")(train_command.command)
-app.command("plan")(plan_command.command)
+app.command("train", cls=ConfigCommand)(train_command.command)
+app.command("plan", cls=ConfigCommand)(plan_command.command)
 app.command("doctor")(doctor_command.command)
 app.command("export")(export_command.command)
 app.command("generate")(generate_command.generate_command)
-app.command("evaluate")(evaluate_command.command)
+app.command("evaluate", cls=ConfigCommand)(evaluate_command.command)
 app.command("chat")(generate_command.chat_command)
 app.command("report")(report_command.command)
 app.command("instances")(instances_command.command)

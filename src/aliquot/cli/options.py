@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from aliquot.cli.terminal import one_line_errors
+from aliquot.core.errors import UsageError
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")]
 Overrides = Annotated[
@@ -23,3 +29,26 @@ Temperature = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+class ConfigCommand(TyperCommand):
+    """A command with overrides. For an option that is a key of a config, the error names the override to write."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        with one_line_errors(debug=False):
+            _refuse_keys_as_options(args, options)
+        return super().parse_args(ctx, args)
+
+
+def _refuse_keys_as_options(args: Sequence[str], options: Collection[str]) -> None:
+    """Raise UsageError for an argument `--name` that is no option, but a key of aliquot or of another trainer."""
+    for argument, following in zip_longest(args, args[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--") or name == "--" or name in options:
+            continue
+        from aliquot.config.key_hints import argument_for  # slow to import
+
+        separate = following if following and not following.startswith("-") else None
+        if advice := argument_for(name, value if equals else separate):
+            raise UsageError(f"{name} is no option; {advice}")

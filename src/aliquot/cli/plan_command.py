@@ -27,15 +27,17 @@ _MAX_SIZE = 1e9  # GiB or Gbit/s; much larger numbers become infinite in bytes
 
 @dataclass(frozen=True)
 class _Target:
-    """The machine and layout that the options of the command give. None: this machine, or the layout of the config."""
+    """The machines and the run that the options of the command describe. None: this machine, or as in the config."""
 
     instance: str | None
     memory_gib: float | None
     cores: int | None
+    isa: str | None
     network_gbit: float | None
     nodes: int | None
     ranks_per_node: int | None
     document_tokens: int | None
+    tokens: int | None  # to train on
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,12 @@ def command(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
     overrides: Overrides = None,
     instance: Annotated[str | None, typer.Option(help="An EC2 type, for example c7i.8xlarge.")] = None,
-    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of memory of another machine.")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of that machine.")] = None,
+    memory: Annotated[float | None, typer.Option(min=0.1, help="Another machine, with --cores: GiB of memory.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Another machine, with --memory: physical cores.")] = None,
+    isa: Annotated[
+        Literal["amx", "avx512_bf16", "avx512", "avx2", "sve_bf16", "neon"] | None,
+        typer.Option(help="Another machine: instructions of its processor. Default: avx512_bf16."),
+    ] = None,
     network: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between machines.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks.")] = None,
@@ -68,21 +74,31 @@ def command(
     ] = None,
     optimize: Annotated[
         Literal["time", "cost"] | None,
-        typer.Option(help="With --tokens: minimise time or cost. Without: find faster settings on the same nodes."),
+        typer.Option(
+            help="EC2 types by --tokens: minimise time or cost, default cost. Otherwise time: list faster settings on"
+            " the same nodes."
+        ),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Like 1B: find EC2 types, numbers of nodes, time and cost to train on so many tokens."),
+        typer.Option(
+            help="Number of tokens to train on, like 1B or 20M. With --cores and --memory: how long the run takes on"
+            " those machines. Otherwise: find EC2 types and numbers of nodes, with time and cost."
+        ),
     ] = None,
     global_batch: Annotated[
-        str | None, typer.Option(help="With --tokens: sequences of a step, like 64 or 32-256. Default: the config's.")
+        str | None,
+        typer.Option(help="EC2 types by --tokens: sequences of a step, like 64 or 32-256. Default: the config's."),
     ] = None,
     spot_price: Annotated[
         float,
-        typer.Option(min=0.01, max=1, help="With --tokens: assumed price of a spot node, as a fraction of on-demand."),
+        typer.Option(
+            min=0.01, max=1, help="EC2 types by --tokens: assumed price of a spot node, as a fraction of on-demand."
+        ),
     ] = 0.4,
     spot_losses: Annotated[
-        float, typer.Option(min=0, max=1000, help="With --tokens: assumed percent of spot nodes lost per month.")
+        float,
+        typer.Option(min=0, max=1000, help="EC2 types by --tokens: assumed percent of spot nodes lost per month."),
     ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     picture: Annotated[
@@ -104,6 +120,7 @@ def command(
 
     locations: dict[KeyPath, Location] = {}
     with one_line_errors(debug), locate_errors(locations), collecting_no_garbage():
+        from aliquot.cli.plan_offers import parse_batches, parse_tokens, print_offers
         from aliquot.config.read_config import dump_with_locations, read_with_locations
         from aliquot.core.errors import PlanError, UsageError, writing
         from aliquot.planner.pictures import memory_svg
@@ -122,23 +139,26 @@ def command(
         if print_config:
             print(dump_with_locations(settings, locations), end="")
             return
-        if tokens is not None:
-            if memory is not None or cores is not None or network is not None:
-                raise UsageError("--tokens is about EC2 types: not with --memory, --cores or --network")
-            from aliquot.cli.plan_offers import parse_batches, parse_tokens, print_offers
+        number = None if tokens is None else parse_tokens(tokens)
+        if number is not None and memory is None and cores is None:
+            if isa is not None or network is not None:
+                raise UsageError("--tokens searches EC2 types: for other machines give --cores and --memory, too")
             from aliquot.planner.offers import NODES, RANKS, OfferRequest, Spot
 
             batch = settings.train.global_batch_size
             request = OfferRequest(
-                parse_tokens(tokens), optimize or "cost", Spot(spot_price, spot_losses / 100),
+                number, optimize or "cost", Spot(spot_price, spot_losses / 100),
                 parse_batches(global_batch) if global_batch is not None else [batch] if batch is not None else [],
                 [nodes] if nodes else NODES, [ranks_per_node] if ranks_per_node else RANKS, instance,
             )  # fmt: skip
-            print_offers(settings, request, document_tokens, picture, as_json)
+            run = [str(config), *(overrides or [])]
+            print_offers(settings, request, document_tokens, picture, as_json, run)
             return
+        if global_batch is not None:
+            raise UsageError("--global-batch is for a search of EC2 types: write train.global_batch_size=N")
         if optimize == "cost":
-            raise UsageError("--optimize cost: say for how many tokens, for example --tokens 1B")
-        target = _Target(instance, memory, cores, network, nodes, ranks_per_node, document_tokens)
+            raise UsageError("--optimize cost needs EC2 types and a number of tokens, for example --tokens 1B")
+        target = _Target(instance, memory, cores, isa, network, nodes, ranks_per_node, document_tokens, number)
         names = _names(settings, target)
         result = _make_plan(settings, target, names, optimize is not None)
         if as_json:
@@ -164,23 +184,28 @@ def _calibrate() -> None:
 
 def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_alternatives: bool) -> _Result:
     """Plan `config` for `target`, with advice if the run does not fit. `names`: keys -> options, for the advice."""
-    from aliquot.data.workload import Workload
+    from aliquot.data.workload import Workload, batch_size
     from aliquot.planner import fit_check
     from aliquot.planner.advice import with_advice
     from aliquot.planner.machine_profile import ensure_measured
     from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
     from aliquot.planner.planned_model import PlannedModel
     from aliquot.planner.planner import Planner
-    from aliquot.planner.settings_search import Search
+    from aliquot.planner.settings_search import Search, with_settings
 
     if target.instance is not None and config.cluster is not None:
         config = _with_cluster_layout(config)
     with progress() as update:
         update("what this machine has")
-        machine = machine_from_options(target.instance, target.memory_gib, target.cores, target.network_gbit)
+        machine = machine_from_options(
+            target.instance, target.memory_gib, target.cores, target.isa, target.network_gbit
+        )
         machine = measure_disks(limit_to_pod(machine, config), config)
         workload = Workload.assumed(config, target.document_tokens)
         layout = machine.layout(config, target.nodes, target.ranks_per_node)
+        if target.tokens is not None:
+            sequences = batch_size(config.train, layout.world_size).total
+            config = with_settings(config, {"train.max_steps": -(-target.tokens // round(sequences * workload.tokens))})
         update("what the model needs")
         planner = Planner(PlannedModel(config), machine)
         update("what this machine reaches")

@@ -24,9 +24,18 @@ _MAX_BATCHES = 4  # each batch size is planned on every instance type
 
 
 def print_offers(
-    config: RunConfig, request: OfferRequest, document_tokens: int | None, picture: Path | None, as_json: bool
+    config: RunConfig,
+    request: OfferRequest,
+    document_tokens: int | None,
+    picture: Path | None,
+    as_json: bool,
+    run: Sequence[str],
 ) -> None:
-    """Print the offers, the best first. Raises UserError if no offer fits."""
+    """Print the offers, the best first. Raises UserError if no offer fits.
+
+    Args:
+        run: the config file and the overrides of the command, for a command to paste.
+    """
     from aliquot.cluster.job import placed
     from aliquot.core.errors import writing
     from aliquot.data.workload import Workload
@@ -44,6 +53,8 @@ def print_offers(
     else:
         _print_table(results, f"{title}, least {request.goal} first")
         _print_notes(results, request.spot)
+        more = [] if document_tokens is None else ["--document-tokens", str(document_tokens)]
+        print(f"the first: {results[0].command(run, more)}")
     if picture is not None:
         with writing(picture):
             picture.write_text(offers_svg(results, title))
@@ -77,7 +88,6 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
     if best.plan.saving_s > _MANY_SAVES * best.plan.total_s:
         hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"
         print(f"of the first {hours} are saves: {advise_saves(best.plan)}")
-    print(f"the first: {best.arguments}")
     print(f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}")
     print(
         f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot.price:g} of them, {100 * spot.lost_a_month:g} % of"

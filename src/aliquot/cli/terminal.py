@@ -27,6 +27,7 @@ _PIPE_COLUMNS = 200  # wide enough for all columns of a table
 def one_line_errors(debug: bool) -> Iterator[None]:
     """Show a UserError, an error of the file system and Ctrl-C as one line, and exit with the error's exit code.
 
+    A configuration with several problems has one line for each problem.
     Other exceptions are bugs and show a traceback. With `debug`, all errors show a traceback.
     """
     try:
@@ -36,7 +37,8 @@ def one_line_errors(debug: bool) -> Iterator[None]:
         user_error = error if isinstance(error, UserError) else resource_error(error) or _file_error(error)
         if debug or user_error is None:
             raise
-        _print_error(user_error.line)
+        for line in user_error.lines:
+            _print_error(line)
         raise typer.Exit(user_error.exit_code) from None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from aliquot.cluster.kind_schemas import Violation, well_typed
-from aliquot.core.decode import BoundedLoader, TooDeepError
+from aliquot.core.decode import BoundedLoader, TooDeepError, describe_yaml_error
 from aliquot.core.errors import ManifestError
 
 Document = dict[str, Any]
@@ -136,7 +136,7 @@ def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
                 yield from _objects(value, place)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ManifestError(f"not valid YAML: {error.problem or error.context}", f"{name}:{line}") from None
+        raise ManifestError(f"not valid YAML: {describe_yaml_error(error, text)}", f"{name}:{line}") from None
     except yaml.YAMLError as error:
         raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
     except TooDeepError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -14,7 +15,8 @@ from pydantic import BaseModel
 from aliquot.config.key_locations import KeyPath
 from aliquot.config.schema import RunConfig
 
-# A key of aliquot, with a value if the value is part of the meaning -> its names in other trainers.
+# A key of aliquot, with a value if the value is part of the meaning -> names of the key in other trainers. A dotted
+# name is a key of that section only.
 _EQUIVALENTS = {
     # run
     "run.name": "run_name experiment_name wandb_name wandb_run_id job_name",
@@ -23,14 +25,14 @@ _EQUIVALENTS = {
     "run.seed": "seed data_seed random_seed",
     # model
     "model.path": "model_name_or_path base_model base_model_config model_name model_id pretrained_model_name_or_path"
-    " hf_assets_path initial_load_path",
-    "model.config": "config_name train_from_scratch reinit_weights flavor rope_scaling",
+    " hf_assets_path initial_load_path model.name model.id model.directory",
+    "model.config": "config_name train_from_scratch reinit_weights flavor rope_scaling model.type",
     "model.dtype": "torch_dtype export_dtype infer_dtype merge_dtype",
     "model.add_tokens": "new_special_tokens_config additional_special_tokens special_tokens tokens"
     " resize_vocab added_tokens_overrides resize_token_embeddings_to_32x init_special_tokens",
     # data
     "data.path": "train_file train_files dataset_dir data_files data_path dataset_path tokenized_path",
-    "data.dataset": "dataset_name",
+    "data.dataset": "dataset_name data.name",
     "data.dataset_config": "dataset_config_name dataset_kwargs",
     "data.split": "dataset_split train_split",
     "data.sources": "datasets dataset_mixture dataset_mixer mix_strategy interleave_probs pretraining_dataset",
@@ -74,9 +76,9 @@ _EQUIVALENTS = {
     " recompute recompute_layer_types",
     "train.gradient_checkpointing: selective": "selective_checkpointing",
     "train.precision: bf16": "bf16 bfloat16 pure_bf16 mixed_precision mixed_precision_param compute_dtype amp autocast"
-    " training.dtype",
+    " training.dtype train.dtype model.precision",
     "train.precision: fp32": "fp32 float32",
-    "train.optimizer_states": "optim optimizer optim_args use_8bit_adam adam_8bit bnb_optimizer optimizer.name",
+    "train.optimizer_states: int8": "use_8bit_adam adam_8bit bnb_optimizer",
     "train.compile: layers": "torch_compile torch_compile_backend torch_compile_mode torch_compile_options"
     " use_torch_compile compile_model",
     "train.freeze": "freeze_layers frozen_layers unfrozen_parameters freeze_trainable_layers trainable_layers"
@@ -133,9 +135,11 @@ _EQUIVALENTS = {
     "launch.join_timeout_s": "init_timeout_seconds",
 }
 
-# The reason why aliquot has no such key -> its names in other trainers.
+# The reason why aliquot has no such key -> names of the key in other trainers.
 _UNSUPPORTED = {
-    "bf16 needs no loss scaling: use train.precision: bf16": "fp16 float16 fp16_full_eval half",
+    "the optimizer is always AdamW; train.optimizer_states sets the dtype of its moments": "optim optimizer optim_args"
+    " optimizer_type optimizer_name optimizer.name optimizer.type",
+    "bf16 needs no loss scaling; use train.precision: bf16": "fp16 float16 fp16_full_eval half",
     "products are computed in train.precision, bf16 or fp32": "tf32 allow_tf32 float32_matmul_precision",
     "weights are trained in train.precision, never in 8 or 4 bits": "fp8 fp8_config load_in_8bit load_in_4bit"
     " quantization quantization_bit quantization_method bnb_config_kwargs quantization_type double_quantization gptq"
@@ -151,7 +155,7 @@ _UNSUPPORTED = {
     "a document longer than a sequence is cut into pieces, and no piece is lost":
     "truncation_mode excess_length_strategy"
     " min_sample_len max_prompt_len",
-    "all documents are read: give fewer in data.path": "max_samples max_train_samples max_eval_samples streaming"
+    "all documents are read; name fewer files in data.path": "max_samples max_train_samples max_eval_samples streaming"
     " buffer_size dataset_shard_num dataset_shard_idx",
     "the order of the documents is drawn from run.seed and the epoch": "shuffle_dataset shuffle disable_shuffling"
     " train_sampling_strategy group_by_length length_column_name curriculum_sampling shuffle_merged_datasets",
@@ -181,9 +185,9 @@ _UNSUPPORTED = {
     " include_effective_tokens_per_second loss_watchdog_patience",
     "rank 0 alone writes on the console": "log_on_each_node",
     "a checkpoint is complete, in a directory that all nodes share": "save_only_model save_on_each_node save_optimizer",
-    "nothing is uploaded to a hub: upload the export": "push_to_hub hub_model_id hub_token hub_private_repo"
+    "nothing is uploaded to a hub; upload the export": "push_to_hub hub_model_id hub_token hub_private_repo"
     " hub_always_push push_dataset_to_hub hf_hub_token hf_use_auth_token hub_organization",
-    "a hub id means the newest revision: download another revision and give its directory": "model_revision"
+    "a hub id means the newest revision; set model.path to the directory of another one": "model_revision"
     " hub_revision",
     "Python that comes with a model is never run": "trust_remote_code",
     "the command is `aliquot train`": "do_train stage trainer_cls",
@@ -199,9 +203,9 @@ _UNSUPPORTED = {
     " ep_size data_parallel_replicate_degree dp_replicate_size enable_sequence_parallel sequence_parallel_size",
     "config.json, or model.config, sets the auxiliary loss of a mixture": "router_aux_loss_coef moe_aux_loss_coef"
     " output_router_logits",
-    "set it in the model's config.json, or in model.config": "model_init_kwargs mixture_of_depths",
+    "the model's config.json, or model.config, sets it": "model_init_kwargs mixture_of_depths",
     "the tokenizer's files set it": "pad_token unk_token",
-    "frozen weights are in bf16; adapter.type: lora": "qlora",
+    "frozen weights are bf16; use adapter.type: lora": "qlora",
     "the adapter is plain LoRA": "use_dora peft_use_dora pissa_init relora",
 }  # fmt: skip
 
@@ -209,30 +213,51 @@ EQUIVALENTS = {name: key for key, names in _EQUIVALENTS.items() for name in name
 UNSUPPORTED = {name: reason for reason, names in _UNSUPPORTED.items() for name in names.split()}
 
 _MIN_SIMILARITY = 0.8  # of a spelling to a key; below it a suggestion would be absurd
+_MAX_LISTED = 12  # keys of a section that an error lists
+_OPTIONAL_SECTIONS = ("adapter", "cluster")  # their keys are not meant by a user who writes into another section
 
 
 def suggestion(keys: KeyPath, value: object) -> str:
     """Return what to write instead of an unknown key, to append to an error; empty if there is no suggestion.
 
     The first of these that exists: keys for the contents of a section of another trainer, the equivalent of a key of
-    another trainer, a key of the same name in another section, the key with the most similar spelling.
+    another trainer, the only key of the same name in another section, the key of the same section with the most similar
+    spelling, the keys of the section if they are few.
     """
     section, name = [key for key in keys[:-1] if not key.isdigit()], keys[-1]  # without its place in a list
-    known = known_keys()
-    siblings = {path[-1]: path for path in known if list(path[:-1]) == section}
-    candidates = sorted(siblings.keys() | EQUIVALENTS.keys() | UNSUPPORTED.keys())
-    near = difflib.get_close_matches(name, candidates, 1, _MIN_SIMILARITY)
+    siblings = {path[-1]: ".".join(path) for path in known_keys() if list(path[:-1]) == section}
+    names = {known.rpartition(".")[2] for known in (*EQUIVALENTS, *UNSUPPORTED)}
+    near = difflib.get_close_matches(name, sorted(siblings.keys() | names), 1, _MIN_SIMILARITY)
     answer = _hint_for_section(value) if isinstance(value, dict) and not near else None
     answer = answer or hint(".".join(keys))
     if answer is not None:
         return f"; {answer}"
-    if elsewhere := sorted(".".join(path) for path in known if path[-1] == name):
-        return f"; did you mean {elsewhere[0]}?"
-    if near and near[0] not in siblings:
-        return f"; did you mean {near[0]}? {hint(near[0])}"
-    dotted = [".".join(siblings[near[0]])] if near else []
-    dotted = dotted or difflib.get_close_matches(".".join(keys), sorted(map(".".join, known)), 1, _MIN_SIMILARITY)
-    return f"; did you mean {dotted[0]}?" if dotted else ""
+    if place := place_of(name):
+        return f"; did you mean {place}?"
+    if near and near[0] in siblings:
+        return f"; did you mean {siblings[near[0]]}?"
+    if near and (answer := hint(near[0])) is not None:
+        return f"; did you mean {near[0]}? {answer}"
+    if section and len(siblings) <= _MAX_LISTED and siblings:
+        return f"; keys of {'.'.join(section)}: {', '.join(siblings)}"
+    return ""
+
+
+def argument_for(name: str, value: str | None) -> str:
+    """Return what to write instead of an option `--name value` that only another trainer has; empty if nothing fits."""
+    plain = name.lstrip("-").replace("-", "_")
+    dotted = plain if tuple(plain.split(".")) in known_keys() else place_of(plain)
+    key, colon, fixed = (dotted or EQUIVALENTS.get(plain, "")).partition(": ")
+    if key:
+        return f"write {key}={fixed if colon else value or 'VALUE'}"
+    return hint(plain) or ""
+
+
+def place_of(name: str) -> str | None:
+    """Return the dotted key called `name` if only one section has it, among the sections that all runs have."""
+    places = [path for path in known_keys() if path[-1] == name and len(path) == 2]
+    places = [path for path in places if path[0] not in _OPTIONAL_SECTIONS]
+    return ".".join(places[0]) if len(places) == 1 else None
 
 
 def hint(name: str) -> str | None:
@@ -241,8 +266,8 @@ def hint(name: str) -> str | None:
     last = plain.rpartition(".")[2]
     known = next((key for key in (plain, last) if key in EQUIVALENTS or key in UNSUPPORTED), "")
     if known in EQUIVALENTS:
-        return f"it is {EQUIVALENTS[known]} here"
-    return f"aliquot has none: {UNSUPPORTED[known]}" if known in UNSUPPORTED else None
+        return f"write {EQUIVALENTS[known]}"
+    return f"aliquot has no such key: {UNSUPPORTED[known]}" if known in UNSUPPORTED else None
 
 
 def _hint_for_section(values: dict[Any, Any]) -> str | None:
@@ -251,10 +276,34 @@ def _hint_for_section(values: dict[Any, Any]) -> str | None:
     hints = []
     for name in map(str, values):
         place = EQUIVALENTS.get(name, places.get(name))
-        hints += [f"its {name} is {place} here"] if place is not None else []
-    return ", ".join(hints) or None
+        hints += [f"{place} for {name}"] if place is not None else []
+    return f"write {', '.join(hints)}" if hints else None
 
 
+def section_advice(section: str, value: object) -> str:
+    """Return what to write in a file instead of `value`, which is no mapping, as the whole section `section`."""
+    if isinstance(value, list):
+        return f"write the keys of {section} without dashes"
+    if isinstance(value, str) and (key := value.partition(":")[0]) in _choices(section) and key != value:
+        return f"put a space after the colon of {key}"
+    key = key_for(section, value)
+    return f"write {section}: {{{key}: {value}}}" if key is not None else f"write its keys below the line `{section}:`"
+
+
+def key_for(section: str, value: object) -> str | None:
+    """Return the key of a section that has `value` among its choices, or else `path` for model and data, or None."""
+    named = (key for key, options in _choices(section).items() if value in options)
+    return next(named, "path" if section in ("model", "data") else None) if isinstance(value, str) else None
+
+
+def _choices(section: str) -> dict[str, tuple[Any, ...]]:
+    """Return the keys of a section, with the values that a key may have, if the schema lists them."""
+    kind = RunConfig.model_fields[section].annotation
+    models = [model for model in (kind, *get_args(kind)) if isinstance(model, type) and issubclass(model, BaseModel)]
+    return {field.alias or name: get_args(field.annotation) for name, field in models[0].model_fields.items()}
+
+
+@cache
 def known_keys() -> list[KeyPath]:
     """Return the path of every key in the schema: sections, their keys, and keys of nested sections and of lists."""
     return list(_keys_below(RunConfig, ()))

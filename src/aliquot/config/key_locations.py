@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import yaml
 
 from aliquot.core.errors import UserError
 
-Location = str  # "file:line", or "command line"
+Location = str  # "file:line", or OVERRIDE and the override
 KeyPath = tuple[str, ...]
 
+OVERRIDE = "override "
 _DOTTED_KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 
 
@@ -30,10 +32,32 @@ def key_lines(node: yaml.Node | None, keys: KeyPath = ()) -> Iterator[tuple[KeyP
         yield from key_lines(value, path)
 
 
-def location_of_first_key(text: str, locations: Mapping[KeyPath, Location]) -> Location | None:
-    """Return the location of the first dotted key in `text` for which `locations` has a location, or None."""
-    candidates = (locations.get(tuple(key.split("."))) for key in _DOTTED_KEY.findall(text))
-    return next((location for location in candidates if location is not None), None)
+class Contradiction(NamedTuple):
+    """The place of a contradiction between keys, and a note on another place that takes part; "" if there is none."""
+
+    location: Location
+    note: str
+
+
+def locate_contradiction(message: str, locations: Mapping[KeyPath, Location], section: KeyPath) -> Contradiction | None:
+    """Return the place of an error about several keys of a config, or None if no key has a location.
+
+    The place is that of an override, because the file alone may be consistent, or else of the first key in `message`.
+
+    Args:
+        message: an error that names keys in the dotted form, or no keys.
+        section: the section of the keys if `message` names none.
+    """
+    named = [tuple(key.split(".")) for key in _DOTTED_KEY.findall(message)]
+    keys = [key for key in named if key in locations]
+    if not named:
+        keys = [key for key in locations if key[: len(section)] == section and len(key) > len(section) > 0]
+    override = next((locations[key] for key in keys if locations[key].startswith(OVERRIDE)), None)
+    if override is None:
+        return Contradiction(locations[keys[0]], "") if named and keys else None
+    other = next((key for key in keys if not locations[key].startswith(OVERRIDE)), None) if named else None
+    note = f"; {locations[other]} sets {'.'.join(other)}" if other is not None else ""
+    return Contradiction(override, note)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,11 @@ import yaml
 from pydantic import ValidationError
 
 from aliquot.config.deepspeed_json import fill_from_deepspeed
-from aliquot.config.key_hints import suggestion
-from aliquot.config.key_locations import KeyPath, Location, key_lines, location_of_first_key
+from aliquot.config.key_hints import argument_for, key_for, known_keys, section_advice, suggestion
+from aliquot.config.key_locations import OVERRIDE, KeyPath, Location, key_lines, locate_contradiction
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import ABOUT_KEY
-from aliquot.core.decode import BoundedLoader, TooDeepError, load_yaml
+from aliquot.core.decode import BoundedLoader, TooDeepError, describe_yaml_error, load_yaml
 from aliquot.core.errors import ConfigError, one_line
 
 _MAX_MEANING = 80  # letters of a description that an error quotes
@@ -71,16 +72,18 @@ def validate(values: Mapping[str, Any], locations: Mapping[KeyPath, Location], s
             # A union has an error a branch: `2 or auto`. A line may have several unknown keys.
             separator = "; " if problem["type"] == "extra_forbidden" else ", or "
             problems[place] = f"{problems[place]}{separator}{message}" if place in problems else message
-        raise ConfigError("; ".join(f"{place}: {message}" for place, message in problems.items())) from None
+        lines = [f"{place}: {message}" for place, message in problems.items()]
+        raise ConfigError("; ".join(lines), problems=lines) from None
 
 
 def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPath, Location]) -> None:
     """Set the key of nested `values` that the override `section.key=value` names, and record the key's location."""
     path, equals, text = override.partition("=")
     keys = tuple(path.strip().split("."))
-    if not equals or len(keys) < 2 or not all(keys):
-        hint = suggestion(keys, None) if equals and len(keys) == 1 and keys[0] else ""
-        raise ConfigError(f"override {override!r}: expected section.key=value, for example train.max_steps=10{hint}")
+    if not equals or len(keys) < 2 or not all(keys) or path.startswith("-"):
+        raise ConfigError(
+            f"override {override!r}: expected section.key=value{_expected(path.strip(), text if equals else None)}"
+        )
     try:
         value, _ = load_yaml(text, _Loader)
     except _AmbiguousNumberError as error:
@@ -97,7 +100,17 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPat
         if not isinstance(section, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[:depth])} is not a section")
     section[keys[-1]] = value
-    locations[keys] = f"override {override!r}"
+    locations[keys] = f"{OVERRIDE}{override!r}"
+
+
+def _expected(name: str, value: str | None) -> str:
+    """Return what to write instead of an override of another form."""
+    if value is None and ":" in name:
+        name, _, value = name.partition(":")
+    if name in RunConfig.model_fields and value is not None:
+        return f", and {name} is a section; write {name}.{key_for(name, value) or 'KEY'}={value}"
+    hint = argument_for(name, value)
+    return f"; {hint}" if hint else ", for example train.max_steps=10"
 
 
 def dump_config(config: RunConfig) -> str:
@@ -131,8 +144,9 @@ def _load(text: str, name: str, locations: dict[KeyPath, Location]) -> dict[str,
             locations[path] = f"{name}:{line}"
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        prefix = "" if isinstance(error, _AmbiguousNumberError) else "not valid YAML: "
-        raise ConfigError(f"{prefix}{error.problem or error.context}", f"{name}:{line}") from None
+        is_ambiguous = isinstance(error, _AmbiguousNumberError)
+        message = error.problem if is_ambiguous else f"not valid YAML: {describe_yaml_error(error, text)}"
+        raise ConfigError(str(message), f"{name}:{line}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date like 2026-99-99
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
     if not isinstance(values, dict):
@@ -145,25 +159,44 @@ def _explain(problem: dict[str, Any], locations: Mapping[KeyPath, Location], sou
     keys = tuple(str(key) for key in problem["loc"])
     # A union reports `section.key.branch`; the longest prefix that was written down is the key itself.
     written = next((keys[:n] for n in range(len(keys), 0, -1) if keys[:n] in locations), ())
-    place = locations.get(written, source)
+    below = (location for path, location in locations.items() if path[: len(keys)] == keys)  # of an override's section
+    place = locations[written] if written else next(below, source) if keys else source
     error_type = problem["type"]
     if error_type == "extra_forbidden":
-        return place, f"unknown key {'.'.join(keys)}{suggestion(keys, problem['input'])}"
+        needs_indentation = len(keys) == 1 and any(path[1:] == keys for path in known_keys())
+        indent = " (indent a key below the name of its section)" if needs_indentation else ""
+        return place, f"unknown key {'.'.join(keys)}{suggestion(keys, problem['input'])}{indent}"
     if error_type == "missing":
-        return f"{place}: {'.'.join(keys)}", "is missing"
+        kind = "the section" if len(keys) == 1 else "the key"
+        return place, f"{kind} {'.'.join(keys)} is missing"
     message = str(problem["msg"]).removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if error_type == "value_error":
-        return place if len(written) > 1 else location_of_first_key(message, locations) or place, message
+        contradiction = locate_contradiction(message, locations, keys) if len(written) < 2 else None
+        return (contradiction.location, message + contradiction.note) if contradiction else (place, message)
     if error_type == ABOUT_KEY:
         return place, f"{'.'.join(keys)} {message}"
     if error_type == "string_type" and isinstance(problem["input"], int | float):
         message = "input should be text: put it in quotes"
+    message = message.partition(", unable to parse")[0]
     name = ".".join(written or keys)
     if problem["input"] is None:
         meaning = _meaning(written or keys)
         return f"{place}: {name} is null (leave it out for its default{meaning})", message
-    return f"{place}: {name} is {problem['input']!r}", message
+    if error_type == "model_type" and len(keys) == 1:
+        advice = section_advice(name, problem["input"])
+        value = json.dumps(problem["input"]) if isinstance(problem["input"], bool) else repr(problem["input"])
+        return place, f"{name} is {value}, but {name} is a section: {advice}"
+    return f"{place}: {name} is {problem['input']!r}", message + _as_fraction(problem)
+
+
+def _as_fraction(problem: Mapping[str, Any]) -> str:
+    """Return the suggestion to write a percentage as a fraction; empty if the value is no percentage."""
+    limits, value = problem.get("ctx") or {}, problem["input"]
+    limit = limits.get("le", limits.get("lt"))
+    if not isinstance(value, int | float) or not isinstance(limit, int | float) or not 0 < limit <= 1 < value:
+        return ""
+    return f"; did you mean {value / 100:g}?" if value / 100 <= limit else ""
 
 
 def _meaning(keys: KeyPath) -> str:

@@ -92,10 +92,13 @@ class Section(BaseModel):
             if not isinstance(value, bool) or field is None:
                 continue
             options = get_args(field.annotation)
-            if bool not in (field.annotation, *options):
+            is_section = any(
+                isinstance(kind, type) and issubclass(kind, Section) for kind in (field.annotation, *options)
+            )
+            if bool not in (field.annotation, *options) and not is_section:
                 is_choice = get_origin(field.annotation) is Literal
                 advice = f": choose {', '.join(map(str, options))}" if is_choice else ""
-                raise ValueError(f"{key} is {str(value).lower()}, which is not a value for it{advice}")
+                raise ValueError(f"{key} cannot be {str(value).lower()}{advice}")
         return values
 
 

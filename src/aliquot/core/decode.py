@@ -156,6 +156,38 @@ def load_yaml(text: str, loader_type: type[BoundedLoader] = BoundedLoader) -> tu
     return (loader.construct_document(root) if root is not None else None), root
 
 
+def describe_yaml_error(error: yaml.MarkedYAMLError, text: str) -> str:
+    """Describe in plain words what is wrong with a YAML text, and how to write it; unknown errors in PyYAML's words."""
+    problem, lines = str(error.problem or error.context), text.splitlines()
+    at, begins = error.problem_mark, error.context_mark
+    line = lines[at.line] if at is not None and at.line < len(lines) else ""
+    first = at.line + 1 if begins is None and at is not None else begins.line + 1 if begins is not None else 1
+    if "\t" in problem or (line[: len(line) - len(line.lstrip())].count("\t")):
+        return "a tab in the indentation, where YAML allows only spaces: replace the tab by spaces"
+    if "mapping values are not allowed" in problem:
+        above = next((each for each in reversed(lines[: at.line if at is not None else 0]) if each.strip()), "")
+        if line.count(": ") + line.rstrip().endswith(":") > 1:
+            return "a value with `: ` in it: put the value in quotes"
+        if ":" not in above:
+            return f"no colon after {above.strip()!r} in the line above: write `key: value` or `section:`"
+        return "this line is indented more than the line above, which has a value already: indent both equally"
+    if "could not find expected ':'" in problem:
+        return f"no colon in line {first}: write `key: value` or `section:`"
+    if problem.startswith("expected <block end>") and "<scalar>" in problem:
+        return "text after a closing quote: put the whole value in one pair of quotes"
+    if problem.startswith("expected <block end>"):
+        return (
+            "this line is indented unlike the lines above: indent all keys of a section, and all items of a list, alike"
+        )
+    if "quoted scalar" in str(error.context):
+        return f"the quote that opens in line {first} is not closed: close the quote"
+    if problem.startswith(("expected ',' or", "expected the node content, but found '<stream end>'")):
+        return f"the bracket that opens in line {first} is not closed, or a comma is missing"
+    if "cannot start any token" in problem or "scanning an a" in str(error.context) or "undefined alias" in problem:
+        return f"a value cannot begin with {line.partition(': ')[2].strip()[:1]!r}: put the value in quotes"
+    return problem
+
+
 def _check_document(root: yaml.Node | None) -> yaml.Node | None:
     """Return `root` if it is within the limits. Raises TooDeepError, and MarkedYAMLError for excessive aliases."""
     if root is None:

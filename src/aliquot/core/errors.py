@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -68,12 +68,32 @@ class UserError(Exception):
     @property
     def line(self) -> str:
         """The text for the user: one line, without control characters and passwords."""
-        first = str(self).strip().partition("\n")[0]
+        return self._shown(str(self))
+
+    @property
+    def lines(self) -> list[str]:
+        """`line`, or one such line for each problem of an error that has several."""
+        return [self.line]
+
+    def _shown(self, text: str) -> str:
+        first = text.strip().partition("\n")[0]
         return f"{printable(_USER_OF_URL.sub('/...@', first))} [{self.id}]"
 
 
 class ConfigError(UserError, id="config"):
-    """A run configuration, or an override, is wrong."""
+    """A run configuration, or an override, is wrong.
+
+    Args:
+        problems: all messages of a configuration with several problems; the user sees one line for each.
+    """
+
+    def __init__(self, message: str, where: str | Path | None = None, problems: Sequence[str] = ()) -> None:
+        super().__init__(message, where)
+        self._problems = problems
+
+    @property
+    def lines(self) -> list[str]:
+        return [self._shown(problem) for problem in self._problems] or [self.line]
 
 
 class DeepspeedConfigError(UserError, id="deepspeed-config"):

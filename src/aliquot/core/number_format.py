@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def short_hash(value: object) -> object:
+    """Return the first 8 digits of a SHA-256 in hexadecimal, and any other value unchanged."""
+    return value[:8] if isinstance(value, str) and _DIGEST.fullmatch(value) else value
+
 
 def gib(size_bytes: float) -> str:
     """Format as `1.25 GiB`."""

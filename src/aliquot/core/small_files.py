@@ -30,6 +30,12 @@ def looks_local(model: str) -> bool:
     return with_home(model).exists() or model.startswith((".", "/", "~")) or model.count("/") != 1
 
 
+def hub_advice(name: str, kind: str = "model") -> str:
+    """Return what a user can do about a model, tokenizer or dataset that the Hugging Face hub did not serve."""
+    download = f"hf download {name}{' --repo-type dataset' if kind == 'dataset' else ''}"
+    return f"Check the name, run `{download}` where the hub is reachable, or set HF_TOKEN for a gated {kind}"
+
+
 def cache_root(configured: Path | None = None) -> Path:
     """Return the cache of tokens, plans and measured rates: `configured`, $ALIQUOT_CACHE or ~/.cache/aliquot."""
     return with_home(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").absolute()

@@ -64,6 +64,10 @@ class StepBatch:
         return sum(len(micro_batch.input_ids) for micro_batch in self.micro_batches if micro_batch is not None)
 
 
+def _hash_key(source: TrainStore) -> str:
+    return f"{f'data.sources, {source.name}:' if source.name else 'data'} (hash of the tokens)"
+
+
 class Batches:
     """Global batches: each step takes the next `global_batch_size` sequences in the order of the mixture of sources.
 
@@ -173,11 +177,15 @@ class Batches:
             "data.sources": ", ".join(self.names),
         }
         for source in self.sources:
-            prefix = f"data.sources, {source.name}: " if source.name else "data "
-            values[f"{prefix}(hash of the tokens)"] = source.store.path.name
+            values[_hash_key(source)] = source.store.path.name
             if source.name:
+                prefix = f"data.sources, {source.name}: "
                 values[f"{prefix}weight"], values[f"{prefix}repeat"] = source.weight, source.repeat
         return values
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return (documents, tokens) of each source, under the key of its hash in `determinants`."""
+        return {_hash_key(source): (source.store.documents, len(source.store.tokens)) for source in self.sources}
 
     def total_steps(self, max_steps: int | None) -> int:
         """Return the number of optimizer steps of the run. Raises UserError if all sources end before `max_steps`."""

@@ -8,7 +8,7 @@ import io
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -78,6 +78,12 @@ def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
     if not files:
         raise DataError(f"{key}: no file matches", entry)
     return files
+
+
+def files_written_after(entries: Iterable[str], time_s: float) -> list[Path]:
+    """Return the files that `entries` of the configuration name and that were written after `time_s`."""
+    files = [file for entry in entries for file in find_files(entry, "data", Counter())]
+    return [file for file in files if file.stat().st_mtime > time_s]
 
 
 def _refuse_dangling(path: Path) -> None:

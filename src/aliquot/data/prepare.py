@@ -198,10 +198,14 @@ class _Builder:
 
     def _make(self, source: Source, text_path: Path, answers_path: Path, progress: Progress) -> Path:
         first = next((document for document in source.documents() if not document.blank), None)
+        if first is None and source.total_bytes == 0:
+            raise DataError(
+                "no usable document: there are 0 bytes. Check the path, or fetch the data again", source.label
+            )
         if first is None:
             raise DataError(
-                "no usable document: nothing but blank text here, or too few documents for data.eval_fraction to divide"
-                " (a file is one, unless data.document is line or block)",
+                "no usable document: there is only blank text, or too few documents for data.eval_fraction to divide."
+                " A text file is one document, unless data.document is line or block",
                 source.label,
             )
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"

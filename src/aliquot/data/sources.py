@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.core.errors import ConfigError, DataError
+from aliquot.core.small_files import hub_advice
 from aliquot.data.cache import digests
 from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
 from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_documents
@@ -196,7 +197,8 @@ class HubSource:
                 dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=section.split)
         except Exception as error:  # datasets raises nearly every kind of exception
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DataError(f"cannot load the dataset: {reason}", label) from error
+            advice = "" if Path(section.dataset).exists() else f". {hub_advice(section.dataset, 'dataset')}"
+            raise DataError(f"cannot load the dataset: {reason}{advice}", label) from error
         local = Path(section.dataset).exists()
         return cls(
             dataset=dataset,

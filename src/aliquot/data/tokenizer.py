@@ -16,7 +16,7 @@ from typing import Any
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import MissingToolError, TokenizerError, UnsupportedModelError
-from aliquot.core.small_files import check_small, pointer_message, read_small_file, with_home
+from aliquot.core.small_files import check_small, hub_advice, pointer_message, read_small_file, with_home
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
@@ -68,7 +68,8 @@ def load_tokenizer(name: str | Path) -> Any:
                 f"{name}: the tokenizer is a sentencepiece model without a tokenizer.json next to it, and the package"
                 " sentencepiece is not installed: pip install sentencepiece"
             ) from error
-        raise TokenizerError(f"cannot load a tokenizer: {_reason(error)}", name) from error
+        advice = "" if path.exists() else f". {hub_advice(str(name))}"
+        raise TokenizerError(f"cannot load a tokenizer: {_reason(error)}{advice}", name) from error
 
 
 def _reason(error: Exception) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import NodesDifferError
+from aliquot.core.number_format import short_hash
 from aliquot.distributed.ranks import Ranks
 
 # Keys that may differ between nodes: paths (the contents are compared), numbers of processes, console output.
@@ -105,4 +106,4 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
-    return str(values[key])[:60] if key in values else "not set"
+    return str(short_hash(values[key]))[:60] if key in values else "not set"

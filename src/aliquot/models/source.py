@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import ConfigError, ModelFilesError
-from aliquot.core.small_files import looks_local, with_home
+from aliquot.core.small_files import hub_advice, looks_local, with_home
 from aliquot.models.model_config import parse_config, read_fields, refuse_quantized, without_quantization
 from aliquot.models.untrusted_code import model_from_config
 
@@ -184,12 +184,18 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     if looks_local(path):
         raise ModelFilesError(f"model.path {path}: no such directory (nor does it look like a hub id, owner/name)")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, allow_patterns=list(hub_files), ignore_patterns=_OTHER_FORMS))
     # The hub client raises OSError for network and HTTP errors, and ValueError for malformed hub ids.
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        no_answer = isinstance(error, LocalEntryNotFoundError)
+        reason = "no network, or HF_HUB_OFFLINE is set, and the cache has no copy" if no_answer else _first_line(error)
         raise ModelFilesError(
-            f"model.path {path}: no such directory, and the hub could not serve it: {reason}"
+            f"model.path {path}: no such directory, and the hub could not serve it: {reason}. {hub_advice(path)}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

@@ -7,6 +7,7 @@ Nodes are on-demand or spot. A run on spot nodes loses nodes and waits for new n
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -68,9 +69,20 @@ class Offer:
     on_cluster: bool  # the config has a section `cluster` that chooses the machines
     in_tokens: bool  # the config gives the global batch in tokens; offers give it in sequences
 
+    def command(self, run: Sequence[str], options: Sequence[str]) -> str:
+        """Return a command to paste: for a config with a section `cluster` its manifests, otherwise the plan.
+
+        Args:
+            run: the config file and overrides.
+            options: options of `aliquot plan` to repeat.
+        """
+        if self.on_cluster:
+            return f"aliquot cluster render {shlex.join([*run, *self.arguments.split()])}"
+        return f"aliquot plan {shlex.join([*run, *self.arguments.split(), *options])}"
+
     @property
     def arguments(self) -> str:
-        """The offer as arguments to paste after the config of `aliquot plan`."""
+        """The offer as arguments that follow the config on the command line."""
         nodes, ranks = self.plan.nodes, self.plan.ranks_per_node
         where = (
             f"cluster.instance_types=[{self.plan.instance}] cluster.capacity=[{self.capacity}] cluster.nodes={nodes}"

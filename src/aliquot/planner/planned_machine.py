@@ -31,6 +31,18 @@ _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
 _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
 
 
+# The value of `aliquot plan --isa` -> the instruction sets of such a processor, the fastest first.
+INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
+    "amx": ("amx_bf16", "avx512_bf16", "avx512f", "avx2"),
+    "avx512_bf16": ("avx512_bf16", "avx512f", "avx2"),
+    "avx512": ("avx512f", "avx2"),
+    "avx2": ("avx2",),
+    "sve_bf16": ("sve_bf16",),
+    "neon": ("neon",),
+}
+_DEFAULT_ISA = "avx512_bf16"
+
+
 @dataclass(frozen=True)
 class Machine:
     """The resources of one node: cores, memory, GPUs, network and disks."""
@@ -99,16 +111,17 @@ class Machine:
         )
 
     @classmethod
-    def from_numbers(cls, memory_gib: float, cores: int, network_gbit: float | None) -> Self:
+    def from_numbers(cls, memory_gib: float, cores: int, network_gbit: float | None, isa: str = _DEFAULT_ISA) -> Self:
+        """Return a machine of these numbers. `isa`: a key of INSTRUCTION_SETS."""
         return cls(
-            name=f"{cores} cores, {memory_gib:g} GiB",
+            name=f"{cores} cores, {memory_gib:g} GiB, {isa}",
             instance=None,
             cores=cores,
             memory_bytes=int(memory_gib * GIB),
             numa_nodes=1,
             network_bytes_per_s=None if network_gbit is None else network_gbit * 1e9 / 8,
             shm_bytes=None,
-            isa=("avx512_bf16", "avx512f", "avx2"),
+            isa=INSTRUCTION_SETS[isa],
             clock_hz=None,
         )
 
@@ -151,15 +164,19 @@ class Machine:
 
 
 def machine_from_options(
-    instance_name: str | None, memory_gib: float | None, cores: int | None, network_gbit: float | None
+    instance_name: str | None, memory_gib: float | None, cores: int | None, isa: str | None, network_gbit: float | None
 ) -> Machine:
     """Return the machine that the options of a command describe: by default this machine. Raises UserError."""
-    if memory_gib is not None and cores is not None and instance_name is None:
-        return Machine.from_numbers(memory_gib, cores, network_gbit)
-    if instance_name is not None and (memory_gib is not None or cores is not None):
-        raise PlanError("give either an instance type, or memory and cores")
-    if memory_gib is not None or cores is not None:
-        raise PlanError("a machine by numbers needs both its memory (GiB) and its cores")
+    numbers = {"--memory": memory_gib, "--cores": cores, "--isa": isa}
+    options = [name for name, value in numbers.items() if value is not None]
+    if instance_name is not None and options:
+        raise PlanError(f"--instance {instance_name} has its own cores and memory: leave out {', '.join(options)}")
+    if memory_gib is not None and cores is not None:
+        return Machine.from_numbers(memory_gib, cores, network_gbit, isa or _DEFAULT_ISA)
+    if options:
+        raise PlanError(
+            f"{options[0]} describes another machine, which needs --cores (physical cores) and --memory (GiB)"
+        )
     machine = Machine.local() if instance_name is None else Machine.from_instance(instance_name)
     return machine if network_gbit is None else replace(machine, network_bytes_per_s=network_gbit * 1e9 / 8)
 

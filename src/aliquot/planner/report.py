@@ -157,8 +157,9 @@ def _run_lines(plan: Plan) -> list[str]:
         storage = f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
     else:
         storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
+    tokens = plan.steps * plan.tokens_per_step
     lines = [
-        f"whole run       {plan.steps:,} steps, {_seconds(plan.total_s)}",
+        f"whole run       {plan.steps:,} steps, {tokens:,.0f} tokens, {_seconds(plan.total_s)}",
         f"beside steps    {', '.join(filter(None, besides))} ({storage})",
     ]
     if plan.saving_s > plan.steps * plan.step_s:

@@ -152,6 +152,7 @@ class RunCheckpoints:
             # All random numbers depend only on the seed and a name or epoch, so the seed is the whole random state.
             "rng": {"seed": run.config.run.seed},
             "determinants": inputs.determinants(run.config),
+            "sizes": inputs.batches.sizes(),
             "model": computation_settings(inputs.source.config),
             "engine": self._training.model.engine_name,
             "config": run.config.model_dump(mode="json", by_alias=True),

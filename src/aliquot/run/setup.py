@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import complete_directories, directory_of, newest, step_of
+from aliquot.checkpoint.directories import STATE, complete_directories, directory_of, newest, step_of
 from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.data_files import files_written_after
 from aliquot.data.data_summary import day_line, first_samples, header
 from aliquot.data.prepare import AddedTokens, prepare, prepare_together
 from aliquot.data.token_store import answer_ends
@@ -51,6 +52,8 @@ from aliquot.planner.compute_ceiling import Ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.preflight import PlanRequest, plan_together
 from aliquot.run.run_context import Inputs, Model, RunContext, Start
+
+_MAX_FILES = 3  # changed files that an error names
 
 
 def check_directory(run: RunContext) -> None:
@@ -227,7 +230,8 @@ def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
     if resumed is None:
         return None
     checkpoint, state = resumed
-    check_continuity(state, inputs.determinants(config), checkpoint)
+    explain = partial(_changed_data, config, inputs, state, checkpoint)
+    check_continuity(state, inputs.determinants(config), checkpoint, explain)
     if (difference := check_model(state, computation_settings(inputs.source.config), checkpoint)) is not None:
         warn(difference)
     model.engine.resume_at(state["step"])
@@ -242,6 +246,33 @@ def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
         run.display.line(f"changed since: {change}")
     position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
     return Start(state["step"], state["tokens"], checkpoint, position, ends, evaluations)
+
+
+def _changed_data(
+    config: RunConfig, inputs: Inputs, state: dict[str, Any], checkpoint: Path, determinant: str
+) -> str | None:
+    """Describe how training data have changed since a checkpoint; None if `determinant` is not a hash of data."""
+    if determinant not in (sizes := inputs.batches.sizes()):
+        return None
+    name = determinant.removeprefix("data").partition(" (")[0].removeprefix(".sources, ").rstrip(":")
+    subject = f"the training data {name}".strip()
+    before, now = state.get("sizes", {}).get(determinant), sizes[determinant]
+    documents, tokens = now
+    if before is None:
+        change = f"{subject} have changed and have {documents:,} documents with {tokens:,} tokens now"
+    elif tuple(before) == now:
+        change = f"{subject} have as many documents and tokens as before, but another content"
+    else:
+        change = (
+            f"{subject} had {before[0]:,} documents with {before[1]:,} tokens and have {documents:,} documents with"
+            f" {tokens:,} tokens now"
+        )
+    settings = config.model_dump(mode="json", by_alias=True)
+    causes = [line for line in changed_settings(state, settings) if line.startswith(("data.", "model."))]
+    saved_s = (checkpoint / STATE).stat().st_mtime
+    files = files_written_after((path for _, path in config.data.every_path()), saved_s)
+    causes += [f"{', '.join(map(str, files[:_MAX_FILES]))} changed after the checkpoint"] if files else []
+    return f"{change} ({'; '.join(causes)})" if causes else change
 
 
 def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:

@@ -1,0 +1,33 @@
+"""Keys of a config that a user gives as options: the error names the override to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aliquot.cli.main import app
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["data", "show"], ["cluster", "check"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--learning_rate", "1e-5"], "--learning_rate is no option; write train.learning_rate=1e-5"),
+        (["--lr=1e-5"], "--lr is no option; write train.learning_rate=1e-5"),
+        (["--train.max-steps", "3"], "--train.max-steps is no option; write train.max_steps=3"),
+        (["--output_dir", "x", "--lr", "1"], "--output_dir is no option; write run.directory=x"),
+        (["--bf16"], "--bf16 is no option; write train.precision=bf16"),
+        (["--fp16"], "--fp16 is no option; aliquot has no such key: bf16 needs no loss scaling"),
+    ],
+)
+def test_key_as_an_option(tmp_path: Path, command: list[str], arguments: list[str], expected: str) -> None:
+    result = CliRunner().invoke(app, [*command, str(tmp_path / "run.yaml"), *arguments])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"aliquot: {expected}") and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_other_options_are_left_to_the_command(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--nothing-of-the-kind"])
+    assert result.exit_code == 2 and "No such option" in result.stderr
