@@ -245,7 +245,7 @@ def test_server_errors_leave_no_complete_copy(tmp_path: Path, server: S3Server) 
     warned: list[str] = []
     as_ranks(2, lambda ranks: copy(tmp_path, URL, 2, ranks=ranks, warned=warned, keep=9))
     assert len(warned) == 2
-    assert "checkpoint.mirror: step 2 could not be copied, the checkpoint here is good: rank " in warned[0]
+    assert "checkpoint.mirror: step 2 could not be copied, the local checkpoint is complete: rank " in warned[0]
     assert "UploadPart: " in warned[0]
     assert complete_steps(open_store(URL)) == ["step-00000001"]
     with pytest.raises(StorageError, match="step 2 could not be copied"):
@@ -289,7 +289,7 @@ def test_damaged_checkpoint_is_not_uploaded(tmp_path: Path, url: str) -> None:
     with (local / "model.safetensors").open("r+b") as file:
         file.seek(1000)
         file.write(b"x")
-    with pytest.raises(StorageError, match=r"model\.safetensors: the block at byte 0 is not what was saved"):
+    with pytest.raises(StorageError, match=r"model\.safetensors: the block at byte 0 differs from the saved block"):
         copy(tmp_path / "here", url, 1)
     assert complete_steps(open_store(url)) == []
 

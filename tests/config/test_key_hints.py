@@ -89,8 +89,11 @@ def test_hints_do_not_shadow_keys_of_aliquot() -> None:
         ("train.gradient_checkpointing=true", "gradient_checkpointing cannot be true: choose none, selective, full"),
         ("training.steps=5", "unknown key training; write train.max_steps for steps"),
         ("train.nobody_calls_it_so=1", "unknown key train.nobody_calls_it_so"),
-        ("train.optimizer=adamw", "; aliquot has no such key: the optimizer is always AdamW; train.optimizer_states sets"
-         " the dtype of its moments"),
+        (
+            "train.optimizer=adamw",
+            "; aliquot has no such key: the optimizer is always AdamW; train.optimizer_states sets"
+            " the dtype of its moments",
+        ),
         ("model.name=x", "unknown key model.name; write model.path"),
         ("data.name=x", "unknown key data.name; write data.dataset"),
         ("data.type=x", "unknown key data.type"),

@@ -272,14 +272,22 @@ def test_every_key_has_a_description_or_is_plain(file: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "kwargs", "expected"),
     [
-        ("cosine", "{num_cycle: 2}", "train.lr_scheduler_kwargs of cosine: it has no num_cycle; it takes num_cycles"),
-        ("linear", "{min_lr: 0}", "train.lr_scheduler_kwargs of linear: it has no min_lr; it takes none"),
+        (
+            "cosine",
+            "{num_cycle: 2}",
+            "train.lr_scheduler_kwargs of cosine: unknown setting num_cycle; cosine takes num_cycles",
+        ),
+        ("linear", "{min_lr: 0}", "train.lr_scheduler_kwargs of linear: unknown setting min_lr; linear takes none"),
         ("cosine_with_min_lr", "{}", "give exactly one of min_lr (a rate) and min_lr_rate"),
         ("cosine_with_min_lr", "{min_lr: 1}", "min_lr 1 is above train.learning_rate 2e-05"),
         ("cosine_with_min_lr", "{min_lr_rate: 2}", "min_lr_rate is 2: input should be less than or equal to 1"),
         ("cosine_with_restarts", "{num_cycles: 1.5}", "num_cycles is 1.5: input should be a valid integer"),
         ("polynomial", "{lr_end: 1}", "lr_end 1 is not below train.learning_rate 2e-05"),
-        ("warmup_stable_decay", "{}", "num_decay_steps is missing; it takes num_decay_steps, num_stable_steps"),
+        (
+            "warmup_stable_decay",
+            "{}",
+            "num_decay_steps is missing; warmup_stable_decay takes num_decay_steps, num_stable_steps",
+        ),
         ("warmup_stable_decay", "{num_decay_steps: 2, decay_type: exp}", "decay_type is 'exp': input should be"),
         ("reduce_lr_on_plateau", "{}", "follows the losses of the run, not the step alone"),
         ("greedy", "{}", "choose one of linear, cosine"),
@@ -301,5 +309,5 @@ def test_key_of_digits_is_one_line(file: Path) -> None:
 def test_record_keys_beside_sources_are_refused(file: Path) -> None:
     sources = "data.sources=[{name: a, path: text.txt}]"
     for override in ("data.split=train[:1%]", "data.dataset_config=x"):
-        with pytest.raises(UserError, match="belongs into each of"):
+        with pytest.raises(UserError, match="belongs in each entry of"):
             read_config(file, ["data.path=null", sources, override])

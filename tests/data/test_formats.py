@@ -89,7 +89,7 @@ def test_keys_name_other_fields() -> None:
 @pytest.mark.parametrize(
     ("record", "keys", "message"),
     [
-        ({"body": "x"}, {}, "x:1: no field that is known; there are body: set data.text_field"),
+        ({"body": "x"}, {}, "x:1: no known field; there are body: set data.text_field"),
         ({"body": "x"}, {"text_field": "words"}, "x:1: no field 'words'; there are body: set data.text_field"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, {}, "x:1: a message's role is 'narrator'; known are"),
         ({"messages": ["hello"]}, {}, "x:1: field 'messages' is a list, but not one of messages"),
@@ -127,11 +127,14 @@ def test_tokenizer_training_uses_document_words() -> None:
         ({"path": "x", "messages": "m", "text_field": "t"}, "only one of text_field, messages"),
         ({"path": "x", "sources": [{"name": "a", "path": "x"}]}, "exactly one of data.path .* and data.sources"),
         ({"sources": []}, "data.sources is empty"),
-        ({"sources": [{"name": "a", "path": "x"}], "text_field": "t"}, "data.text_field belongs into each"),
-        ({"sources": [{"name": "a", "path": "x"}] * 2}, "data.sources: two are called a"),
+        ({"sources": [{"name": "a", "path": "x"}], "text_field": "t"}, "data.text_field belongs in each entry"),
+        ({"sources": [{"name": "a", "path": "x"}] * 2}, "data.sources: two sources are called a: rename one"),
         ({"sources": [{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y"}]}, "a weight, or none"),
         ({"sources": [{"name": "a"}]}, "source a: give exactly one of path and dataset"),
-        ({"path": "x", "eval_sources": [{"name": "a", "path": "x"}] * 2}, "data.eval_sources: two are called a"),
+        (
+            {"path": "x", "eval_sources": [{"name": "a", "path": "x"}] * 2},
+            "data.eval_sources: two sources are called a: rename one",
+        ),
     ],
 )
 def test_contradictory_sections(keys: dict[str, Any], message: str) -> None:

@@ -95,7 +95,7 @@ HALF = b'messages\n"[{""role"": ""user"", ""content"": ""hi""}, {""role"": ""ass
         ("bytes.json", b'[{"text": "\xff"}]', "bytes.json: not UTF-8 text"),
         ("short.csv", b"text,id\nb\n", "short.csv:2: 1 values, but the first line names 2"),
         ("quote.csv", b'text,id\n"a,1\n', "quote.csv:2: not CSV"),
-        ("names.csv", b"body,id\na,1\n", "names.csv: no field that is known; there are body, id"),
+        ("names.csv", b"body,id\na,1\n", "names.csv: no known field; there are body, id"),
         ("bytes.csv", b"text\ncaf\xe9s\n", "bytes.csv, after line 0: not UTF-8 text"),
         ("empty.csv", b"", "empty.csv: no fields: an empty file, or no header"),
     ],

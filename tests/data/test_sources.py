@@ -73,7 +73,9 @@ def test_duplicate_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(folder)
     for paths in (["a.py"] * 7, ["a.py", "*.py"], ["a.py", str(folder / "a.py")]):
         times = 7 if len(paths) == 7 else 2
-        with pytest.raises(UserError, match=rf"data.path names a.py {times} times: name it once; .* data.sources"):
+        with pytest.raises(
+            UserError, match=rf"data.path names a.py {times} times: name the file once; .* data.sources"
+        ):
             source(paths)
 
 
@@ -93,7 +95,7 @@ def test_parquet_rows(tmp_path: Path) -> None:
     rows = [f"row {n}" for n in range(1500)] + ["", None, "  "]
     pyarrow.parquet.write_table(pyarrow.table({"id": list(range(1503)), "body": rows}), tmp_path / "p.parquet")
     assert texts(tmp_path / "p.parquet", text_field="body") == rows[:1500]
-    with pytest.raises(UserError, match=r"p\.parquet: no field that is known; there are id, body"):
+    with pytest.raises(UserError, match=r"p\.parquet: no known field; there are id, body"):
         texts(tmp_path / "p.parquet")
 
 
@@ -213,7 +215,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ("bad.jsonl", {}, r"bad.jsonl:2: not a JSON record \(.*\); write one record a line"),
         ("deep.jsonl", {}, r"deep.jsonl:1: not a JSON record \(.*\); write one record a line"),
         ("list.jsonl", {}, "list.jsonl:1: a record must be a JSON object, not list"),
-        ("field.jsonl", {}, "field.jsonl:1: no field that is known; there are body, id: set data.text_field"),
+        ("field.jsonl", {}, "field.jsonl:1: no known field; there are body, id: set data.text_field"),
         ("number.jsonl", {}, "number.jsonl:1: field 'text' holds int, not text or a list of messages"),
         ("half.jsonl", {}, "half.jsonl:1: a field holds half of a surrogate pair"),
         ("roles.jsonl", {}, "roles.jsonl:1: field 'text' is a list, but not one of messages"),
@@ -228,7 +230,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ),
         ("mixed.jsonl", {}, "mixed.jsonl:2: no field 'messages', which the first record has, but 'prompt': give"),
         ("empty.csv", {}, "empty.csv: no fields: an empty file, or no header"),
-        ("table.tsv", {}, "table.tsv: such tables are not read: convert it into one of .jsonl"),
+        ("table.tsv", {}, "table.tsv: tables of this format are not read: convert the file into one of .jsonl"),
     ],
 )
 def test_bad_input_gets_one_line(
@@ -398,7 +400,7 @@ TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
         ("a.json", b'{\n"text": "a",\n"text": "b"\n}', "a.json: the key 'text' stands 2 times"),
         ("a.json", b'{\n"data": [{"text": "a"}, {"text": "b"}]\n}', "one JSON object with the keys data, of which"),
         ("a.jsonl", b'{"data": [{"text": "a"}, {"text": "b"}]}', "a.jsonl:1: one JSON object with the keys data, of"),
-        ("a.jsonl", b'{"chosen": [{"role": "user", "content": "a"}]}\n', "no field that is known; there are chosen"),
+        ("a.jsonl", b'{"chosen": [{"role": "user", "content": "a"}]}\n', "no known field; there are chosen"),
         ("a.json", b'{\n"text": "a"\n}\n{\n"text": "b"\n}', "a.json: JSON objects over several lines: write one"),
     ],
 )

@@ -137,7 +137,7 @@ def test_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
     told = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [2, 2], told
-    assert "rank 1 does not train what rank 0 does: train.learning_rate is" in told
+    assert "rank 1 differs from rank 0: train.learning_rate is" in told
 
 
 @pytest.mark.long
@@ -175,9 +175,9 @@ def test_differences_show_both_values() -> None:
     del differing["train.seed"]
     with pytest.raises(UserError) as told:
         check_equal_on_ranks(Gathered(differing), lambda: own)  # type: ignore[arg-type]
-    assert "node 1 (rank 1) does not train what node 0 does: train.max_steps is 5 there and 7 here;" in str(told.value)
+    assert "node 1 (rank 1) differs from node 0: train.max_steps is 5 there and 7 here;" in str(told.value)
     assert "train.seed is 1 there and not set here; new is not set there and 3 here" in str(told.value)
-    with pytest.raises(UserError, match=r"^rank 1 does not train what rank 0 does: train\.max_steps is 5 there and 7"):
+    with pytest.raises(UserError, match=r"^rank 1 differs from rank 0: train\.max_steps is 5 there and 7"):
         check_equal_on_ranks(Gathered(differing, node=0), lambda: own)  # type: ignore[arg-type]
 
 

@@ -206,7 +206,7 @@ def test_rounds_follow_new_and_lost_nodes(nodes: Nodes) -> None:
     assert [nodes.next(each)["nodes"] for each in (a, b, c)] == [3, 3, 3]
     assert "because c (127.0.0.1) has come" in nodes.told[-1]
     d = nodes.come("d")
-    assert nodes.next(d) == {"what": "wait", "text": "3 nodes train, the most: this one waits for a place"}
+    assert nodes.next(d) == {"what": "wait", "text": "3 nodes train, the maximum: this node waits for a place"}
     b.close()
     assert nodes.whats(a, c) == ["kill", "kill"]
     end(a, 2, 1, "killed")
@@ -318,7 +318,7 @@ def test_recurring_failure_ends_the_run_on_all_nodes(nodes: Nodes) -> None:
     a, b = nodes.come("a"), nodes.come("b")
     other = nodes.come("c", mark='{"train.global_batch_size": 16, "version of torch": "2.13"}')
     sent_away = nodes.next(other)
-    words = "does not train what host (127.0.0.1) does: train.global_batch_size is 8 there and 16 here"
+    words = "differs from host (127.0.0.1): train.global_batch_size is 8 there and 16 here"
     assert sent_away["code"] == 2 and f"c (127.0.0.1) {words} [nodes-differ]" in sent_away["lines"][0]
     assert any(words in told for told in nodes.told), "the person at the other nodes reads it, too"
     assert nodes.whats(a, b) == ["start"] * 2
@@ -351,14 +351,12 @@ def test_new_node_with_bad_input_ends_alone(nodes: Nodes) -> None:
     end(a, 1, 143, "training")
     end(b, 1, 143, "training")
     assert nodes.whats(a, b, c) == ["start"] * 3
-    differs = (
-        "aliquot: node 2 (rank 2) does not train what node 0 does: data (hash of the tokens) is x there and y here"
-    )
+    differs = "aliquot: node 2 (rank 2) differs from node 0: data (hash of the tokens) is x there and y here"
     for each in (a, b, c):
         end(each, 2, 2, "user", differs)
     assert nodes.next(c) == {"what": "end", "code": 2, "lines": [differs]}
     assert [nodes.next(each)["nodes"] for each in (a, b)] == [2, 2]
-    assert "because c (127.0.0.1) cannot take part: node 2 (rank 2) does not train what node 0 does" in nodes.told[-1]
+    assert "because c (127.0.0.1) cannot take part: node 2 (rank 2) differs from node 0" in nodes.told[-1]
     end(a, 3, 2, "user", "aliquot: data.txt: no such file [data]")  # of what has trained nobody is to blame
     end(b, 3, 1, "peer_lost")
     assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]

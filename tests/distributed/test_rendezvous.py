@@ -162,7 +162,7 @@ def test_taken_port_names_its_owner(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         (line,) = last_lines([node(0, 2, port, 200, tmp_path)])
     name = Path("/proc/self/comm").read_text().strip()
-    assert line.startswith(f"port {port} cannot be opened at 127.0.0.1: it is taken by {name} ")
+    assert line.startswith(f"port {port} cannot be opened at 127.0.0.1: the port is taken by {name} ")
     assert f"(process {os.getpid()})" in line and "launch.master_port" in line
 
 
@@ -171,7 +171,7 @@ def test_answer_of_another_program_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         (line,) = last_lines([node(1, 2, port, 200, tmp_path)])
-    assert line.startswith(f"what answers at 127.0.0.1:{port} is not node 0 of this run")
+    assert line.startswith(f"the program at 127.0.0.1:{port} is not node 0 of this run")
 
 
 def test_two_nodes_with_one_number(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_two_nodes_with_one_number(tmp_path: Path) -> None:
             time.sleep(0.05)
         (refused,) = [twin for twin in twins if twin.poll() is not None]
         text = refused.communicate(timeout=240)[1]
-    assert text.splitlines()[-1].startswith(f"node 1 has come twice, from {platform.node()}"), text
+    assert text.splitlines()[-1].startswith(f"node 1 has joined twice, from {platform.node()}"), text
 
 
 def test_unknown_interface_is_reported(tmp_path: Path) -> None:

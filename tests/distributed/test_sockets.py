@@ -197,6 +197,6 @@ def test_nodes_without_a_common_secret_are_reported(tmp_path: Path) -> None:
     nodes = [node(own, 2, port, 3, tmp_path) for own in range(2)]
     nodes[1] = (nodes[1][0], environment(ALIQUOT_SECRET="another word"))
     first, second = last_lines(nodes)
-    assert first.startswith("what has come from node 1 is not signed with the secret of this run (ALIQUOT_SECRET, or")
+    assert first.startswith("a message from node 1 is not signed with the secret of this run (ALIQUOT_SECRET, or")
     # Which of the two gives up first is not said.
-    assert second.startswith(("what has come from node 0 is not signed", "node 0 has ended before all")), second
+    assert second.startswith(("a message from node 0 is not signed", "node 0 has ended before all")), second

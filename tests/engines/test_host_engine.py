@@ -274,7 +274,7 @@ def test_flipped_bit_between_hosts_ends_the_run(runs: Runs[str], setup: EngineSe
     folder = runs[world(setup)]
     measured, lost = (json.loads((folder / f"llama-bf16-{rank}.json").read_text())["error"] for rank in (1, 0))
     assert measured.startswith(f"SelfTestError: {setup.flipped} of ")
-    assert f"{which} are not those that were sent" in measured
+    assert f"{which} differ from the values that were sent" in measured
     assert "SelfTestError" not in lost
 
 

@@ -61,5 +61,5 @@ def test_impossible_rows_are_refused(where: int, number: int) -> None:
     marked = torch.arange(rows) < 20
     message = encode_table(torch.randn(rows, width) * marked[:, None], marked)
     message[4 * where : 4 * where + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(SelfTestError, match=r"^they are not those that were sent"):
+    with pytest.raises(SelfTestError, match=r"^they differ from the values that were sent"):
         decode_table(message_in(message, rows, width, 4, "they"), rows, width, torch.float32, "they")

@@ -40,7 +40,10 @@ def refused(**section: object) -> str:
 
 def test_a_hub_id_goes_to_the_hub() -> None:
     # Tests are offline: the hub client says so, and that is what the person sees.
-    assert "the hub could not serve it" in refused(path="some-owner/some-model")
+    assert refused(path="some-owner/some-model").endswith(
+        "the hub could not serve it: no network, or HF_HUB_OFFLINE is set, and the cache has no copy. Check the name,"
+        " run `hf download some-owner/some-model` where the hub is reachable, or set HF_TOKEN for a gated model"
+    )
 
 
 def test_files_fetched_from_the_hub(tmp_path: Path) -> None:
@@ -213,7 +216,10 @@ def test_model_names_its_required_special_token(model_type: str, key: str | None
     if key is None:
         source.adopt_tokenizer(tokenizer, 299, added=False)
         return
-    with pytest.raises(UserError, match=f"model.config: {model_type} needs {key}, and the tokenizer has none: give it"):
+    with pytest.raises(
+        UserError,
+        match=f"model.config: {model_type} needs {key}, and the tokenizer has none: set {key} in model.config",
+    ):
         source.adopt_tokenizer(tokenizer, 299, added=False)
 
 

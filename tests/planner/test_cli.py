@@ -41,7 +41,36 @@ def test_json_has_the_fixed_keys(tmp_path: Path) -> None:
 def test_plan_that_does_not_fit_exits_1_with_remedies(tmp_path: Path) -> None:
     result = command("plan", write_config(tmp_path), "--memory", "0.3", "--cores", "4")
     assert result.returncode == 1
-    assert "does not fit" in result.stdout and "Nothing that was tried fits" in result.stdout
+    assert "does not fit" in result.stdout and "No tried setting fits" in result.stdout
+
+
+def test_tokens_on_own_machines_set_the_steps(tmp_path: Path) -> None:
+    """write_config has sequences of 32 tokens, and 5 in a step."""
+    own = ("--cores", "8", "--memory", "64", "--nodes", "2", "--tokens", "1M", "--json")
+    plans = {
+        isa: json.loads(plan_in_this_process(write_config(tmp_path), "train.precision=bf16", "--isa", isa, *own).stdout)
+        for isa in ("amx", "avx512")
+    }
+    assert {plan["steps"] for plan in plans.values()} == {1_000_000 // (5 * 32)}
+    assert {plan["nodes"] for plan in plans.values()} == {2}
+    assert plans["amx"]["total_s"] < plans["avx512"]["total_s"]
+    shown = plan_in_this_process(write_config(tmp_path), *own[:-1], "--isa", "amx").stdout
+    assert "2 x 8 ranks" in shown or "on 8 cores, 64 GiB, amx (cpu)" in shown
+    assert "6,250 steps, 1,000,000 tokens, " in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tokens", "1M", "--isa", "amx"], "for other machines give --cores and --memory"),
+        (["--cores", "8", "--memory", "8", "--global-batch", "8"], "write train.global_batch_size=N"),
+        (["--cores", "8", "--memory", "8", "--tokens", "1M", "--optimize", "cost"], "--optimize cost needs EC2 types"),
+        (["--cores", "8", "--memory", "8", "--tokens", "many"], "--tokens many is no number of tokens: write one like"),
+    ],
+)
+def test_options_of_own_machines_and_of_ec2_exclude_each_other(tmp_path: Path, options: list[str], told: str) -> None:
+    result = plan_in_this_process(write_config(tmp_path), *options)
+    assert result.exit_code == 2 and told in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=free.f_frsize))
     told = Search(planner, config, layout, workload).remedies()
     assert re.fullmatch(
-        r"Nothing that was tried fits: more memory, [\d.]+ GB of a disk for shard\.offload=disk"
+        r"No tried setting fits: take more memory, [\d.]+ GB of a disk for shard\.offload=disk"
         r" \(shard\.offload_directory\), or a smaller model",
         told,
     ), told
@@ -183,9 +183,7 @@ def test_search_without_disk_runs_once_if_disk_is_set(monkeypatch: pytest.Monkey
         return iter(())
 
     monkeypatch.setattr(Search, "candidates", candidates)
-    assert (
-        Search(planner, config, machine.layout(config), workload).remedies().startswith("Nothing that was tried fits")
-    )
+    assert Search(planner, config, machine.layout(config), workload).remedies().startswith("No tried setting fits")
     assert len(searches) == 1
 
 

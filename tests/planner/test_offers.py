@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,7 +227,7 @@ def test_hours_that_are_saves_are_told() -> None:
         more = [f"checkpoint.every={every}", "--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "1"]
         told = CliRunner().invoke(app, ["plan", str(CONFIG), *more, "--ranks-per-node", "2"]).stdout
         found = re.search(
-            r"^of the first ([\d.,]+) of ([\d.,]+) hours are saves: a larger checkpoint.every", told, re.M
+            r"^saves take ([\d.,]+) of ([\d.,]+) hours of the first offer: a larger checkpoint.every", told, re.M
         )
         assert bool(found) == many, told
         if found:
@@ -239,9 +240,17 @@ def test_offer_arguments_name_the_instance_type(tmp_path: Path) -> None:
     del values["cluster"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     more = ["--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "2", "--ranks-per-node", "2"]
-    told = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), *more]).stdout
-    found = re.search(r"^the first: (.+)$", told, re.M)
-    assert found, told
-    pasted = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--json", *found[1].split()])
+    own = ["run.name=mine", "--document-tokens", "300"]
+    told = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), *own, *more]).stdout
+    line = re.search(r"^command for the first offer: aliquot (.+)$", told, re.M)
+    assert line, told
+    pasted = CliRunner().invoke(app, [*shlex.split(line[1]), "--json"])
     again = json.loads(pasted.stdout)
     assert (again["instance"], again["nodes"], again["ranks_per_node"]) == ("c7i.24xlarge", 2, 2)
+    assert "run.name=mine" in line[1] and "--document-tokens 300" in line[1]
+
+
+def test_offers_for_a_cluster_are_rendered(found: list[Offer]) -> None:
+    words = shlex.split(found[0].command([str(CONFIG), "model.path=a b"], []))
+    assert words[:5] == ["aliquot", "cluster", "render", str(CONFIG), "model.path=a b"]
+    assert read_config(CONFIG, words[4:]).model.path == "a b"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 
-from aliquot.core.errors import DeviceError
-from aliquot.planner.planned_machine import Machine
+from aliquot.cli import plan_command
+from aliquot.core.errors import DeviceError, PlanError
+from aliquot.machine.cpu import FLOP_PER_CYCLE
+from aliquot.planner.planned_machine import INSTRUCTION_SETS, Machine, machine_from_options
 from aliquot.planner.planner import plan
 from tests.planner.shapes import LLAMA, planned_config
 
@@ -32,3 +36,16 @@ def test_instruction_sets_of_ec2_processors() -> None:
         name: Machine.from_instance(name).isa[0] for name in ("c3.8xlarge", "c4.8xlarge", "c5.9xlarge", "c7i.8xlarge")
     }
     assert list(first.values()) == ["avx", "avx2", "avx512f", "amx_bf16"]
+
+
+def test_instruction_sets_of_own_machines() -> None:
+    choices = typing.get_type_hints(plan_command.command)["isa"]
+    assert set(typing.get_args(typing.get_args(choices)[0])) == set(INSTRUCTION_SETS)
+    assert {name for names in INSTRUCTION_SETS.values() for name in names} <= FLOP_PER_CYCLE.keys()
+    assert machine_from_options(None, 256, 64, "amx", None).isa[0] == "amx_bf16"
+    assert machine_from_options(None, 256, 64, None, None).isa[0] == "avx512_bf16"
+    for options in ((None, 256, None, None, None), (None, None, 64, None, None), (None, None, None, "amx", None)):
+        with pytest.raises(PlanError, match=r"describes another machine, which needs --cores .* and --memory"):
+            machine_from_options(*options)
+    with pytest.raises(PlanError, match=r"--instance c7i.large has its own cores and memory: leave out --cores, --isa"):
+        machine_from_options("c7i.large", None, 2, "amx", None)

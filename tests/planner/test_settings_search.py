@@ -120,9 +120,7 @@ def test_what_is_proposed_has_room_in_shm() -> None:
     workload = Workload.assumed(config)
     assert "/dev/shm has" in fit_check.problems(planner.plan(config, layout, workload), machine)[0]
     assert (
-        Search(planner, config, layout, workload)
-        .remedies()
-        .startswith("Nothing that was tried fits: a larger /dev/shm")
+        Search(planner, config, layout, workload).remedies().startswith("No tried setting fits: take a larger /dev/shm")
     )
     assert Search(planner, config, layout, workload).fastest() == []
 

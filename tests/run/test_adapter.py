@@ -235,15 +235,20 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "adapter.target_modules: 'v_porj' is the end of no layer's name; there are down_proj, gate_proj," in misspelt
     assert "embed_tokens is no linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
     assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
-    assert "an adapter does not train the model's weights" in refusal(config, "model.add_tokens=[<a>]")
+    assert "an adapter trains no embeddings" in refusal(config, "model.add_tokens=[<a>]")
     assert "adapter.alpha was 12.0 and is 6.0" in refusal(adapter_config(base, "lora", adapter={**LORA, "alpha": 6.0}))
-    assert "adapter.r was 3 and is 4: set it back" in refusal(adapter_config(base, "lora", adapter={**LORA, "r": 4}))
+    assert "adapter.r was 3 and is 4: undo the change" in refusal(
+        adapter_config(base, "lora", adapter={**LORA, "r": 4})
+    )
     other_data = refusal(adapter_config(base, "lora", adapter=LORA), "data.sequence_length=16")
-    assert other_data.endswith("start anew under another run.name with adapter.path set to this directory")
+    assert other_data.endswith("start a new run under another run.name with adapter.path set to this directory")
     frozen = write_config(folder, "base", train={"max_steps": 3, "freeze": ["*.mlp.*"]})
-    assert "train.freeze was [] and is ['*.mlp.*']: set it back" in refusal(frozen)
+    assert "train.freeze was [] and is ['*.mlp.*']: undo the change" in refusal(frozen)
     saved = {"path": str(lora / "export")}
-    for other, evaluation in (({"r": 4}, "r is 4, but 3 of"), ({"target_modules": ["q_proj"]}, "target_modules is")):
+    for other, evaluation in (
+        ({"r": 4}, "adapter.r is 4, but the adapter at adapter.path has 3"),
+        ({"target_modules": ["q_proj"]}, "adapter.target_modules is"),
+    ):
         assert evaluation in refusal(adapter_config(base, "contradicts", adapter={**saved, **other}))
     assert "no adapter_config.json here" in refusal(adapter_config(base, "none", adapter={"path": str(base)}))
     dora = folder / "dora"
@@ -263,7 +268,7 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     save_file({name: 2 * values for name, values in moved.items()}, elsewhere / "model.safetensors")
     with pytest.raises(UserError, match="not the base weights that the adapter was trained on"):
         export_checkpoint(step, folder / "never", "float32", merge=True, base=str(elsewhere))
-    with pytest.raises(UserError, match="--base names another place"):
+    with pytest.raises(UserError, match="--base names another directory"):
         export_checkpoint(step, folder / "never", "float32", merge=True, base=str(folder / "nowhere"))
     with pytest.raises(UserError, match="an adapter, not a model: aliquot export"):
         resolve(ModelSection(path=str(lora / "export")))

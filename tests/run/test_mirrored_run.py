@@ -125,5 +125,7 @@ def test_advice_for_run_without_complete_checkpoint_works(tmp_path: Path) -> Non
         assert runs.curve(tmp_path / "run", "tokens").keys() == whole.keys()
         shutil.rmtree(checkpoints)
         moved.rename(checkpoints)
-    with pytest.raises(DamagedCheckpoint, match=r"checkpoint\.resume names it: choose another checkpoint, or auto"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"checkpoint\.resume names this checkpoint: choose another one, or auto"
+    ):
         aliquot.train(aliquot.read_config(config, [f"checkpoint.resume={checkpoints}/step-00000004"]))

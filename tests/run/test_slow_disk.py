@@ -106,7 +106,7 @@ def test_second_ctrl_c_ends_an_elastic_node(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130, errors
-    assert "SIGINT: once more ends this node's ranks at once" in errors
+    assert "SIGINT: a second signal ends this node's ranks at once" in errors
     assert "SIGINT, told to stop again: this node's ranks are ended, saved or not" in errors
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -32,7 +33,7 @@ from aliquot.distributed.auto_ranks import resolve_auto_ranks
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe.run_directory import RunDirectory
 from tests import plain
-from tests.runs import command, curve, refused, trained, write_config
+from tests.runs import command, curve, refused, trained, write_config, write_text
 from tests.tools import warm
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -444,8 +445,15 @@ def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     assert "data.sequence_length was 32 and is 16" in refusal(config, "data.sequence_length=16")
     assert "train.global_batch_size was 5 and is 7" in refusal(config, "train.global_batch_size=7")
     assert "[16, 32] instead of [16, 64]" in refusal(config, "model.config.hidden_size=64", "model.config.head_dim=8")
+    (folder / "changed").mkdir()
+    text = write_text(folder / "changed", documents=70)
+    output = refusal(config, f"data.path={text}")
+    assert re.search(
+        r"data: the training data had \d+ documents with [\d,]+ tokens and have \d+ documents with", output
+    )
+    assert f"is '{text}'; {text} changed after the checkpoint)" in output and not re.search("[0-9a-f]{64}", output)
     output = refusal(config, "model.config.rms_norm_eps=1e-3")
-    assert "the model's configuration has changed: rms_norm_eps was 1e-06 and is 0.001. Set it back" in output
+    assert "the model's configuration has changed: rms_norm_eps was 1e-06 and is 0.001. Undo the change" in output
     other = folder / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("x")

@@ -135,7 +135,7 @@ class Uploader(PhasedWork):
             self._upload.stop()
         # If the run directory was removed or replaced, report that instead of the failed upload.
         run_on_rank_0(self._ranks, self._events.check_directory)
-        message = f"checkpoint.mirror: step {self._step} could not be copied, the checkpoint here is good: {error}"
+        message = f"checkpoint.mirror: step {self._step} could not be copied, the local checkpoint is complete: {error}"
         if self._settings.on_error == "stop" or not isinstance(error, StorageError):
             self._waiting = []  # a run that ends begins no further upload
             self._end()
@@ -244,7 +244,7 @@ def fetch_best(mirror: str | None, best: Path, ranks: RankGroup, warn: Callable[
             return False
         fetch(mirror, best.name, best.parent, ranks)
     except (DamagedCheckpoint, StorageError) as error:
-        warn(f"the checkpoint that evaluated best could not be fetched: {mirror}: {error}")
+        warn(f"the best checkpoint could not be fetched: {mirror}: {error}")
         return False
     run_on_rank_0(ranks, lambda: name_best(best.parent, step_of(best)))
     return True

@@ -125,7 +125,7 @@ class Upload:
         sizes = store.list()
         for name, record in manifest.files.items():
             if (size := sizes.get(f"{folder}/{name}")) != record.bytes:
-                raise StorageError(f"{folder}/{name} has {size} bytes there instead of {record.bytes}")
+                raise StorageError(f"{folder}/{name} has {size} bytes instead of {record.bytes}")
         store.put(f"{folder}/{MANIFEST}", (self._directory / MANIFEST).read_bytes())
         retained = {folder} if retention.best is None else {folder, directory_of(Path(), retention.best).name}
         old = set(complete_steps(store)[: -retention.keep]) - retained
@@ -257,7 +257,7 @@ def _verified_block(data: bytes, manifest: Manifest, file_range: FileRange, star
     crc32 = manifest.files[file_range.name].crc32
     is_damaged = start < file_range.stop and zlib.crc32(data) != crc32[start // BLOCK_BYTES]
     if is_damaged or len(data) > file_range.stop - start:
-        raise DamagedCheckpoint(f"{file_range.name}: the block at byte {start} is not what was saved")
+        raise DamagedCheckpoint(f"{file_range.name}: the block at byte {start} differs from the saved block")
     return data
 
 

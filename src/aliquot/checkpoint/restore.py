@@ -133,7 +133,7 @@ def _check_visible(directory: Path, digest: str) -> None:
         read_manifest(directory)
         if _digest(directory) == digest:
             return
-        reason = "another one lies here"
+        reason = "another checkpoint is here"
     except (DamagedCheckpoint, OSError) as error:
         reason = str(error)
     raise ResumeError(
@@ -168,7 +168,7 @@ def _mismatch_explained(directory: Path, explain_mismatch: ExplainMismatch) -> I
             changed = explain_mismatch(read_json(directory / STATE))
         if not changed:
             raise
-        raise ResumeError(f"{error}. {changed}: set it back, or start anew under another run.name") from None
+        raise ResumeError(f"{error}. {changed}: undo the change, or start a new run under another run.name") from None
 
 
 @contextlib.contextmanager

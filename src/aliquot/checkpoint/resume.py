@@ -56,7 +56,7 @@ def resume(
         try:
             return source, restore(source, store, spec, ranks, explain_mismatch)
         except DamagedCheckpoint as error:
-            remedy = "checkpoint.resume names it: choose another checkpoint, or auto"
+            remedy = "checkpoint.resume names this checkpoint: choose another one, or auto"
             raise DamagedCheckpoint(f"{error}; {remedy}") from None
     restored = restore_newest(root, store, spec, ranks, replace_damaged, explain_mismatch)
     if restored is not None:
@@ -118,7 +118,7 @@ def check_continuity(
     changes = "; ".join(
         explain(key) or f"{key} was {_short(saved.get(key))} and is {_short(determinants[key])}" for key in changed
     )
-    remedy = "start anew under another run.name"
+    remedy = "start a new run under another run.name"
     if not any(key.startswith(("adapter", "model")) for key in changed):  # otherwise the run cannot use these weights
         remedy += f" with {'adapter' if state['config'].get('adapter') else 'model'}.path set to this directory"
     raise ResumeError(f"cannot continue on the same data: {changes}. Undo the change, or {remedy}", directory)
@@ -144,7 +144,7 @@ def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: P
     message = f"the model's configuration has changed: {_first_few(changes)}"
     if saved["transformers"] != model["transformers"]:
         return f"{message}; transformers was {saved['transformers']} and is {model['transformers']}"
-    raise ResumeError(f"{message}. Set it back, or start anew under another run.name", directory)
+    raise ResumeError(f"{message}. Undo the change, or start a new run under another run.name", directory)
 
 
 def changed_settings(state: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

@@ -63,7 +63,7 @@ class EvaluationHistory:
 
     def summary(self) -> str:
         """Describe the best evaluation for the log."""
-        since = f", and none of the {self.without_improvement} evaluations since was better by enough"
+        since = f", and none of the {self.without_improvement} later evaluations was lower by more than the threshold"
         best = f"evaluation loss {self.best_loss:.4f} after step {self.best_step}"
         return (best if self.best_step else "the best checkpoint is gone") + (since if self.without_improvement else "")
 

@@ -34,7 +34,8 @@ def render(
         Path | None, typer.Option("-o", "--output", help="The directory to write; default: manifests/<name>.")
     ] = None,
     runtime: Annotated[
-        bool, typer.Option("--runtime", help="Instead of the job write the ClusterTrainingRuntime of its kind of node.")
+        bool,
+        typer.Option("--runtime", help="Write the ClusterTrainingRuntime of this kind of node instead of the job."),
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -135,7 +136,7 @@ def logs(
         kubectl = kubectl_here()
         pods = job_pods(name, namespace, kubectl)
         if not pods:
-            raise ClusterError(f"{namespace}/{name} has no pods: aliquot cluster status {name} -n {namespace}")
+            raise ClusterError(f"{namespace}/{name} has no pods: see aliquot cluster status {name} -n {namespace}")
         arguments = ["logs", pods[0]["metadata"]["name"], "-n", namespace, "-c", NODE, *(["-f"] if follow else [])]
         raise typer.Exit(subprocess.run([kubectl.program, *arguments], check=False).returncode)
 

@@ -20,7 +20,10 @@ def command(
         str, typer.Argument(metavar="MODEL", help="A directory: model, adapter, export, checkpoint; or a hub id.")
     ],
     data: Annotated[
-        str, typer.Argument(metavar="DATA", help="A text like data.path, or the evaluation data of a run's YAML.")
+        str,
+        typer.Argument(
+            metavar="DATA", help="A text file like data.path, or the YAML of a run that sets evaluation data."
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -34,7 +37,8 @@ def command(
     ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="launch.ranks: local ranks; default auto.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object only; with several sets it has one object for each.")
+        bool,
+        typer.Option("--json", help="Print one JSON object; with several evaluation sets, an object for each set."),
     ] = False,
     base: BaseModel = None,
     debug: Debug = False,

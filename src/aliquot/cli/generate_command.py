@@ -23,7 +23,7 @@ def generate_command(
     model_dir: ModelDirectory,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a continuation.")] = 100,
     temperature: Temperature = 0.8,
     seed: Seed = 42,
     base: BaseModel = None,

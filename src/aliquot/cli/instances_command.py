@@ -33,10 +33,10 @@ def command(
     efa: Annotated[bool, typer.Option("--efa", help="Only with EFA.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Only with GPUs.")] = False,
     arch: Annotated[Literal["amd64", "arm64"] | None, typer.Option(help="Processor architecture.")] = None,
-    min_vcpus: Annotated[int, typer.Option(min=0)] = 0,
-    max_vcpus: Annotated[int | None, typer.Option(min=1)] = None,
-    min_memory: Annotated[float, typer.Option(min=0, help="GiB of memory for a pod.")] = 0.0,
-    max_price: Annotated[float | None, typer.Option(min=0, help="USD per hour, on demand.")] = None,
+    min_vcpus: Annotated[int, typer.Option(min=0, help="Least number of vCPUs.")] = 0,
+    max_vcpus: Annotated[int | None, typer.Option(min=1, help="Largest number of vCPUs.")] = None,
+    min_memory: Annotated[float, typer.Option(min=0, help="Least memory for a pod, in GiB.")] = 0.0,
+    max_price: Annotated[float | None, typer.Option(min=0, help="Highest price, in USD per hour on demand.")] = None,
     sort: Annotated[
         Literal["price", "price-per-gib", "memory", "vcpus", "name"] | None,
         typer.Option(help="Default: price per hour; with --fits the cost of training."),
@@ -45,7 +45,10 @@ def command(
         Path | None,
         typer.Option("--fits", metavar="CONFIG", help="Only types on which this run fits, the cheapest tokens first."),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --fits; default: cluster.nodes.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --fits: number of nodes. Default: cluster.nodes, or else launch.nodes."),
+    ] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask AWS for the types of your region (boto3).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all columns as JSON.")] = False,
     debug: Debug = False,
@@ -146,7 +149,7 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
     fewest_nodes = settings.launch.fewest_nodes if settings.launch.is_elastic and nodes is None else count
     errors, plans = [], {}
     with progress() as update:
-        update("what the model needs")
+        update("analysing the model")
         plan_on = instance_planner(settings)
         for number, item in enumerate(types, 1):
             update(f"planning on {number} of {len(types)} types")

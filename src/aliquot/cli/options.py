@@ -18,7 +18,9 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
 ]
 ModelDirectory = Annotated[Path, typer.Argument(help="A Hugging Face model directory: an export or a checkpoint.")]
-BaseModel = Annotated[str | None, typer.Option(help="The base model of an adapter, if it has moved.")]
+BaseModel = Annotated[
+    str | None, typer.Option(help="The directory of an adapter's base model, if the base model has moved.")
+]
 Temperature = Annotated[
     float,
     typer.Option(
@@ -27,7 +29,7 @@ Temperature = Annotated[
         " (top_k, top_p, repetition_penalty, ...), from the 50 likeliest tokens if it sets no top_k.",
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1)]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of random draws.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 

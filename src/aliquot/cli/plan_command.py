@@ -108,7 +108,7 @@ def command(
         bool, typer.Option("--calibrate", help="Measure this machine thoroughly, for later plans.")
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the complete config, with the place of each value.")
+        bool, typer.Option("--print-config", help="Print the complete config, with the file and line of each value.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -133,7 +133,7 @@ def command(
             if config is None:
                 raise typer.Exit(0)
         if config is None:
-            raise PlanError("give a run configuration to plan, or --calibrate")
+            raise PlanError("nothing to plan: give the YAML of a run, or --calibrate")
         settings, written = read_with_locations(config, overrides or [])
         locations.update(written)
         if print_config:
@@ -196,7 +196,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
     if target.instance is not None and config.cluster is not None:
         config = _with_cluster_layout(config)
     with progress() as update:
-        update("what this machine has")
+        update("reading the machine")
         machine = machine_from_options(
             target.instance, target.memory_gib, target.cores, target.isa, target.network_gbit
         )
@@ -206,11 +206,11 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
         if target.tokens is not None:
             sequences = batch_size(config.train, layout.world_size).total
             config = with_settings(config, {"train.max_steps": -(-target.tokens // round(sequences * workload.tokens))})
-        update("what the model needs")
+        update("analysing the model")
         planner = Planner(PlannedModel(config), machine)
-        update("what this machine reaches")
+        update("measuring this machine")
         ensure_measured(machine, layout)
-        update("what the run needs")
+        update("planning the run")
         search = Search(planner, config, layout, workload, names)
         plan = with_advice(planner.plan(config, layout, workload), search)
         problems = fit_check.problems(plan, machine)
@@ -221,7 +221,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
                 f"with launch.nodes {fewest.nodes} left, {text}" for text in fit_check.problems(fewest, machine)
             ]
             failing = replace(search, layout=replace(layout, nodes=fewest.nodes))
-        update("what else there is")
+        update("searching other settings")
         advice = failing.remedies() if problems else None
         if machine.is_local:
             problems += fit_check.full_disks(config, plan)

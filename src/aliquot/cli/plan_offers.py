@@ -44,7 +44,7 @@ def print_offers(
 
     config = placed(config) if config.cluster is not None else config
     with progress() as update:
-        update("what the model needs")
+        update("analysing the model")
         results = offers(config, Workload.assumed(config, document_tokens), request, update)
     title = f"{request.tokens:,} tokens of {results[0].plan.model} ({results[0].plan.size})"
     if as_json:
@@ -54,7 +54,7 @@ def print_offers(
         _print_table(results, f"{title}, least {request.goal} first")
         _print_notes(results, request.spot)
         more = [] if document_tokens is None else ["--document-tokens", str(document_tokens)]
-        print(f"the first: {results[0].command(run, more)}")
+        print(f"command for the first offer: {results[0].command(run, more)}")
     if picture is not None:
         with writing(picture):
             picture.write_text(offers_svg(results, title))
@@ -87,7 +87,7 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
         print(f"tokens/s, hours and USD are estimates: a factor of {off_by:g} either way")
     if best.plan.saving_s > _MANY_SAVES * best.plan.total_s:
         hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"
-        print(f"of the first {hours} are saves: {advise_saves(best.plan)}")
+        print(f"saves take {hours} of the first offer: {advise_saves(best.plan)}")
     print(f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}")
     print(
         f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot.price:g} of them, {100 * spot.lost_a_month:g} % of"
@@ -100,7 +100,7 @@ def parse_tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
     number = int(float(match[1]) * _FACTORS[match[2].upper()]) if match is not None else 0
     if not 1 <= number <= 10**15:
-        raise UsageError(f"--tokens {text}: a number of tokens like 1B, 300M or 2.5e9")
+        raise UsageError(f"--tokens {text} is no number of tokens: write one like 1B, 300M or 2.5e9")
     return number
 
 
@@ -112,7 +112,7 @@ def parse_batches(text: str) -> list[int]:
     match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
     if not 1 <= low <= high:
-        raise UsageError(f"--global-batch {text}: sequences of a step, like 64 or 32-256")
+        raise UsageError(f"--global-batch {text} is no number and no range of sequences: write 64 or 32-256")
     sizes = [low]
     while sizes[-1] * 2 < high:
         sizes.append(sizes[-1] * 2)

@@ -47,7 +47,7 @@ def command(
             if not placed.is_elastic:
                 directory.check(settings)  # before the launcher writes into the directory
             if reason is not None:
-                print(f"aliquot: launch.ranks: auto is {placed.ranks} here, by {reason}", file=sys.stderr)
+                print(f"aliquot: launch.ranks: auto starts {placed.ranks} here, by {reason}", file=sys.stderr)
             elif (warning := crowding_warning(placed, settings)) is not None:
                 print(f"aliquot: {warning}", file=sys.stderr, flush=True)
             arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
@@ -87,7 +87,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     # The config schema cannot check this, because PET_NNODES may set the number of nodes.
     if settings.train.global_batch_size is None or settings.checkpoint.resume == "never":
         raise LaunchError(
-            f"{launch.nodes} nodes that come and go need train.global_batch_size, and no checkpoint.resume: never"
+            f"launch.nodes {launch.nodes}, an elastic run, needs train.global_batch_size, and checkpoint.resume: auto"
         )
     directory = RunDirectory(settings.run.directory)
 

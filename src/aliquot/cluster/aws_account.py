@@ -39,7 +39,14 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
         return account.findings
     except BotoCoreError as error:
         reason = " ".join(str(error).split())
-        return [finding("permission", "AWS", f"no answer: {reason}", "aws configure, or run it where credentials are")]
+        return [
+            finding(
+                "permission",
+                "AWS",
+                f"no answer: {reason}",
+                "run `aws configure`, or check on a machine that has credentials",
+            )
+        ]
 
 
 @dataclass
@@ -85,13 +92,16 @@ def _refused(error: Any, rule: str, where: object) -> RuleFinding:
     code, message = str(details.get("Code")), " ".join(str(details.get("Message")).split())
     if code.endswith((".NotFound", ".Malformed")):
         return finding(
-            rule, where, f"{message} ({code})", "correct the id, or look in the account and region of this one"
+            rule, where, f"{message} ({code})", "correct the id, or check in the account and region that it belongs to"
         )
     if code in _NOT_ALLOWED:
         return finding("permission", "AWS", f"{error.operation_name} was refused: {code}",
                        f"a policy that allows ec2:{error.operation_name}")  # fmt: skip
     return finding(
-        "permission", "AWS", f"{error.operation_name} failed: {code}: {message}", "try again, or ask by hand"
+        "permission",
+        "AWS",
+        f"{error.operation_name} failed: {code}: {message}",
+        "try again, or send the request with the aws command",
     )
 
 

@@ -63,7 +63,9 @@ RULES: dict[str, Rule] = {
     "reference": Rule("error", "a pod that names what is not there, or not in its namespace, never starts"),
     "memory-limit": Rule("error", "the plan needs more than the pod may have: it is killed for memory"),
     "requests-and-limits": Rule("warning", "a pod with unequal requests and limits is evicted and throttled first"),
-    "shm": Rule("error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL die on it without a word"),
+    "shm": Rule(
+        "error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL end without a message if they need more"
+    ),
     "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
     "drift": Rule("warning", "Karpenter replaces nodes under running ranks once their NodePool or image has changed"),
@@ -76,7 +78,7 @@ RULES: dict[str, Rule] = {
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
     "pod-security": Rule(
         "warning",
-        "it may do more to its node than training needs, and a namespace that enforces `restricted` refuses it",
+        "the pod may do more to its node than training needs, and a namespace that enforces `restricted` refuses it",
     ),
     "secret-value": Rule("error", "whoever may read the manifest has the token"),
     # config
@@ -96,7 +98,7 @@ RULES: dict[str, Rule] = {
     "secret": Rule("error", "a pod whose Secret is missing never starts"),
     "operator": Rule("error", "a manifest of a kind that is not installed is refused"),
     "versions": Rule("error", "these versions are not made for each other"),
-    "refused-by-server": Rule("error", "the API server would not take it"),
+    "refused-by-server": Rule("error", "the API server would refuse the object"),
     "quota": Rule("error", "the namespace's quota is smaller than the job"),
     "permission": Rule("warning", "access was refused, so this was not checked"),
 }

@@ -21,7 +21,7 @@ _LAST_LINES = 50  # number of lines at the end of rank 0's log in which to searc
 
 # Patterns of the scheduler's messages, and explanations for users.
 _UNSCHEDULABLE = (
-    (r"Insufficient ([\w./-]*\w)", "no node has enough {0} free: a new one is coming, or no NodePool may make it"),
+    (r"Insufficient ([\w./-]*\w)", "no node has enough {0} free: a new node is coming, or no NodePool may create one"),
     (r"untolerated taint \{([^}]*)\}", "nodes have the taint {0}, which the pod does not tolerate"),
     (r"didn't match Pod's node affinity/selector", "no node has the labels that the pod selects"),
     (r"didn't match pod affinity rules", "the pods of a job must be in one zone, and no node of that zone is free"),
@@ -32,7 +32,7 @@ _WAITING = {
     "ImagePullBackOff": "the image cannot be pulled",
     "ErrImagePull": "the image cannot be pulled",
     "InvalidImageName": "the image's name is wrong",
-    "CreateContainerConfigError": "a Secret or ConfigMap that it names is missing",
+    "CreateContainerConfigError": "a Secret or ConfigMap that the pod names is missing",
     "CrashLoopBackOff": "its container ends again and again",
     "ContainerCreating": "volumes are being mounted, the image pulled",
 }
@@ -85,7 +85,7 @@ def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
     for condition in listed(dig(pod, "status", "conditions")):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             if condition.get("reason") == "SchedulingGated":
-                return "it waits for its queue to admit it"
+                return "the job waits until its queue admits the job"
             says = str(condition.get("message") or (warnings or ["nothing said yet"])[-1])
             return f"{_unschedulable(says)} ({says})"
     for kind in ("initContainerStatuses", "containerStatuses"):
@@ -95,15 +95,21 @@ def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
                 says = dig(container, "state", "waiting", "message") or (warnings or [""])[-1]
                 return f"{_WAITING.get(reason, reason)}{f' ({says})' if says else ''}"
     if any(dig(event, "state", "running") is not None for event in listed(dig(pod, "status", "initContainerStatuses"))):
-        return "it waits for the Job that makes the directories of the run: kubectl get jobs"
-    return warnings[-1] if warnings else "it has a node, and starts" if dig(pod, "spec", "nodeName") else "no node yet"
+        return "the pod waits for the Job that makes the directories of the run: kubectl get jobs"
+    return (
+        warnings[-1]
+        if warnings
+        else "the pod has a node, and starts"
+        if dig(pod, "spec", "nodeName")
+        else "no node yet"
+    )
 
 
 def _unschedulable(says: str) -> str:
     for pattern, words in _UNSCHEDULABLE:
         if (match := re.search(pattern, says)) is not None:
             return words.format(*match.groups())
-    return "no node can take it"
+    return "no node can take the pod"
 
 
 def _job(name: str, namespace: str, kubectl: Kubectl) -> Object:

@@ -38,7 +38,7 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
     if needed_s > settings.grace_s:
         rate = f"{plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s"
         message = f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan ({rate})"
-        fix = "that long, where nodes wait so long, or a file system that is faster (larger: cluster.storage)"
+        fix = "a longer checkpoint.grace_s where the nodes wait as long, or a faster file system (cluster.storage)"
         yield finding("grace", "checkpoint.grace_s", message, fix, "warning")
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes

@@ -60,7 +60,10 @@ class AdapterSection(Section):
             raise ValueError(str(error)) from None
         for key in saved.keys() & values.keys() - {"dropout"}:
             if _comparable(values[key]) != _comparable(saved[key]) and values[key] != "all-linear":
-                raise ValueError(f"{key} is {values[key]}, but {saved[key]} of the adapter at path: leave it out")
+                raise ValueError(
+                    f"adapter.{key} is {values[key]}, but the adapter at adapter.path has {saved[key]}: leave the key"
+                    " out"
+                )
         return saved | values
 
 
@@ -81,11 +84,11 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     file = directory / ADAPTER_CONFIG
     if fields.get("peft_type") != "LORA" or unsupported:
         reason = f"it has {unsupported[0]}" if unsupported else f"peft_type is {fields.get('peft_type')}"
-        raise ConfigError(f"not an adapter of the plain kind: {reason}, and adapter.type is lora", file)
+        raise ConfigError(f"not a plain LoRA adapter: {reason}", file)
     modules = fields.get("target_modules")
     if isinstance(modules, str) and modules != "all-linear":
         raise ConfigError(
-            f"target_modules is the pattern {modules!r}: write the names that it matches as a list there", file
+            f"target_modules is the pattern {modules!r}: write the list of the matching names instead", file
         )
     return {key: fields[peft_key] for peft_key, key in _PEFT_NAMES.items() if peft_key in fields}
 
@@ -100,10 +103,12 @@ def adapter_base_model(directory: Path, base: str | None = None) -> str:
         return base
     name = _read_fields(directory).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise ConfigError("base_model_name_or_path does not say which model it is for", directory / ADAPTER_CONFIG)
+        raise ConfigError(
+            "base_model_name_or_path is missing: name the base model with --base", directory / ADAPTER_CONFIG
+        )
     if looks_local(name) and not with_home(name).is_dir():
         raise ModelFilesError(
-            f"base_model_name_or_path names the model {name}, which is not there: say where it is now by --base",
+            f"base_model_name_or_path names the model {name}, which does not exist: give its new directory with --base",
             directory / ADAPTER_CONFIG,
         )
     return name

@@ -135,7 +135,7 @@ class DataSection(RecordsSection):
             misplaced = [name for name in fields if getattr(self, name)]
             misplaced += ["split"] if "split" in self.model_fields_set else []
             if misplaced:
-                raise ValueError(f"data.{misplaced[0]} belongs into each of data.sources")
+                raise ValueError(f"data.{misplaced[0]} belongs in each entry of data.sources")
             if not self.sources:
                 raise ValueError("data.sources is empty")
             if len({source.weight is None for source in self.sources}) > 1:
@@ -144,7 +144,7 @@ class DataSection(RecordsSection):
             names = [source.name for source in sources]
             duplicate = next((name for name in names if names.count(name) > 1), None)
             if duplicate is not None:
-                raise ValueError(f"data.{key}: two are called {duplicate}")
+                raise ValueError(f"data.{key}: two sources are called {duplicate}: rename one")
         return self
 
     @property

@@ -41,7 +41,7 @@ def read_evaluation_config(
     if data.endswith((".yaml", ".yml")):
         config = read_config(Path(data), overrides)
         if not config.data.has_evaluation:
-            raise ConfigError("has nothing to evaluate on: set data.eval_path, or give the text instead", data)
+            raise ConfigError("no evaluation data: set data.eval_path, or give a text file instead of this YAML", data)
     else:
         values: dict[str, Any] = {"model": {"path": model}, "data": {"path": data, "eval_path": data}}
         locations: dict[KeyPath, Location] = {}
@@ -54,7 +54,7 @@ def read_evaluation_config(
     directory = with_home(model)
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
     if base is not None and not is_adapter:
-        raise UsageError(f"--base: {model} is no adapter, and only an adapter has a base model: leave it out")
+        raise UsageError(f"--base: {model} is no adapter, and only an adapter has a base model: leave --base out")
     # An adapter may have a tokenizer of its own, with the chat template that it was trained with.
     has_tokenizer = is_adapter and (directory / "tokenizer_config.json").is_file()
     tokenizer = {"tokenizer": str(directory) if has_tokenizer else None, "tokenizer_vocab_size": None}
@@ -84,11 +84,11 @@ def _refuse_argument(override: str) -> None:
     key = override.partition("=")[0].strip()
     if key.partition(".")[0] in ("model", "adapter"):
         raise ConfigError(
-            f"override {override!r}: the argument MODEL says which model it is: leave it out; --base"
+            f"override {override!r}: the argument MODEL sets the model: leave the override out; --base"
             " names the model of an adapter"
         )
     if key in ("data.path", "data.eval_path"):
-        raise ConfigError(f"override {override!r}: the argument DATA says which text it is: leave it out")
+        raise ConfigError(f"override {override!r}: the argument DATA sets the text: leave the override out")
 
 
 def _section_at(section: type[_Section], path: str) -> _Section:

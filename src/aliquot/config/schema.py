@@ -145,7 +145,9 @@ class ObserveSection(Section):
     @classmethod
     def accept_one_dashboard(cls, values: Any) -> Any:
         if isinstance(values, dict) and "tensorboard" in values:
-            raise ValueError("observe.tensorboard is observe.report_to now: [tensorboard], or [] for false")
+            raise ValueError(
+                "observe.tensorboard has a new name: write observe.report_to: [tensorboard], or [] for false"
+            )
         if isinstance(values, dict) and isinstance(values.get("report_to"), str):
             values = {**values, "report_to": [values["report_to"]]}
         return values
@@ -213,12 +215,17 @@ class RunConfig(Section):
         self._check_evaluations()
         checkpoint = self.checkpoint
         if not (checkpoint.every or checkpoint.last or checkpoint.best or checkpoint.export):
-            raise ValueError("the run would save nothing: checkpoint.last and checkpoint.export are both false")
+            raise ValueError(
+                "the run would save nothing: checkpoint.last and checkpoint.export are both false. Set one of them to"
+                " true"
+            )
         train = self.train
         if self.adapter is not None and self.model.path is None:
             raise ValueError("an adapter needs a pretrained model: give model.path")
         if self.adapter is not None and (self.model.add_tokens or self.model.add_special_tokens):
-            raise ValueError("an adapter does not train the model's weights, and new tokens need that: leave one out")
+            raise ValueError(
+                "an adapter trains no embeddings, but new tokens need that: leave out adapter, or model.add_tokens"
+            )
         if self.adapter is not None and train.freeze:
             raise ValueError("with an adapter the whole model is frozen: leave train.freeze out")
         if train.global_batch_tokens is not None:

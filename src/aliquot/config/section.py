@@ -19,7 +19,7 @@ _NODE_RANGE = re.compile(r"([1-9][0-9]{0,5}):([1-9][0-9]{0,5})")
 _URL = re.compile(r"\s*[A-Za-z][\w+.:-]*:/")
 _NO_PASSWORDS = (
     "is a URL with a user name or password in it: the run directory, reports, dashboards and manifests would show it."
-    " Take it out, and give credentials by the environment or a file of the store's client"
+    " Remove both, and give credentials by the environment or a file of the store's client"
 )
 ABOUT_KEY = "about_key"  # the type of an error whose message continues a sentence that begins with the key
 

@@ -119,7 +119,7 @@ def validate_schedule(kind: Kind, kwargs: Mapping[str, Any], peak: float) -> Con
         settings.check(peak)
     except ValidationError as error:
         keys = f"takes {', '.join(model.model_fields)}" if model.model_fields else "takes none"
-        raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {_problem(error)}; it {keys}") from None
+        raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {_problem(error)}; {kind} {keys}") from None
     except ValueError as error:
         raise ValueError(f"train.lr_scheduler_kwargs of {kind}: {error}") from None
     return settings
@@ -130,7 +130,7 @@ def _problem(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"][:1])
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        return f"it has no {key}"
+        return f"unknown setting {key}"
     if problem["type"] == "missing":
         return f"{key} is missing"
     return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}" if key else message
@@ -193,7 +193,7 @@ class TrainSection(Section):
     @classmethod
     def refuse_stateful_schedule(cls, value: Any) -> Any:
         if isinstance(value, str) and value in REFUSED:
-            raise ValueError(f"it {REFUSED[value]}; choose one of {', '.join(SETTINGS)}")
+            raise ValueError(f"train.lr_scheduler_type {value} {REFUSED[value]}; choose one of {', '.join(SETTINGS)}")
         return value
 
     @model_validator(mode="after")

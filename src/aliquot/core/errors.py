@@ -241,13 +241,13 @@ def resource_error(error: BaseException) -> UserError | None:
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, MemoryError) or number == errno.ENOMEM or "Cannot allocate memory" in text:
         return DoesNotFitError(
-            f"out of memory: {text or 'Cannot allocate memory'}. Raise the limit (ulimit -v, the container's), or look"
-            " at what `aliquot plan` says is needed"
+            f"out of memory: {text or 'Cannot allocate memory'}. Raise the limit (ulimit -v, the container's), or see"
+            " with `aliquot plan` how much memory the run needs"
         )
     if isinstance(error, OSError) and number == errno.EFBIG:
         largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = "the file system's limit" if largest == resource.RLIM_INFINITY else f"{largest} bytes (ulimit -f)"
-        return StorageError(f"a file or shared memory would be larger than {limit}. Raise it", error.filename)
+        return StorageError(f"a file or shared memory would be larger than {limit}. Raise the limit", error.filename)
     if isinstance(error, OSError) and number in _FILE_SYSTEM_ERRORS:
         return storage_error(error.strerror or text, error, error.filename)
     return None

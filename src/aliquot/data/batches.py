@@ -104,7 +104,9 @@ class Batches:
         if self.mixture.total is not None:
             self.epoch_sequences = self.mixture.total  # no source repeats: an epoch takes each sequence once
             if epochs is not None and epochs > 1:
-                raise DataError(f"no source repeats, so train.num_train_epochs cannot be {epochs:g}: 1 is all of them")
+                raise DataError(
+                    f"no source repeats, so train.num_train_epochs cannot be {epochs:g}: all sources end after 1 epoch"
+                )
         limits = [self.mixture.total, None if epochs is None else self._sequences_in(epochs)]
         self.steps = Steps(global_batch_size, min((limit for limit in limits if limit is not None), default=None))
 
@@ -194,7 +196,10 @@ class Batches:
             assert available is not None, "a run has an end: in steps, or in epochs"
             return available
         if available is not None and available < max_steps:
-            raise DataError(f"all of data.sources end after {available} steps, before train.max_steps {max_steps}")
+            raise DataError(
+                f"all of data.sources end after {available} steps, before train.max_steps {max_steps}: lower it, or"
+                " let a source repeat"
+            )
         return max_steps
 
     def position(self, step: int) -> Position:

@@ -162,7 +162,8 @@ def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
 def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
     if "messages" in record:
         raise TokenizerError(
-            "the records hold messages, but the tokenizer has no chat template, or is to use none: data.chat_template"
+            "the records hold messages, but the tokenizer has no chat template, or data.chat_template is none: set"
+            " data.chat_template"
         )
     system = f"{record['system']}\n\n" if "system" in record else ""
     if "prompt" in record:

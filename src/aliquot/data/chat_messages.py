@@ -84,7 +84,7 @@ def _decoded(value: object, field: str, where: str) -> object:
             value = decode_json(value)
         except ValueError as error:
             raise BadRecordError(
-                f"field {field!r} holds text that is not JSON ({error}): name it otherwise if it is for no template",
+                f"field {field!r} holds text that is not JSON ({error}): rename the field if no chat template uses it",
                 where,
             ) from error
     return None if isinstance(value, str) else value
@@ -153,7 +153,7 @@ def _check_flags(message: Mapping[str, Any], where: str) -> None:
         if value and flag != "weight" and message["role"] != "assistant":
             raise BadRecordError(
                 f"a message of role {message['role']!r} has `{flag}`: {value!r}, but answers of the assistant alone are"
-                " learned. Take the key away",
+                " learned. Remove the key",
                 where,
                 UNUSABLE_FLAG,
             )

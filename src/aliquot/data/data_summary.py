@@ -56,7 +56,7 @@ def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
         unpacked = ", or data.packing=false (a document is a sequence)" if batches.format.packed else ""
         yield (
             f"this run has only {total_steps} steps: {batches.epoch_sequences} sequences an epoch, and"
-            f" {batches.global_batch_size} a step. More: {smaller}a shorter data.sequence_length, more"
+            f" {batches.global_batch_size} a step. For more steps: {smaller}a shorter data.sequence_length, more"
             f" train.num_train_epochs{unpacked}"
         )
 

@@ -197,7 +197,9 @@ class EncoderProcess:
 
     def _lost(self) -> TrainingError:
         code = self.process.wait()
-        return TrainingError(f"a tokenising process ended (exit code {code}); fewer need less memory: data.num_proc")
+        return TrainingError(
+            f"a tokenising process ended (exit code {code}); perhaps for lack of memory: lower data.num_proc"
+        )
 
     def close(self) -> None:
         self.connection.close()

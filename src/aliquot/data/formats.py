@@ -151,7 +151,7 @@ def _detected_format(names: list[str], where: str | Path) -> Format:
         raise BadRecordError("no fields: an empty file, or no header", where, MISSING_FIELD)
     if not matching:
         raise BadRecordError(
-            f"no field that is known; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
+            f"no known field; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
             " learned), data.messages (a chat), or data.prompt and data.completion",
             where,
             MISSING_FIELD,
@@ -201,7 +201,7 @@ def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:
     messages = []
     for turn in turns:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise BadRecordError("field 'history' must be a list of pairs: what was asked, what was answered", where)
+            raise BadRecordError("field 'history' must be a list of pairs: a question, and its answer", where)
         for role, text in zip(("user", "assistant"), turn, strict=True):
             messages.append({"role": role, "content": _text(text, "history", where)})
     asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))

@@ -108,8 +108,8 @@ class FileSource:
         twice = next((file for file in files if times[file.absolute()] > 1), None)
         if twice is not None:
             raise ConfigError(
-                f"{key} names {twice} {times[twice.absolute()]} times: name it once; what is to be seen more often than"
-                " the rest gets a weight in data.sources"
+                f"{key} names {twice} {times[twice.absolute()]} times: name the file once; to train on it more"
+                " often, give it a weight in data.sources"
             )
         return cls(
             files=tuple(files),
@@ -159,7 +159,9 @@ class FileSource:
 def _unit(file: Path, unit: Unit | None) -> Unit:
     records = suffix_of(file) in RECORD_SUFFIXES
     if suffix_of(file) in _NOT_READ:
-        raise DataError(f"such tables are not read: convert it into one of {', '.join(RECORD_SUFFIXES)}", file)
+        raise DataError(
+            f"tables of this format are not read: convert the file into one of {', '.join(RECORD_SUFFIXES)}", file
+        )
     if unit is None:
         return "field" if records else "file"
     if records and unit != "field":

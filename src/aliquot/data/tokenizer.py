@@ -222,7 +222,7 @@ def check_ids(stores: Iterable[str], tokenizer: Any, vocab_size: int) -> None:
             token = tokenizer.convert_ids_to_tokens(largest)
             raise TokenizerError(
                 f"documents hold {token!r}, which the tokenizer has as token {largest}, and the model's embedding has"
-                f" only {vocab_size} rows: take it out of the texts"
+                f" only {vocab_size} rows: remove this token from the texts"
             )
 
 

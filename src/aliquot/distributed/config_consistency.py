@@ -86,7 +86,7 @@ def check_equal_on_ranks(ranks: Ranks, describe: Callable[[], Mapping[str, Any]]
         if not words:  # equal values in two spellings, like 10000 and 10000.0
             continue
         who, first_name = (f"node {node} (rank {rank})", "node 0") if node != first_node else (f"rank {rank}", "rank 0")
-        raise NodesDifferError(f"{who} does not train what {first_name} does: {words}")
+        raise NodesDifferError(f"{who} differs from {first_name}: {words}")
 
 
 def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

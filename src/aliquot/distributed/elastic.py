@@ -217,7 +217,7 @@ class _Node:
 
     def told_to_stop(self, signal_name: str) -> None:
         if self.link is not None and self.link.in_round.is_set():
-            _print([f"aliquot: {signal_name}: once more ends this node's ranks at once, saved or not"])
+            _print([f"aliquot: {signal_name}: a second signal ends this node's ranks at once, saved or not"])
 
     def told_again(self, signal_name: str) -> None:
         if self.link is not None and self.link.in_round.is_set():

@@ -34,7 +34,9 @@ def launch_mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["r
     if not missing:
         return "rank"
     if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
-        raise LaunchError(f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not: use torchrun")
+        raise LaunchError(
+            f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not set: use torchrun"
+        )
     launch = apply_environment(launch, environ)
     several = launch.most_nodes > 1 or launch.is_elastic
     return "launcher" if several or launch.ranks not in (1, "auto") else "alone"

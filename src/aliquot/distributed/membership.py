@@ -216,7 +216,7 @@ class Leader:
         member.peer.send("hello", nonce=self._claim.nonce)
         if message["mark"] != self._run.mark:
             words = describe_differences(json.loads(self._run.mark), json.loads(message["mark"]))
-            error = NodesDifferError(f"{member.name} does not train what {self._claim.name} does: {words}")
+            error = NodesDifferError(f"{member.name} differs from {self._claim.name}: {words}")
             self._run.tell(f"sent away: {error}")
             member.peer.send("end", code=error.exit_code, lines=[f"aliquot: {error.line}"])
             self._remove(member)
@@ -229,7 +229,7 @@ class Leader:
             self._round.reasons.append(f"{member.name} has come")
         else:
             member.peer.send(
-                "wait", text=f"{self._launch.most_nodes} nodes train, the most: this one waits for a place"
+                "wait", text=f"{self._launch.most_nodes} nodes train, the maximum: this node waits for a place"
             )
 
     def _lost(self, member: Member, how: str) -> None:
@@ -302,7 +302,7 @@ class Leader:
                 port=port, ranks=ranks or member.ranks, ids=[node.id for node in members],
             )  # fmt: skip
         for member in spare:
-            member.peer.send("wait", text=f"{_nodes(len(members))}, the most: this one waits for a place")
+            member.peer.send("wait", text=f"{_nodes(len(members))}, the maximum: this node waits for a place")
         self._round = _Round(members, True, len(members), frozenset())
 
     # During a round

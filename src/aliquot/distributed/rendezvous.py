@@ -221,7 +221,8 @@ class _Meeting:
             if store.add(f"{key}/times", 1) > 1:
                 twin = json.loads(store.get(key))["host"] if store.check([key]) else "another machine"
                 raise RendezvousError(
-                    f"{kind} {key} has come twice, from {twin} and {platform.node()}: every {kind} needs its own number"
+                    f"{kind} {key} has joined twice, from {twin} and {platform.node()}: every {kind} needs its own"
+                    " number"
                 )
             store.set(key, json.dumps({"host": platform.node(), **entry}))
             self._wait(deadline)
@@ -273,7 +274,7 @@ class _Meeting:
 
     def _wrong_secret(self, members: Sequence[int]) -> NodesDifferError:
         return NodesDifferError(
-            f"what has come from {self._members(members)} is not signed with the secret of this run"
+            f"a message from {self._members(members)} is not signed with the secret of this run"
             f" ({SECRET_VARIABLE}, or {SECRET_FILE} in the run directory): set run.directory to a directory that all"
             " nodes share"
         )

@@ -79,7 +79,7 @@ def open_store(address: str, port: int, is_server: bool, deadline: Deadline, ser
     thread.join(STORE_TIMEOUT_S)
     if not stores:
         raise RendezvousError(
-            f"what answers at {address}:{port} is not {server_name} of this run: does another program use the port?"
+            f"the program at {address}:{port} is not {server_name} of this run: does another program use the port?"
         )
     return stores[0]
 
@@ -155,7 +155,7 @@ def _server_address(master: str, deadline: Deadline) -> str:
 
 def _port_failure(port: int, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return f"it is taken{_port_owner(port)}; choose another launch.master_port (MASTER_PORT) on all nodes"
+        return f"the port is taken{_port_owner(port)}; choose another launch.master_port (MASTER_PORT) on all nodes"
     return (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
 
 

@@ -206,12 +206,14 @@ def _prove(init: Any) -> None:
             theirs, ours = cast(Any, stock.get_parameter(name)), cast(Any, meta.get_parameter(name))
             if set(vars(theirs)) != set(vars(ours)) or set(vars(theirs.ds_tensor)) != set(vars(ours.ds_tensor)):
                 raise DeepspeedConfigError(
-                    "this DeepSpeed keeps other notes on a parameter than load_zero3 knows: use 0.19.8"
+                    "the installed DeepSpeed stores other attributes on a parameter than load_zero3 expects: use 0.19.8"
                 )
             ours.ds_tensor.copy_(theirs.ds_tensor)
             ours.all_gather()
             if not torch.equal(ours.data.cpu(), torch.arange(float(math.prod(shape))).view(shape)):
-                raise DeepspeedConfigError("this DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8")
+                raise DeepspeedConfigError(
+                    "the installed DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8"
+                )
             ours.partition()
     finally:  # reset DeepSpeed's counter, so that the ids of the model's parameters begin where they would have
         Init.param_id = before

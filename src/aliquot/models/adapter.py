@@ -110,7 +110,7 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module, Linear):
             raise ConfigError(
-                f"adapter.target_modules: {name} is no linear layer (experts are none), and only those are adapted"
+                f"adapter.target_modules: {name} is no linear layer, and LoRA adapts only linear layers, no experts"
             )
     if isinstance(model.get_output_embeddings(), LoraLayer):
         raise ConfigError("adapter.target_modules: the output head is not adapted: head and loss are one step here")
@@ -251,9 +251,12 @@ class MergedWeights:
         try:
             self._directory = local_directory(base or str(fields["base_model_name_or_path"]))
         except ModelFilesError as error:
-            raise ModelFilesError(f"the model that the adapter is for: {error}; --base names another place") from None
+            raise ModelFilesError(f"the base model of the adapter: {error}; --base names another directory") from None
         if fingerprint(self._directory) != base_fingerprint:
-            raise WeightsFileError("not the base weights that the adapter was trained on", self._directory)
+            raise WeightsFileError(
+                "not the base weights that the adapter was trained on: name the right base model with --base",
+                self._directory,
+            )
         source = ByteMap.from_directory(self._directory)
         self._base = StoredWeights(source, reader)
         self.tensors = names_in_file_order(source)

@@ -96,7 +96,9 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     from transformers.utils import logging
 
     if base is not None and not adapts:
-        raise UsageError("--base: this is no adapter, and only an adapter has a base model: leave it out", directory)
+        raise UsageError(
+            "--base: this is no adapter, and only an adapter has a base model: leave --base out", directory
+        )
     whole = local_directory(adapter_base_model(directory, base)) if adapts else directory
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -187,7 +189,9 @@ def continuation(
     if not ids_of_prompt:
         raise UsageError("an empty prompt, and training put no token before a document: there is nothing to continue")
     if room is not None and len(ids_of_prompt) >= room:
-        raise UsageError(f"the prompt has {len(ids_of_prompt)} tokens, and this model can read {room}: a shorter one")
+        raise UsageError(
+            f"the prompt has {len(ids_of_prompt)} tokens, and this model can read {room}: shorten the prompt"
+        )
     count = sampling.max_new_tokens
     options = sampling.options(count if room is None else min(count, room - len(ids_of_prompt)))
     options |= ends_of_turn(tokenizer) if chat else {}
@@ -269,7 +273,7 @@ class Chat:
         if room is not None and len(ids) + self._max_new_tokens > room:
             raise UsageError(
                 f"the conversation has {len(ids)} tokens, and with {self._max_new_tokens} new ones it is longer than"
-                f" the {room} that this model can read: /reset, or a smaller --max-new-tokens"
+                f" the {room} that this model can read: type /reset, or lower --max-new-tokens"
             )
         streamer = TextIteratorStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, failed = _Stop(), []

@@ -165,7 +165,7 @@ def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], dire
                 at += count
         if not is_same:
             raise WeightsFileError(
-                f"{alias} and {name} differ, and are one by config.json: set tie_word_embeddings to false there",
+                f"{alias} and {name} differ, but config.json ties them: set tie_word_embeddings to false there",
                 directory,
             )
 

@@ -159,7 +159,7 @@ def refuse_quantized(config: PretrainedConfig, where: str) -> None:
         method = settings.get("quant_method", "quantised")
         raise UnsupportedModelError(
             f"weights that are stored as {method} (quantization_config) are not supported: take the model's unquantised"
-            " ones, or remove the key if these are",
+            " weights, or remove the key if the weights are unquantised",
             where,
         )
 

@@ -73,7 +73,9 @@ class ModelSource:
         for key in SPECIAL:
             if key not in self.configured_keys and not self._adopt(key, getattr(tokenizer, key)):
                 kind = self.config.model_type
-                raise ModelFilesError(f"{kind} needs {key}, and the tokenizer has none: give it", "model.config")
+                raise ModelFilesError(
+                    f"{kind} needs {key}, and the tokenizer has none: set {key} in model.config", "model.config"
+                )
 
     def assume_vocabulary(self, size: int) -> None:
         """Set the vocabulary as `adopt_tokenizer` would for a tokenizer with `size` tokens, without a tokenizer."""

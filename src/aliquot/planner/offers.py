@@ -118,7 +118,7 @@ def offers(
         UserError: nothing fits, or the request contradicts the config.
     """
     goal, batches = request.goal, request.batches
-    progress("what the model needs")
+    progress("analysing the model")
     search = _Search(config, PlannedModel(config), workload, request)
     device = config.launch.device
     types = _undominated_types(device == "cuda") if request.instance is None else [_type(request.instance, device)]
@@ -137,7 +137,10 @@ def offers(
                 best[key] = offer
     if not best:
         run = f"this run with {batches[-1]} sequences a step (--global-batch)" if batches else "this run"
-        raise PlanError(f"nothing in the catalogue fits {run}: frugal states, LoRA, or shard.offload: disk")
+        raise PlanError(
+            f"nothing in the catalogue fits {run}: try train.optimizer_states: int8, an adapter (LoRA), or"
+            " shard.offload: disk"
+        )
     second: Goal = "cost" if goal == "time" else "time"
     return sorted(best.values(), key=lambda offer: (offer.goal_value(goal), offer.goal_value(second)))
 

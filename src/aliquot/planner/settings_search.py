@@ -96,7 +96,7 @@ class Search:
         more = "more memory" if not present.fits else "a larger /dev/shm"
         if scratch_sizes:
             more += f", {min(scratch_sizes) / 1e9:,.1f} GB of a disk for shard.offload=disk (shard.offload_directory)"
-        return f"Nothing that was tried fits: {more}, or a smaller model"
+        return f"No tried setting fits: take {more}, or a smaller model"
 
     def fastest(self, count: int = 6) -> list[Candidate]:
         """Return the fastest candidates that fit on the present number of nodes.

@@ -155,7 +155,7 @@ def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[
         if actual != recorded:
             pairs = enumerate(zip(actual, recorded, strict=False))
             damaged = next((i for i, (crc, saved) in pairs if crc != saved), min(len(actual), len(recorded)))
-            message = f"damaged: the block at byte {damaged * BLOCK_BYTES} is not what was saved"
+            message = f"damaged: the block at byte {damaged * BLOCK_BYTES} differs from the saved block"
             raise DamagedCheckpoint(message, directory / name)
 
 

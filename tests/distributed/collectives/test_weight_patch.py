@@ -75,7 +75,7 @@ def test_unencoded_weights_are_checked(dtype: torch.dtype) -> None:
     expected = weight_checksums(new)
     check_weights(new, expected, "weights")
     bits(new)[69_999] ^= 4
-    with pytest.raises(SelfTestError, match="weights of layer 3 are not those that were sent"):
+    with pytest.raises(SelfTestError, match="weights of layer 3 differ from the values that were sent"):
         check_weights(new, expected, "weights of layer 3")
 
 
@@ -87,7 +87,7 @@ def test_a_flipped_bit_is_found(at: float, bit: int) -> None:
     new = changed(changed(old, 0.3, 3, 1), 0.02, 3000, 2)
     told = message(old, new)
     told[int(at * len(told))] ^= 1 << bit
-    with pytest.raises(SelfTestError, match="weights of layer 3 are not those that were sent"):
+    with pytest.raises(SelfTestError, match="weights of layer 3 differ from the values that were sent"):
         PATCHES.decode(told, old, "weights of layer 3")
 
 

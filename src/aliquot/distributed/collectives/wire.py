@@ -96,7 +96,7 @@ class Tally:
 
 def corruption_error(values: str) -> SelfTestError:
     """Return the error for `values` ("gradients of rank 3") that arrived corrupted."""
-    return SelfTestError(f"{values} are not those that were sent: broken network, memory or torch?")
+    return SelfTestError(f"{values} differ from the values that were sent: broken network, memory or torch?")
 
 
 class Transfers:
