@@ -169,10 +169,11 @@ def test_every_error_id_is_explained() -> None:
 
 
 def test_messages_are_those_of_the_code() -> None:
-    """An item in italics quotes a message; `...` stands for what differs."""
+    """An item in italics, or italics in a symptom, quotes a message; `...` stands for what differs."""
     items = re.findall(r"^- (\*.+?\*):", _troubleshooting("Errors"), re.MULTILINE | re.DOTALL)
-    quoted = [" ".join(each.split()) for item in items for each in re.findall(r"\*([^*]+)\*", item)]
-    assert len(quoted) > 12
+    symptoms = _troubleshooting("By symptom")
+    quoted = [" ".join(each.split()) for item in (*items, symptoms) for each in re.findall(r"\*([^*]+)\*", item)]
+    assert len(quoted) > 40
     for message in quoted:
         pattern = re.compile(r".*".join(map(re.escape, message.split("..."))), re.DOTALL)
         assert any(pattern.search(text) for text in said()), f"nobody says: {message}"

@@ -39,7 +39,7 @@ def render(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Write the manifests of a run, nodes, storage, config and job, for `kubectl apply --server-side -k DIR`."""
+    """Write the manifests of a run (nodes, storage, config, job) for `kubectl apply --server-side -k DIR`."""
     with one_line_errors(debug):
         from aliquot.cluster import render as rendering
         from aliquot.cluster.check import check_job_of_config, check_manifests
@@ -72,7 +72,8 @@ def check(
         typer.Option("--crds", metavar="DIR", help="CRDs to check against; default: CRDs of the supported versions."),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Also ask the cluster (kubectl) and the account (boto3); changes nothing.")
+        bool,
+        typer.Option("--live", help="Also ask the cluster (kubectl) and the AWS account (boto3), without changes."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     debug: Debug = False,

@@ -15,11 +15,13 @@ from aliquot.core.errors import printable
 
 
 def command(
-    peers: Annotated[str, typer.Option(help="Nodes to reach, HOST or HOST:PORT, separated by commas.")] = "",
+    peers: Annotated[str, typer.Option(help="Other nodes to reach: HOST or HOST:PORT, separated by commas.")] = "",
     run_directory: Annotated[
-        Path, typer.Option(help="Where runs will be written. The report of a run directory shows the findings.")
+        Path, typer.Option(help="The directory for runs. The report of a run directory shows the findings.")
     ] = (Path("runs")),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The port of launch.master_port.")] = 29500,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="The port where nodes meet (launch.master_port).")
+    ] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -32,10 +32,11 @@ def command(
     sequence_length: Annotated[
         int | None,
         typer.Option(
-            min=2, help="data.sequence_length: tokens of a sequence; default 1024, or fewer if the model takes fewer."
+            min=2,
+            help="Tokens of a sequence (data.sequence_length). Default: 1024, or the model's limit if it is lower.",
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="launch.ranks: local ranks; default auto.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks (launch.ranks). Default: auto.")] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object; with several evaluation sets, an object for each set."),
@@ -45,7 +46,7 @@ def command(
 ) -> None:
     """Print loss, perplexity and bits per byte of a model on a text, computed by all ranks; write nothing.
 
-    Ranks start as those of `aliquot train` do: by the command itself, by torchrun, or by a TrainJob.
+    Like `aliquot train`, the command starts local ranks, or is a rank of torchrun or a TrainJob.
     """
     from aliquot.config.evaluation_config import read_evaluation_config
     from aliquot.distributed import launcher

@@ -20,14 +20,14 @@ def command(
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
         "bfloat16"
     ),
-    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base model.")] = False,
     base: BaseModel = None,
-    verify: Annotated[bool, typer.Option("--verify", help="First verify every byte of the checkpoint.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Verify every byte of the checkpoint first.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint as Hugging Face safetensors with config and tokenizer; an adapter as an adapter of peft.
+    """Write a checkpoint as a Hugging Face model directory; the checkpoint of an adapter as a peft adapter.
 
-    The exported weights are compared with the checkpoint's checksums; --verify compares the whole checkpoint.
+    The command compares the exported weights with the checksums of the checkpoint.
     """
     with one_line_errors(debug), ExitStack() as stack:
         from aliquot.checkpoint.remote_checkpoint import fetched_weights

@@ -58,7 +58,7 @@ def chat_command(
     base: BaseModel = None,
     debug: Debug = False,
 ) -> None:
-    """Talk to a model in its chat template. Each line is a message; /reset forgets the conversation.
+    """Chat with a model in its chat template. Each line is a message; /reset forgets the conversation.
 
     Ctrl-C ends a reply; end of input ends the chat. With lines from a pipe, each reply is a paragraph.
     """

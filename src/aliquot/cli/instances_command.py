@@ -29,9 +29,9 @@ def command(
     name: Annotated[
         str | None, typer.Argument(metavar="[PATTERN]", help="Like c7i.* or '*7i*'; commas separate several.")
     ] = (None),
-    amx: Annotated[bool, typer.Option("--amx", help="Only with Intel AMX.")] = False,
-    efa: Annotated[bool, typer.Option("--efa", help="Only with EFA.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Only with GPUs.")] = False,
+    amx: Annotated[bool, typer.Option("--amx", help="Only types with Intel AMX.")] = False,
+    efa: Annotated[bool, typer.Option("--efa", help="Only types with EFA.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Only types with GPUs.")] = False,
     arch: Annotated[Literal["amd64", "arm64"] | None, typer.Option(help="Processor architecture.")] = None,
     min_vcpus: Annotated[int, typer.Option(min=0, help="Least number of vCPUs.")] = 0,
     max_vcpus: Annotated[int | None, typer.Option(min=1, help="Largest number of vCPUs.")] = None,
@@ -39,17 +39,17 @@ def command(
     max_price: Annotated[float | None, typer.Option(min=0, help="Highest price, in USD per hour on demand.")] = None,
     sort: Annotated[
         Literal["price", "price-per-gib", "memory", "vcpus", "name"] | None,
-        typer.Option(help="Default: price per hour; with --fits the cost of training."),
+        typer.Option(help="Default: price per hour, or with --fits the price of a token."),
     ] = None,
     fits: Annotated[
         Path | None,
-        typer.Option("--fits", metavar="CONFIG", help="Only types on which this run fits, the cheapest tokens first."),
+        typer.Option("--fits", metavar="CONFIG", help="Only types on which the run of CONFIG fits."),
     ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(min=1, help="With --fits: number of nodes. Default: cluster.nodes, or else launch.nodes."),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Ask AWS for the types of your region (boto3).")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Ask AWS (boto3) for the types of your region.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all columns as JSON.")] = False,
     debug: Debug = False,
 ) -> None:

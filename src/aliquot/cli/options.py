@@ -15,7 +15,10 @@ from aliquot.core.errors import UsageError
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Replace single keys of the config.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[section.key=value ...]", help="Replace keys of the config, for example train.max_steps=10."
+    ),
 ]
 ModelDirectory = Annotated[Path, typer.Argument(help="A Hugging Face model directory: an export or a checkpoint.")]
 BaseModel = Annotated[
@@ -25,12 +28,12 @@ Temperature = Annotated[
     float,
     typer.Option(
         min=0.0,
-        help="0: always the likeliest token. Above: draw with the settings of the model's generation_config.json"
-        " (top_k, top_p, repetition_penalty, ...), from the 50 likeliest tokens if it sets no top_k.",
+        help="0: take the likeliest token. Above 0: sample with the settings of the model's generation_config.json"
+        " (top_k, top_p, repetition_penalty, ...), from the 50 likeliest tokens if the file sets no top_k.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of random draws.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 class ConfigCommand(TyperCommand):

@@ -59,24 +59,32 @@ class _Result:
 def command(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
     overrides: Overrides = None,
-    instance: Annotated[str | None, typer.Option(help="An EC2 type, for example c7i.8xlarge.")] = None,
-    memory: Annotated[float | None, typer.Option(min=0.1, help="Another machine, with --cores: GiB of memory.")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Another machine, with --memory: physical cores.")] = None,
+    instance: Annotated[
+        str | None, typer.Option(help="An EC2 type instead of this machine, for example c7i.8xlarge.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB of memory of another machine; with --cores.")
+    ] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Physical cores of another machine; with --memory.")] = None,
     isa: Annotated[
         Literal["amx", "avx512_bf16", "avx512", "avx2", "sve_bf16", "neon"] | None,
-        typer.Option(help="Another machine: instructions of its processor. Default: avx512_bf16."),
+        typer.Option(help="Instruction set of another machine. Default: avx512_bf16."),
     ] = None,
-    network: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s between machines.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; default: launch.nodes.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks.")] = None,
+    network: Annotated[
+        float | None, typer.Option(min=0.001, help="Gbit/s between machines. Default: the EC2 type's, or 10.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines. Default: launch.nodes.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of each machine. Default: launch.ranks.")
+    ] = None,
     document_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Mean length of a document. Default: as long as a sequence.")
+        int | None, typer.Option(min=2, help="Mean length of a document. Default: data.sequence_length.")
     ] = None,
     optimize: Annotated[
         Literal["time", "cost"] | None,
         typer.Option(
-            help="EC2 types by --tokens: minimise time or cost, default cost. Otherwise time: list faster settings on"
-            " the same nodes."
+            help="time: list faster settings on the same nodes. With --tokens on EC2 types: sort the offers by time, or"
+            " by cost (default)."
         ),
     ] = None,
     tokens: Annotated[
@@ -88,21 +96,21 @@ def command(
     ] = None,
     global_batch: Annotated[
         str | None,
-        typer.Option(help="EC2 types by --tokens: sequences of a step, like 64 or 32-256. Default: the config's."),
+        typer.Option(help="Sequences of a step in the offers of --tokens, like 64 or 32-256. Default: the config's."),
     ] = None,
     spot_price: Annotated[
         float,
         typer.Option(
-            min=0.01, max=1, help="EC2 types by --tokens: assumed price of a spot node, as a fraction of on-demand."
+            min=0.01, max=1, help="Price of a spot node in the offers of --tokens, as a fraction of on-demand; assumed."
         ),
     ] = 0.4,
     spot_losses: Annotated[
         float,
-        typer.Option(min=0, max=1000, help="EC2 types by --tokens: assumed percent of spot nodes lost per month."),
+        typer.Option(min=0, max=1000, help="Percent of spot nodes that AWS takes back per month; assumed."),
     ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="Write an SVG of memory by phase; with --tokens of time against cost.")
+        Path | None, typer.Option(help="Write an SVG of memory by phase, or of the offers of --tokens.")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine thoroughly, for later plans.")

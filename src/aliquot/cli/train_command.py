@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 def command(
     config: ConfigFile,
     overrides: Overrides = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors: observe.console=quiet.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Start even if the plan says that it does not fit.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print only warnings and errors, like observe.console=quiet.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if the run does not fit by the plan.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train a model: in one process, in N local ranks that start here, or as a rank of torchrun or a TrainJob."""
