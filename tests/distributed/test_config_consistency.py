@@ -179,6 +179,7 @@ def test_differences_show_both_values() -> None:
     assert "train.seed is 1 there and not set here; new is not set there and 3 here" in str(told.value)
     with pytest.raises(UserError, match=r"^rank 1 differs from rank 0: train\.max_steps is 5 there and 7"):
         check_equal_on_ranks(Gathered(differing, node=0), lambda: own)  # type: ignore[arg-type]
+    assert describe_differences({"a": 64 * "0"}, {"a": 64 * "1"}) == "a is 00000000 there and 11111111 here"
 
 
 def test_common_settings_leave_out_local_keys(tmp_path: Path) -> None:

@@ -284,8 +284,8 @@ def section_advice(section: str, value: object) -> str:
     """Return what to write in a file instead of `value`, which is no mapping, as the whole section `section`."""
     if isinstance(value, list):
         return f"write the keys of {section} without dashes"
-    if isinstance(value, str) and (key := value.partition(":")[0]) in _choices(section) and key != value:
-        return f"put a space after the colon of {key}"
+    if isinstance(value, str) and ":" in value and (name := value.partition(":")[0]) in _choices(section):
+        return f"put a space after the colon of {name}"
     key = key_for(section, value)
     return f"write {section}: {{{key}: {value}}}" if key is not None else f"write its keys below the line `{section}:`"
 
