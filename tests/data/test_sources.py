@@ -429,7 +429,7 @@ ROLE, FLAG = (CHAT.replace('"role": "user"', role) for role in ('"role": "narrat
         ("a.csv", "text\none\nt\0o\nthree\n", {}, HOLDS_NUL, "a.csv:3: a NUL byte"),
         ("a.csv", "text\none\nt,o\nthree\n", {}, ROW_OF_OTHER_LENGTH, "a.csv:3: 2 values, but the first line"),
         ("a.jsonl", '{"text": 1}\n{"text": "one"}\n{"text": "three"}', {}, WRONG_TYPE, "a.jsonl:1: field 'text' holds"),
-        ("a.jsonl", '{"body": 1}\n{"text": "one"}\n{"text": "three"}', {}, MISSING_FIELD, "a.jsonl:1: no field that"),
+        ("a.jsonl", '{"body": 1}\n{"text": "one"}\n{"text": "three"}', {}, MISSING_FIELD, "a.jsonl:1: no known field"),
         ("a.jsonl", '{"text": "one"}\n{"text"}\n{"text": "three"}', {}, NO_RECORD, "a.jsonl:2: not a JSON record"),
         ("a.jsonl", '{"text": "one"}\n{"text": "three"}\nnone', {}, NO_RECORD, "a.jsonl:3: not a JSON record"),
         ("a.jsonl", '{"text": "one"}\n{"text": "\\ud800"}\n{"text": "three"}', {}, HALF_CHARACTER, "a.jsonl:2: a f"),

@@ -251,6 +251,6 @@ def test_offer_arguments_name_the_instance_type(tmp_path: Path) -> None:
 
 
 def test_offers_for_a_cluster_are_rendered(found: list[Offer]) -> None:
-    words = shlex.split(found[0].command([str(CONFIG), "model.path=a b"], []))
-    assert words[:5] == ["aliquot", "cluster", "render", str(CONFIG), "model.path=a b"]
-    assert read_config(CONFIG, words[4:]).model.path == "a b"
+    words = shlex.split(found[0].command([str(CONFIG), "run.name=a b"], []))
+    assert words[:5] == ["aliquot", "cluster", "render", str(CONFIG), "run.name=a b"]
+    assert read_config(CONFIG, words[5:]).cluster is not None

@@ -213,6 +213,7 @@ EQUIVALENTS = {name: key for key, names in _EQUIVALENTS.items() for name in name
 UNSUPPORTED = {name: reason for reason, names in _UNSUPPORTED.items() for name in names.split()}
 
 _MIN_SIMILARITY = 0.8  # of a spelling to a key; below it a suggestion would be absurd
+_MIN_SIMILARITY_IN_SECTION = 0.75  # two letters of a short key in the wrong order
 _MAX_LISTED = 12  # keys of a section that an error lists
 _OPTIONAL_SECTIONS = ("adapter", "cluster")  # their keys are not meant by a user who writes into another section
 
@@ -228,6 +229,7 @@ def suggestion(keys: KeyPath, value: object) -> str:
     siblings = {path[-1]: ".".join(path) for path in known_keys() if list(path[:-1]) == section}
     names = {known.rpartition(".")[2] for known in (*EQUIVALENTS, *UNSUPPORTED)}
     near = difflib.get_close_matches(name, sorted(siblings.keys() | names), 1, _MIN_SIMILARITY)
+    near = near or difflib.get_close_matches(name, sorted(siblings), 1, _MIN_SIMILARITY_IN_SECTION)
     answer = _hint_for_section(value) if isinstance(value, dict) and not near else None
     answer = answer or hint(".".join(keys))
     if answer is not None:

@@ -165,7 +165,7 @@ def describe_yaml_error(error: yaml.MarkedYAMLError, text: str) -> str:
     if "\t" in problem or (line[: len(line) - len(line.lstrip())].count("\t")):
         return "a tab in the indentation, where YAML allows only spaces: replace the tab by spaces"
     if "mapping values are not allowed" in problem:
-        above = next((each for each in reversed(lines[: at.line if at is not None else 0]) if each.strip()), "")
+        above = next((row for row in reversed(lines[: at.line if at is not None else 0]) if row.strip()), "")
         if line.count(": ") + line.rstrip().endswith(":") > 1:
             return "a value with `: ` in it: put the value in quotes"
         if ":" not in above:

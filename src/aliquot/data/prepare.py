@@ -197,11 +197,11 @@ class _Builder:
         return self.root / "tokens" / hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()
 
     def _make(self, source: Source, text_path: Path, answers_path: Path, progress: Progress) -> Path:
-        first = next((document for document in source.documents() if not document.blank), None)
-        if first is None and source.total_bytes == 0:
+        if source.total_bytes == 0:
             raise DataError(
                 "no usable document: there are 0 bytes. Check the path, or fetch the data again", source.label
             )
+        first = next((document for document in source.documents() if not document.blank), None)
         if first is None:
             raise DataError(
                 "no usable document: there is only blank text, or too few documents for data.eval_fraction to divide."
