@@ -181,7 +181,7 @@ def test_adapter_names_moved_base_and_takes_its_new_path(folder: Path, base: Pat
     settings = json.loads((copy / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = str(tmp_path / "gone")
     (copy / "adapter_config.json").write_text(json.dumps(settings))
-    expected = r"adapter_config.json: base_model_name_or_path names the model .*gone, which is not there: .* --base$"
+    expected = r"adapter_config.json: base_model_name_or_path names the model .*gone, which does not exist: .* --base$"
     with pytest.raises(UserError, match=expected):
         read_evaluation_config(str(copy), config, [])
     with pytest.raises(UserError, match=expected):

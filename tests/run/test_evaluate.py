@@ -90,7 +90,7 @@ def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:
         ("nowhere", "text.txt", [], "no such directory"),
         ("run/export", "nowhere.txt", [], "no such file"),
         ("run/export", "text.txt", ["data.sequence_length=128"], "64 positions"),
-        ("run/export", "text.txt", ["data.seq_len=16"], "it is data.sequence_length here"),
+        ("run/export", "text.txt", ["data.seq_len=16"], "write data.sequence_length"),
         ("run/export", "run.yaml", ["data.eval_fraction=0"], "no evaluation data"),
         ("run/export", "text.txt", ["data.eval_path=[]"], "data.eval_path is empty"),
         ("run/export", "text.txt", ["data.eval_path=null"], "the argument DATA sets the text"),
