@@ -229,7 +229,6 @@ def suggestion(keys: KeyPath, value: object) -> str:
     siblings = {path[-1]: ".".join(path) for path in known_keys() if list(path[:-1]) == section}
     names = {known.rpartition(".")[2] for known in (*EQUIVALENTS, *UNSUPPORTED)}
     near = difflib.get_close_matches(name, sorted(siblings.keys() | names), 1, _MIN_SIMILARITY)
-    near = near or difflib.get_close_matches(name, sorted(siblings), 1, _MIN_SIMILARITY_IN_SECTION)
     answer = _hint_for_section(value) if isinstance(value, dict) and not near else None
     answer = answer or hint(".".join(keys))
     if answer is not None:
@@ -240,6 +239,8 @@ def suggestion(keys: KeyPath, value: object) -> str:
         return f"; did you mean {siblings[near[0]]}?"
     if near and (answer := hint(near[0])) is not None:
         return f"; did you mean {near[0]}? {answer}"
+    if near := difflib.get_close_matches(name, sorted(siblings), 1, _MIN_SIMILARITY_IN_SECTION):
+        return f"; did you mean {siblings[near[0]]}?"
     if section and len(siblings) <= _MAX_LISTED and siblings:
         return f"; keys of {'.'.join(section)}: {', '.join(siblings)}"
     return ""
