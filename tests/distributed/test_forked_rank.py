@@ -110,10 +110,11 @@ def test_dead_fork_server_is_replaced_and_blocks_signals(tmp_path: Path) -> None
     assert (tmp_path / "again").exists()
 
 
+@pytest.mark.long
 def test_program_that_the_server_has_imported_starts_without_a_warning(tmp_path: Path) -> None:
     """As with the script `aliquot`, which the server imports, and with it `aliquot.__main__`."""
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "__init__.py").write_text("from program import __main__")
     (tmp_path / "program" / "__main__.py").write_text("if __name__ == '__main__': print('trained')")
-    ended = node(tmp_path, "", "module = 'program'", ranks=1)
+    ended = node(tmp_path, "", "module, forked_rank._IMPORTED = 'program', ()", ranks=1, cold=True)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
