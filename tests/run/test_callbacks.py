@@ -141,7 +141,7 @@ def test_an_exception_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
     assert (last["event"], f"{last['text']} [callback]") == ("failed", line)
 
 
-def test_a_failing_callback_is_not_called_again(tmp_path: Path) -> None:
+def test_a_failing_callback_is_not_called_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The save of step 2 is completed after the failure in step 3, and would call the callback again."""
 
     class Failing(Recorder):
@@ -152,8 +152,10 @@ def test_a_failing_callback_is_not_called_again(tmp_path: Path) -> None:
 
     failing = Failing()
     with pytest.raises(CallbackError, match=r"test_callbacks.py:\d+: Failing.on_step_end failed after step 3: ValueE"):
-        aliquot.train(aliquot.read_config(settings(tmp_path), ["checkpoint.async=true"]), callbacks=[failing])
+        config = aliquot.read_config(settings(tmp_path), ["checkpoint.async=true", "launch.ranks=2"])
+        aliquot.train(config, callbacks=[failing])
     assert failing.states[-1][1].step == 3
+    assert "launch.ranks is 2 and launch.nodes is 1, but this process trains as the only" in capsys.readouterr().err
 
 
 def test_objects_that_are_no_callbacks_are_refused() -> None:
