@@ -29,7 +29,7 @@ _QWEN = ROOT / "examples/qwen3-30b-a3b-cpu.yaml"
 
 @dataclass(frozen=True)
 class Row:
-    """A model, the weights to train, and nodes: an EC2 type, or GiB and cores of an own server."""
+    """A model, the weights to train, and nodes: an EC2 type, or GiB and cores of an own server with AMX."""
 
     model: str
     trains: str  # all | LoRA
@@ -45,7 +45,7 @@ class Row:
     def machine(self) -> Machine:
         if isinstance(self.node, str):
             return Machine.from_instance(self.node)
-        return Machine.from_numbers(*self.node, network_gbit=10)
+        return Machine.from_numbers(*self.node, network_gbit=10, isa="amx")
 
 
 ROWS = (
@@ -54,7 +54,7 @@ ROWS = (
     Row("Llama-3-8B", "LoRA", 1, (64, 32)),
     Row("Llama-3-8B", "LoRA", 1, "g6e.2xlarge"),
     Row("Llama-3-8B", "all", 1, "m7i.24xlarge"),
-    Row("Llama-3-8B", "all", 2, (128, 32)),
+    Row("Llama-3-8B", "all", 2, (256, 32)),
     Row("Qwen3-30B-A3B", "all", 2, "r7i.24xlarge"),
     Row("Llama-3-70B", "LoRA", 1, "m7i.24xlarge"),
     Row("Llama-3-70B", "all", 4, "r7i.24xlarge"),
