@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -43,10 +44,9 @@ def place(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = shared / "models" / "stories260K"
     (folder / "path" / "to" / "model").symlink_to(model)
     instruct = folder / HUB_MODEL  # a directory that the config of the tutorial names like the model of the hub
-    instruct.mkdir(parents=True)
-    for file in model.iterdir():
-        (instruct / file.name).symlink_to(file)
-    (instruct / "chat_template.jinja").symlink_to(ROOT / "examples" / "chat.jinja")
+    shutil.copytree(model, instruct)
+    instruct.chmod(0o755)  # the shared directory cannot be written
+    shutil.copy(ROOT / "examples" / "chat.jinja", instruct / "chat_template.jinja")
     for name, texts in {"texts": ("wikitext2-raw-valid", "tinyshakespeare"), "other-texts": ("austen-train",)}.items():
         (folder / name).mkdir()
         for text in texts:
