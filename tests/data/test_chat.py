@@ -262,7 +262,7 @@ def test_records_without_labels_have_a_reason() -> None:
 
 
 def test_a_chat_without_a_template_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the tokenizer has no chat template, .*: data\.chat_template"):
+    with pytest.raises(UserError, match=r"the tokenizer has no chat template, .*: set data\.chat_template"):
         learned({"messages": TALK, "context": 0})
 
 
