@@ -60,7 +60,7 @@ def test_a_run_ends_with_its_result(tmp_path: Path) -> None:
         "finished": "step 100 of 100, epoch 3, in 1 min 50 s",  # without the pause before the resume
         "training loss": "8.5714 (step 1) -> 1.5000 (step 100)",
         "evaluation loss": "9.0000 (step 0) -> 1.6000 (step 100), perplexity 4.95",
-        "tokens": "100,000, 4,000 a second",
+        "tokens": "100,000 at 4,000 tokens/s",
         "peak memory": "1.56 GiB a rank, planned 1.45 GiB",
         "report": f"{directory}/report.html",
         "model": f"{directory}/export",

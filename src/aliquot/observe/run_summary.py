@@ -94,7 +94,7 @@ def summary(run: Run, directory: RunDirectory, outcome: Outcome, now: float) -> 
         ending = f", perplexity {perplexity[-1][1]:,.2f}" if perplexity else ""
         yield "evaluation loss", f"{f'{name}: ' if name else ''}{run_facts.change(loss)}{ending}"
     if tokens and speed > 0:
-        yield "tokens", f"{tokens[-1][1]:,.0f}, {speed:,.0f} a second"
+        yield "tokens", f"{tokens[-1][1]:,.0f} at {speed:,.0f} tokens/s"
     is_timed = run_facts.steps_done(run) >= _MIN_TIMED_STEPS
     if is_timed and (text := run_facts.speed_beside_plan(run.plan, speed)):
         yield "speed", text

@@ -111,15 +111,18 @@ def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
     unit, divisor, form = ("GiB", 2**30, ",.2f") if large else ("MiB", 2**20, ",.0f")
     subject = f"{unit} of {memory} of a rank" if memory else f"{unit} of a rank"
     title = f"{subject}, planned: private memory, and its share of shared memory"
+    columns: dict[str, list[float]] = {"total": [*totals.values()]}
+    for column, names in COLUMNS.items():
+        columns[column] = [sum(phase.private_bytes.get(name, 0) for name in names) for phase in shown]
+    columns["shared"] = [sum(phase.shared_bytes.values()) / plan.ranks_per_node for phase in shown]
+    columns = {column: sizes for column, sizes in columns.items() if any(sizes)}
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("phase")
-    for column in ("total", *COLUMNS, "shared"):
+    table.add_column("phase", no_wrap=True)
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for phase in shown:
-        private = [sum(phase.private_bytes.get(name, 0) for name in names) for names in COLUMNS.values()]
-        sizes = (totals[phase.name], *private, sum(phase.shared_bytes.values()) / plan.ranks_per_node)
+    for phase, *sizes in zip(totals, *columns.values(), strict=True):
         row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
-        table.add_row(phase.name, *row, style="bold" if phase.name == peak else None)
+        table.add_row(phase, *row, style="bold" if phase == peak else None)
     return table
 
 
