@@ -156,7 +156,6 @@ def _readings(metrics: Mapping[str, Any], verbose: bool) -> list[str]:
     formats: list[tuple[str, Callable[[Any], str | Literal[False]]]] = [
         ("epoch", lambda value: f"epoch {value:.3g}"),
         ("loss", lambda value: f"loss {value:.4f}"),
-        ("eval_loss", lambda value: f"evaluation loss {value:.4f}"),
         ("learning_rate", lambda value: f"learning rate {value:.2e}"),
         ("tokens_per_s", lambda value: f"{value:,.0f} tokens/s"),
         ("eta_s", lambda value: f"ETA {duration(value)}"),

@@ -207,7 +207,7 @@ class Recorder:
             line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
         with self._handles_full_disk():
             self._metrics.write(line)
-        self._display.step({**line, "eval_loss": self._eval_loss}, self._total)
+        self._display.step({**line, "eval_loss": self._eval_loss}, self._total)  # for the live view
         return line
 
     def _eta_s(self) -> float | None:
