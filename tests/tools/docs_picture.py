@@ -20,7 +20,7 @@ from tests.tools.docs_pages import ROOT
 
 PICTURE = ROOT / "docs" / "pictures" / "console.svg"
 COMMAND = ("train", "examples/quickstart.yaml", "observe.sample_prompt=null")
-_COLUMNS = 112
+_COLUMNS = 116
 _STEP = re.compile(r"step [\d,]+/")
 _HEADER, _SHOWN_STEPS = 3, 2  # lines at the beginning; lines of steps at the beginning and at the end
 _FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono'"
