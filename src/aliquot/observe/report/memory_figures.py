@@ -121,7 +121,7 @@ def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
     last, middle = largest[-1][1], largest[len(largest) // 2][1]
     says = f"The largest rank had {_in_gib(last)} at step {largest[-1][0]:,.0f}"
     grown = last - middle
-    says += f"; {_in_gib(grown)} more than half way through the run." if grown > 0.02 * last else ", not more than half way through."
+    says += f", {_in_gib(grown)} more than half way." if grown > 0.02 * last else ", not more than half way."
     levels = kind.levels(GIB * max(y for _, y in largest))
     unit = "GiB of a rank: its own and its share of what is shared"
     axis = Axis(unit, significant, _in_gib, True, levels, marks=resumes(run))
