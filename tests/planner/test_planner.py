@@ -29,6 +29,7 @@ from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
+from aliquot.planner.preflight import unsaved_work
 from aliquot.planner.report import COLUMNS, summary
 from aliquot.planner.settings_search import Search
 from aliquot.planner.step_time import StepTime
@@ -287,6 +288,15 @@ def test_total_time_has_evaluations_saves_and_export() -> None:
     assert made.total_s == pytest.approx(25 * made.step_s + beside_s)
     unknown = plan(config, SERVER, 1, 2)  # nothing is known of the held-out data
     assert (unknown.evaluations, unknown.uncounted_evaluations) == (0, 3)
+
+
+def test_long_run_without_checkpoints_is_warned_of() -> None:
+    config = planned_config(LLAMA)
+    made = replace(plan(config, SERVER, 1, 2), steps=1000, step_s=6.0)
+    warning = unsaved_work(config, made)
+    assert warning is not None and warning.endswith("Set checkpoint.every, for example to 300 (half an hour)")
+    assert unsaved_work(config, replace(made, steps=100)) is None
+    assert unsaved_work(planned_config(LLAMA, checkpoint={"every": 100}), made) is None
 
 
 def test_evaluation_takes_gathering_time() -> None:

@@ -157,6 +157,13 @@ def _interpret(arguments: list[str]) -> None:
             runpy.run_path(script, run_name="__main__")
 
 
+def _fork() -> int:
+    """From Python 3.12 on, a fork in a process with threads warns on stderr, which tests compare."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*use of fork\(\)", DeprecationWarning)
+        return os.fork()
+
+
 class Forked(subprocess.Popen[Any]):
     """A child of this process that is a fork of it, where Popen would start an interpreter."""
 
@@ -167,7 +174,7 @@ class Forked(subprocess.Popen[Any]):
         start_new_session: bool, process_group: Any,
     ) -> None:  # fmt: skip
         streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        self.pid = os.fork()
+        self.pid = _fork()
         if self.pid == 0:
             start(list(args[1:]), dict(env), cwd, streams, start_new_session)
         self._child_created = True

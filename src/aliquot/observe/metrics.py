@@ -99,7 +99,7 @@ class TensorBoard:
         records = io.BytesIO()
         for event in events:
             RecordWriter(records).write(event.SerializeToString())
-        rest = records.getbuffer()
+        rest = memoryview(records.getvalue())
         size = len(rest)
         with writing(self._directory):
             try:
