@@ -44,7 +44,7 @@ FAULTS = (
         "the per-device batch that follows from the global one is rounded down, not up",
         "return BatchSize(total, -(-total // (steps * world_size)))",
         "return BatchSize(total, max(1, total // (steps * world_size)))",
-        ("tests/config",),
+        ("tests/data/test_workload.py",),
     ),
     Fault(
         "kubelet-keeps-less", "catalogue/instances.py",
