@@ -161,6 +161,14 @@ def numa(rank: int) -> None:
     found.peers.barrier()
 
 
+def barrier(peers: Peers, folder: Path) -> None:
+    """Each rank arrives 0.1 s after the rank before it, and nobody leaves before the last one has arrived."""
+    time.sleep(0.1 * peers.index)
+    (folder / f"arrived-{peers.index}").touch()
+    peers.barrier()
+    assert len(list(folder.glob("arrived-*"))) == peers.size
+
+
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     if rank % 2:
         time.sleep(0.1)  # late ranks
@@ -177,6 +185,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     assert (peers.size, peers.index) == (world_size, rank)
     match arguments:
         case ["sums"]:
+            barrier(peers, folder)
             for seed in range(3):
                 sums(peers, seed)
         case ["killed"]:
