@@ -29,9 +29,9 @@ def _server() -> socket.socket:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # -P: as `aliquot` restarts itself
     command = [sys.executable, "-P", "-m", "tests.tools.warm_server", str(its.fileno())]
-    # As our launcher sets it for its ranks: it counts only when torch is imported, which is in the server.
     # The sources beside these tests, even if another copy of them is installed: tests.tools.planted changes a copy.
     paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "src")))
+    # As our launcher sets it for its ranks: it counts only when torch is imported, which is in the server.
     environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": paths}
     server = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()], env=environ)
     its.close()
