@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.data.batches import BatchCopier, Batches, BatchPrefetcher, StepBatch
+from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
+from aliquot.data.batches import Batches, StepBatch
 from tests.data.stores import numbered
 from tests.data.test_batches import batches, facts
 

@@ -1,4 +1,4 @@
-"""Build the batches of a run: each rank's micro-batches of an optimizer step or of an evaluation, with prefetch.
+"""Build the batches of a run: each rank's micro-batches of an optimizer step or of an evaluation.
 
 The step number alone determines the batch of a step, so that resuming needs no other state.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import DataError, ResumeError
@@ -301,76 +299,3 @@ class EvalBatches:
         groups = (Group(0, start, range(start, min(start + size, stop))) for start in starts)
         for _, micro_batch in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
             yield micro_batch
-
-
-@dataclass(frozen=True)
-class CopiedBatch:
-    batch: StepBatch
-    arrived: Any  # a CUDA event
-
-
-class BatchCopier:
-    """Copy batches to the current GPU: the prefetch thread calls `send`, the training thread calls `receive`."""
-
-    def __init__(self) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def send(self, batch: StepBatch) -> CopiedBatch:
-        """Start an asynchronous copy of a batch from pinned memory to the GPU."""
-        with torch.cuda.stream(self._stream):
-            micro_batches = [
-                None if micro_batch is None else micro_batch.with_equal_calls().to(self._device)
-                for micro_batch in batch.micro_batches
-            ]
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return CopiedBatch(replace(batch, micro_batches=micro_batches), arrived)
-
-    def receive(self, sent: CopiedBatch) -> StepBatch:
-        """Make later kernels wait for the copy, and hold the memory of the batch until these kernels have finished."""
-        stream = torch.cuda.current_stream()
-        stream.wait_event(sent.arrived)
-        for micro_batch in sent.batch.micro_batches:
-            for tensor in () if micro_batch is None else micro_batch.tensors():
-                tensor.record_stream(stream)
-        return sent.batch
-
-
-class BatchPrefetcher:
-    """Prepare this rank's batches of steps [first, stop) one step ahead, in a thread.
-
-    The thread ends when the `with` block ends.
-    """
-
-    def __init__(
-        self, batches: Batches, rank: int, world_size: int, first: int, stop: int, gpu_copier: BatchCopier | None = None
-    ) -> None:
-        """Start to prepare the batch of step `first`. `gpu_copier`: None on CPUs, where batches need no copy."""
-        self._batches, self._rank, self._world_size, self._stop = batches, rank, world_size, stop
-        self._gpu_copier = gpu_copier
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-batches")
-        self._next: Future[StepBatch | CopiedBatch] | None = self._begin(first)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def take(self, step: int) -> StepBatch:
-        """Return the batch of `step`, and start to prepare the next batch. Raises any exception of the preparation."""
-        assert self._next is not None
-        prepared = self._next.result()
-        self._next = self._begin(step + 1)
-        if isinstance(prepared, StepBatch):
-            return prepared
-        assert self._gpu_copier is not None
-        return self._gpu_copier.receive(prepared)
-
-    def _begin(self, step: int) -> Future[StepBatch | CopiedBatch] | None:
-        return None if step >= self._stop else self._thread.submit(self._lay_out, step)
-
-    def _lay_out(self, step: int) -> StepBatch | CopiedBatch:
-        batch = self._batches.step_batch(step, self._rank, self._world_size)
-        return batch if self._gpu_copier is None else self._gpu_copier.send(batch)

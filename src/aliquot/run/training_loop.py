@@ -11,7 +11,8 @@ import torch
 from aliquot.checkpoint.directories import newest
 from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
-from aliquot.data.batches import BatchCopier, BatchPrefetcher, StepBatch
+from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
+from aliquot.data.batches import StepBatch
 from aliquot.distributed.signals import Terminated
 from aliquot.models.meta import attention_widths
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts

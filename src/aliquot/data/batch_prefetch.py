@@ -1,0 +1,100 @@
+"""Prefetch the batches of optimizer steps: prepare them one step ahead and copy them to a GPU, in a thread.
+
+The thread builds the batch of the next step while the current step runs. On a GPU, the thread also starts the copy of
+the batch, on a stream of its own, so that the copy overlaps with kernels. The training thread then waits for neither.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from aliquot.data.batches import Batches, StepBatch
+
+
+@dataclass(frozen=True)
+class CopiedBatch:
+    """A batch on the GPU. Kernels may read it after the event `arrived`, which ends the copy."""
+
+    batch: StepBatch
+    arrived: Any  # a CUDA event
+
+
+class BatchCopier:
+    """Copy batches to the current GPU: the prefetch thread calls `send`, the training thread calls `receive`."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def send(self, batch: StepBatch) -> CopiedBatch:
+        """Start an asynchronous copy of a batch from pinned memory to the GPU."""
+        with torch.cuda.stream(self._stream):
+            micro_batches = [
+                None if micro_batch is None else micro_batch.with_equal_calls().to(self._device)
+                for micro_batch in batch.micro_batches
+            ]
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return CopiedBatch(replace(batch, micro_batches=micro_batches), arrived)
+
+    def receive(self, sent: CopiedBatch) -> StepBatch:
+        """Make later kernels wait for the copy, and hold the memory of the batch until these kernels have finished.
+
+        The allocator knows only the stream of the copy. `record_stream` names the stream of the kernels, because the
+        allocator would otherwise reuse the memory while kernels still read the batch.
+        """
+        stream = torch.cuda.current_stream()
+        stream.wait_event(sent.arrived)
+        for micro_batch in sent.batch.micro_batches:
+            for tensor in () if micro_batch is None else micro_batch.tensors():
+                tensor.record_stream(stream)
+        return sent.batch
+
+
+class BatchPrefetcher:
+    """Prepare this rank's batches of steps [first, stop) one step ahead, in a thread.
+
+    The thread ends when the `with` block ends.
+    """
+
+    def __init__(
+        self, batches: Batches, rank: int, world_size: int, first: int, stop: int, gpu_copier: BatchCopier | None = None
+    ) -> None:
+        """Start to prepare the batch of step `first`.
+
+        Args:
+            first, stop: the steps that the run takes, counted from 0; `stop` is the step after the last one.
+            gpu_copier: None on CPUs, where batches need no copy.
+        """
+        self._batches, self._rank, self._world_size, self._stop = batches, rank, world_size, stop
+        self._gpu_copier = gpu_copier
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-batches")
+        self._next: Future[StepBatch | CopiedBatch] | None = self._begin(first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def take(self, step: int) -> StepBatch:
+        """Return the batch of `step`, and start to prepare the next batch. Raises any exception of the preparation."""
+        assert self._next is not None
+        prepared = self._next.result()
+        self._next = self._begin(step + 1)
+        if isinstance(prepared, StepBatch):
+            return prepared
+        assert self._gpu_copier is not None
+        return self._gpu_copier.receive(prepared)
+
+    def _begin(self, step: int) -> Future[StepBatch | CopiedBatch] | None:
+        return None if step >= self._stop else self._thread.submit(self._lay_out, step)
+
+    def _lay_out(self, step: int) -> StepBatch | CopiedBatch:
+        """Build the batch of `step`, and start its copy to the GPU. Runs in the thread."""
+        batch = self._batches.step_batch(step, self._rank, self._world_size)
+        return batch if self._gpu_copier is None else self._gpu_copier.send(batch)
