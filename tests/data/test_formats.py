@@ -14,7 +14,7 @@ from aliquot.core.errors import UserError
 from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
 from aliquot.data.documents import EXCLUDED, MISSING_FIELD, BadRecordError
 from aliquot.data.formats import format_of, words
-from aliquot.data.records import record_documents
+from aliquot.data.sources import record_documents
 
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 CHAT = {"messages": [ASKED, ANSWERED], "context": 0}

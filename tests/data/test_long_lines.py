@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from aliquot.config.data_section import RecordsSection
 from aliquot.core.errors import UserError
-from aliquot.data import documents
-from aliquot.data import records as records_module
+from aliquot.data import data_files, documents, json_records, table_records
 from aliquot.data.documents import PART_BYTES, Document, Unit, text_documents
-from aliquot.data.records import record_documents
+from aliquot.data.sources import record_documents
 
 
 def whole(parts: list[Document]) -> list[str]:
@@ -61,7 +60,8 @@ def test_archive_of_one_long_line(tmp_path: Path, unit: Unit) -> None:
 
 @pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"])
 def test_a_record_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(records_module, "LONGEST_RECORD", 1 << 20)
+    for module in (data_files, json_records, table_records):
+        monkeypatch.setattr(module, "LONGEST_RECORD", 1 << 20)
     text = "a" * (3 << 20)
     lines = {"jsonl": json.dumps({"text": text}), "json": json.dumps([{"text": text}]), "csv": f"text\n{text}\n"}
     with gzip.open(tmp_path / name, "wt") as file:

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
-from aliquot.data import documents
-from aliquot.data import records as records_module
+from aliquot.data import documents, json_records
 from aliquot.data.documents import Document, text_documents
-from aliquot.data.records import record_documents
-from aliquot.data.sources import FileSource
+from aliquot.data.sources import FileSource, record_documents
 
 TALKS = [{"text": f"row {n} \u00e9 {'x' * (n % 7)}"} for n in range(300)]
 LINES = "".join(json.dumps(talk) + "\n" for talk in TALKS)
@@ -68,7 +66,7 @@ def texts(path: Path) -> list[str]:
 def test_the_same_documents_however_they_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
 ) -> None:
-    monkeypatch.setattr(records_module, "_BLOCK_CHARACTERS", 100)
+    monkeypatch.setattr(json_records, "_BLOCK_CHARACTERS", 100)
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path / name) == [talk["text"] for talk in TALKS]
     if ".json" not in Path(name).suffixes:
@@ -123,7 +121,7 @@ def test_array_in_blocks_equals_json(records: list[object], indent: int | None, 
         def read(self, size: int | None = -1, /) -> bytes:
             return super().read(block)
 
-    assert list(records_module._elements(Blocks(data), Path("x"))) == [(record, "") for record in records]
+    assert list(json_records._elements(Blocks(data), Path("x"))) == [(record, "") for record in records]
 
 
 def test_long_file_is_a_document_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +140,7 @@ def test_long_file_is_a_document_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 1 << 16)
-    monkeypatch.setattr(records_module, "_BLOCK_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(json_records, "_BLOCK_CHARACTERS", 1 << 14)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some words\n" * (1 << 19)))
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 1000}] * 2000))
     seen = 0

@@ -5,17 +5,19 @@ from __future__ import annotations
 import codecs
 import glob
 import io
+import itertools
 import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from aliquot.core.errors import DataError, one_line
 from aliquot.core.small_files import pointer_message
 
+LONGEST_RECORD = 1 << 26  # bytes or characters of a record, which is in memory as a whole
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 IN_DIRECTORIES = {".txt", ".md", ".py", *RECORD_SUFFIXES}  # suffixes that are read in a directory, also compressed
 # Names of files that describe a data set, not documents: next to the records, or in a directory above them.
@@ -173,6 +175,25 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
         stream = pyarrow.CompressedInputStream(packed, codec)
         with io.BufferedReader(stream, 1 << 20) as unpacked:
             yield unpacked, packed.tell
+
+
+def lines_within_limit(file: BinaryIO | io.TextIOWrapper, path: Path) -> Iterator[Any]:
+    """Yield the lines of `file`.
+
+    Raises DataError at a line longer than LONGEST_RECORD, because even a small compressed file may hold a huge line.
+    """
+    for number in itertools.count(1):
+        line = file.readline(LONGEST_RECORD + 1)
+        if len(line) > LONGEST_RECORD:
+            raise too_long(f"{path}:{number}")
+        if not line:
+            return
+        yield line
+
+
+def too_long(where: str | Path) -> DataError:
+    """Return the error for a record that is longer than LONGEST_RECORD."""
+    return DataError(f"a record of more than {LONGEST_RECORD >> 20} MiB: give its text as a file of its own", where)
 
 
 def refuse_pointer(path: Path) -> None:

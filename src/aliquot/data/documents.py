@@ -63,6 +63,11 @@ def left_out(error: BadRecordError, done_bytes: int) -> Document:
     return Document("", "text", done_bytes, reason=error.reason, where=str(error))
 
 
+def repeated_name(what: str, name: str, times: int) -> str:
+    """Return the error message for a key or a column (`what`) whose name stands several times."""
+    return f"the {what} {name!r} stands {times} times: which one is meant? Rename or remove the others"
+
+
 def refuse_bad_alone(documents: Iterator[Document], at_least: int = 1) -> Iterator[Document]:
     """Yield `documents`. At the end, raise the first bad record's error if no document is usable.
 

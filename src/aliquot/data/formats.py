@@ -1,4 +1,6 @@
-"""Detect the format of records by the names of their fields: text, chat, prompt with completion, instruction.
+"""Turn records into documents: detect their format by the names of their fields, then read the fields.
+
+The formats are text, chat, prompt with completion, and instruction.
 
 A record with an answer becomes a JSON object in one of three forms, which chat.py encodes:
 
@@ -14,7 +16,7 @@ because the chat template decides how to render them. A chat with a tool call th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,17 @@ from aliquot.data.chat_messages import (
     read_object,
     text_parts,
 )
-from aliquot.data.documents import EXCLUDED, MISSING_FIELD, TOO_DEEP, BadRecordError, Kind
+from aliquot.data.documents import (
+    EXCLUDED,
+    HALF_CHARACTER,
+    MISSING_FIELD,
+    NO_RECORD,
+    TOO_DEEP,
+    BadRecordError,
+    Document,
+    Kind,
+    left_out,
+)
 
 TITLES: dict[str, str] = {
     "text": "texts",
@@ -103,6 +115,59 @@ class Format:
         """Return those columns of a table (`names`) that `read` uses."""
         fields = {*self.fields, *self.optional, *(name for fields in self.elsewhere for name in fields)}
         return [name for name in names if name in fields]
+
+
+@dataclass
+class RecordReader:
+    """Turns the records of a file or table into documents. The first readable record decides the format of all."""
+
+    section: RecordsSection
+    form: Format | None = None
+
+    def document(self, record: Callable[[], object], where: str, done_bytes: int) -> Document:
+        """Return the document of a record; if the record cannot be read, a blank document with the reason."""
+        try:
+            text, kind = self._read(record(), where)
+            text.encode()  # raises an error if JSON escapes half of a surrogate pair
+            return Document(text, kind, done_bytes, where=where)
+        except BadRecordError as error:
+            return left_out(error, done_bytes)
+        except UnicodeEncodeError:
+            message = "a field holds half of a surrogate pair, which is no text"
+            return left_out(BadRecordError(message, where, HALF_CHARACTER), done_bytes)
+
+    def _read(self, record: object, where: str) -> tuple[str, Kind]:
+        if not isinstance(record, dict):
+            raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
+        form = self.form or _format_of_record(self.section, record, where)
+        form.check(record, where)
+        text_and_kind = form.read(record, where)
+        self.form = form
+        return text_and_kind
+
+
+def _format_of_record(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
+    """Return the format of a record. Raises the errors of `format_of`.
+
+    For an object that holds a list of records, the error says how to extract the list.
+    """
+    try:
+        return format_of(section, record, where)
+    except BadRecordError as error:
+        lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
+        key = next((key for key, value in lists.items() if all(map(_may_be_record, value))), None)
+        if key is None:
+            raise
+        raise BadRecordError(
+            f"one JSON object with the keys {', '.join(record)}, of which {key!r} holds a list of {len(record[key])}:"
+            f" if those are the records, write that list alone (jq .{key} FILE > RECORDS.json)",
+            where,
+            error.reason,
+        ) from error
+
+
+def _may_be_record(item: object) -> bool:
+    return isinstance(item, dict) and not {"role", "from"} & item.keys()  # a dict with these keys is a chat message
 
 
 def words(text: str, kind: Kind) -> list[str]:

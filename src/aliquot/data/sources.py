@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,10 +20,14 @@ from aliquot.core.small_files import hub_advice
 from aliquot.data.cache import digests
 from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
 from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_documents
-from aliquot.data.formats import Format, format_of
-from aliquot.data.records import RecordReader, as_written, record_documents, rows_at_once
+from aliquot.data.formats import Format, RecordReader, format_of
+from aliquot.data.json_records import json_documents, jsonl_documents
+from aliquot.data.table_records import as_written, csv_documents, parquet_documents, rows_at_once
 
 _NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
+_DOCUMENTS_BY_SUFFIX: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
+    ".jsonl": jsonl_documents, ".json": json_documents, ".csv": csv_documents, ".parquet": parquet_documents,
+}  # fmt: skip
 
 
 class Source(Protocol):
@@ -154,6 +158,15 @@ class FileSource:
             except OSError as error:
                 raise DataError(f"cannot be read ({error.strerror or error})", file) from error
             before_bytes += file.stat().st_size
+
+
+def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """Yield one document for each record, even a blank one, of a .jsonl, .json, .csv or .parquet file.
+
+    A record that cannot be read becomes a blank document with a reason. Raises UserError for a malformed or truncated
+    file, and for a record of another format than the first one.
+    """
+    return _DOCUMENTS_BY_SUFFIX[suffix_of(path)](path, section)
 
 
 def _unit(file: Path, unit: Unit | None) -> Unit:

@@ -1,0 +1,155 @@
+"""Stream the records of JSON lines, JSON arrays and single JSON objects, and turn each record into a document."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from aliquot.config.data_section import RecordsSection
+from aliquot.core.decode import TooDeepError, UniqueKeys, check_json_depth, decode_json
+from aliquot.core.errors import DataError
+from aliquot.data.data_files import LONGEST_RECORD, lines_within_limit, not_text, opened, too_long
+from aliquot.data.documents import KEY_TWICE, NO_RECORD, BadRecordError, Document, repeated_name
+from aliquot.data.formats import RecordReader
+
+LONGEST_BYTES = 64 << 20  # of a file with one JSON object over several lines, which is read as a whole
+_BLOCK_CHARACTERS = 1 << 20
+_NEAR_THE_END = 16  # characters; an error this near the end may come from a value that is cut off
+
+
+def jsonl_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    with opened(path) as (file, position):
+        yield from _json_lines(file, position, path, section)
+
+
+def json_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """Yield the records of a .json file: a JSON array, one record per line, or one object over several lines."""
+    with opened(path) as (file, _):
+        start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+    if start.startswith(b"{") and (whole := _whole_object(path, start)) is not None:
+        record = partial(_unambiguous, *whole, str(path))
+        yield RecordReader(section).document(record, str(path), path.stat().st_size)
+        return
+    with opened(path) as (file, position):
+        read = _json_array if start.startswith(b"[") else _json_lines
+        yield from read(file, position, path, section)
+
+
+def _json_lines(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
+    reader = RecordReader(section)
+    for number, line in enumerate(lines_within_limit(file, path), 1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield reader.document(partial(_record_in, line, where), where, position())
+
+
+def _record_in(line: bytes, where: str) -> object:
+    keys = UniqueKeys()
+    try:
+        text = line.removeprefix(codecs.BOM_UTF8).decode()  # json.loads would accept surrogates encoded in bytes
+        record = decode_json(text, object_pairs_hook=keys)
+    except UnicodeDecodeError as error:
+        raise not_text(error, where) from error
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError) and not line.endswith(b"\n") and _is_cut(error, text):
+            message = f"the last record is cut off ({error}): a part of the file is missing. Fetch it again"
+            raise DataError(message, where) from error
+        raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
+    return _unambiguous(record, _repeated(keys), where)
+
+
+def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
+
+
+def _unambiguous(record: object, repeated: str, where: str) -> object:
+    """Return the record. Raises BadRecordError if `repeated`, the message about a repeated key, is not empty."""
+    if repeated:
+        raise BadRecordError(repeated, where, KEY_TWICE)
+    return record
+
+
+def _repeated(keys: UniqueKeys) -> str:
+    return repeated_name("key", *keys.repeated) if keys.repeated else ""
+
+
+def _whole_object(path: Path, start: bytes) -> tuple[object, str] | None:
+    """Return (object, message about a repeated key) of a file that is one JSON object over several lines.
+
+    The message is empty if no key is repeated. Returns None if the first line is a record, or if the file is not a JSON
+    object. Raises DataError if the file holds several objects.
+    """
+    line, ended, _ = start.partition(b"\n")
+    if not ended or _is_json(line):
+        return None
+    with opened(path) as (file, _):
+        data = file.read(LONGEST_BYTES + 1)
+    keys = UniqueKeys()
+    try:
+        value = decode_json(data, object_pairs_hook=keys)
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            raise DataError(
+                "JSON objects over several lines: write one record a line (jq -c . FILE does)", path
+            ) from error
+        return None
+    return (value, _repeated(keys)) if isinstance(value, dict) else None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        decode_json(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
+    reader = RecordReader(section)
+    try:
+        for number, element in enumerate(_elements(file, path), 1):
+            where = f"{path}, record {number}"
+            yield reader.document(partial(_unambiguous, *element, where), where, position())
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text ({error.reason})", path) from error
+    except TooDeepError as error:
+        raise DataError(f"not a JSON array of records ({error})", path) from None
+
+
+def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
+    """Yield (element, message about a repeated key) of a JSON array; the message is empty if no key is repeated."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    keys = UniqueKeys()
+    scan = json.JSONDecoder(object_pairs_hook=keys).raw_decode
+    text, at, ended, number = "", 0, False, 0
+    while True:
+        while at < len(text) and (text[at].isspace() or text[at] == ("," if number else "[")):
+            number += text[at] == "["
+            at += 1
+        try:
+            if at < len(text) and text[at] == "]":
+                if not text[at + 1 :].strip() and not file.read(_BLOCK_CHARACTERS).strip():
+                    return
+                raise DataError("something follows the array of records", path)
+            keys.repeated = None
+            element, at = scan(text, at)
+        except json.JSONDecodeError as error:
+            cut = error.msg.startswith("Unterminated string") or error.pos >= len(text) - _NEAR_THE_END
+            if ended or not cut:
+                raise DataError(f"not a JSON array of records ({error.msg} in record {number})", path) from error
+            if len(text) - at > LONGEST_RECORD:
+                raise too_long(path) from None
+            block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # doubles the text: all of it is scanned again
+            text, at, ended = text[at:] + decode(block, final=not block), 0, not block
+            check_json_depth(f"[{text}" if number else text)  # after the first read, `text` lacks the opening bracket
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:  # such as an integer of thousands of digits
+            raise DataError(f"not a JSON array of records ({error})", path) from error
+        else:
+            number += 1
+            yield element, _repeated(keys)
