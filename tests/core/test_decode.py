@@ -30,13 +30,13 @@ from aliquot.core.decode import (
     check_json_depth,
     decode_json,
     load_yaml,
+    parse_json,
 )
 from aliquot.core.errors import UserError
 from aliquot.data.sources import source_of
 from aliquot.models.source import resolve
 from aliquot.observe.report.read_run import read_run
 from aliquot.observe.run_directory import HEADER
-from aliquot.tensor_io.jsonfile import parse_json
 from tests.test_imports import SOURCE
 
 TOO_DEEP = f"more than {DEEPEST} levels deep"

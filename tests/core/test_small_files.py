@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from aliquot.config.schema import ModelSection
+from aliquot.core.decode import read_small
 from aliquot.core.errors import UserError
 from aliquot.core.run_lock import LOCK
 from aliquot.core.small_files import open_unlinked, publish_text, read_small_file
@@ -18,7 +19,6 @@ from aliquot.models.source import resolve
 from aliquot.models.untrusted_code import without_code
 from aliquot.observe.metrics import MetricsFile
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.tensor_io.jsonfile import read_small
 from tests.data.stores import byte_level
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}

@@ -19,11 +19,11 @@ from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts, values_of
 from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
+from aliquot.core.decode import read_json
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
 from aliquot.tensor_io.bytemap import ByteMap, check_tensors
 from aliquot.tensor_io.checksums import BlockChecksums, Piece
-from aliquot.tensor_io.jsonfile import read_json
 from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import Kind, PartStore
 from aliquot.tensor_io.transfer import fill

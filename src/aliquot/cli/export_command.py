@@ -31,10 +31,10 @@ def command(
     """
     with one_line_errors(debug), ExitStack() as stack:
         from aliquot.checkpoint.remote_checkpoint import fetched_weights
+        from aliquot.core.decode import read_json
         from aliquot.models.export import export_checkpoint
         from aliquot.models.model_files import older_transformers
         from aliquot.stores.store import is_url
-        from aliquot.tensor_io.jsonfile import read_json
         from aliquot.tensor_io.manifest import verify as verify_all
 
         directory = Path(checkpoint)

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from aliquot.core.errors import WeightsFileError, reading
 from aliquot.core.small_files import LIMIT_BYTES, pointer_message, read_small_file
 
 DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames per level
@@ -69,6 +70,31 @@ def read_json_object(path: Path, unique_names: bool = False, anywhere: bool = Fa
     Raises OSError; ValueError if the file is not regular, too large, a link out of its directory, or no JSON object.
     """
     return decode_json_object(read_small_file(path, LIMIT_BYTES, anywhere), unique_names)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in the file `path`. Raises UserError."""
+    return parse_json(read_small(path), path)
+
+
+def read_small(path: Path) -> bytes:
+    """Return the content of a small regular file (see `small_files.read_small_file`). Raises UserError."""
+    try:
+        with reading(path):
+            return read_small_file(path)
+    except ValueError as error:
+        raise WeightsFileError(str(error), path) from error
+
+
+def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
+    """Parse a JSON object from UTF-8 `data`. Raises UserError, also if an object repeats a name.
+
+    `where`: the path of the file, for the error message.
+    """
+    try:
+        return decode_json_object(data, unique_names=True)
+    except ValueError as error:  # bad UTF-8, bad JSON, too many digits, too deep nesting
+        raise WeightsFileError(str(error), where) from error
 
 
 def check_json_depth(text: str) -> None:

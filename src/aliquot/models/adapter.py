@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection
+from aliquot.core.decode import parse_json, read_small
 from aliquot.core.errors import ConfigError, MissingToolError, ModelFilesError, WeightsFileError
 from aliquot.core.small_files import with_home
 from aliquot.models.initialize import Fills, record_added
@@ -37,7 +38,6 @@ from aliquot.models.stored_weights import (
 from aliquot.models.structure import fp32_weights
 from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape
-from aliquot.tensor_io.jsonfile import parse_json, read_small
 from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.range_io import RangeReader
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
+from aliquot.core.decode import parse_json, read_json, read_small
 from aliquot.core.errors import RunDirectoryError, UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
 from aliquot.models.adapter import BASE, STEM, MergedWeights, saves_of
@@ -29,7 +30,6 @@ from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.checksums import BlockChecksums, Piece
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
-from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import PartSource
 from aliquot.tensor_io.publish import check_names, check_space, clean_leftovers, publish_together, write_file

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aliquot.core.decode import read_json
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.models.adapter import BASE, STEM
@@ -26,7 +27,6 @@ from aliquot.models.export import STATE
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
 from aliquot.tensor_io.header import TensorEntry
-from aliquot.tensor_io.jsonfile import read_json
 from aliquot.tensor_io.parts import PartStore
 from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, fill

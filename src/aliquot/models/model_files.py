@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from aliquot.core.decode import parse_json, read_json, read_small
 from aliquot.core.errors import UserError
 from aliquot.models.model_config import with_floats
 from aliquot.models.source import SPECIAL
-from aliquot.tensor_io.jsonfile import parse_json, read_json, read_small
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

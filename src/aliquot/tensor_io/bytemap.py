@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aliquot.core.decode import read_json
 from aliquot.core.errors import WeightsFileError, reading
 from aliquot.tensor_io.header import TensorEntry, read_header
-from aliquot.tensor_io.jsonfile import read_json
 from aliquot.tensor_io.publish import is_plain_name
 
 Shape = tuple[int, ...]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from aliquot.core.decode import parse_json
 from aliquot.core.errors import WeightsFileError, reading
 from aliquot.core.small_files import LIMIT_BYTES, pointer_message
-from aliquot.tensor_io.jsonfile import parse_json
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from aliquot.core.decode import parse_json, read_small
 from aliquot.core.errors import DamagedCheckpoint, UserError
 from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, Piece, combine_pieces
-from aliquot.tensor_io.jsonfile import parse_json, read_small
 from aliquot.tensor_io.publish import is_plain_name
 
 MANIFEST = "manifest.json"
