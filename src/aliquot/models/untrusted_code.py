@@ -1,12 +1,18 @@
-"""Protect against Python code that comes with a model or a tokenizer: it never runs.
+"""Protect against code that comes with a model or a tokenizer: Python code never runs, and chat templates end soon.
 
-If a directory names such code (`auto_map`), transformers would ask on standard input whether to run it.
+If a directory names Python code (`auto_map`), transformers would ask on standard input whether to run it. A chat
+template is a program from a stranger, too, and may never end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import ModelFilesError, UnsupportedModelError
@@ -15,6 +21,7 @@ from aliquot.core.small_files import check_small, refuse_link
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+TEMPLATE_CPU_S = 1.0  # five times as long as rendering a chat of several megabytes takes
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 
 
@@ -65,3 +72,32 @@ def model_from_config(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 
     model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config, **options)
     return model
+
+
+@contextmanager
+def limit_template_time() -> Iterator[None]:
+    """Raise TimeoutError if the block, which renders a chat template, takes more CPU time than TEMPLATE_CPU_S.
+
+    CPU time, unlike elapsed time, does not advance while the process is stopped or waits for a core. Python handles
+    signals only in the main thread and between operations. A block in another thread or a single long operation is
+    therefore not limited.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _install_handler()
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+@functools.cache
+def _install_handler() -> None:
+    """Install the signal handler once per process, because installing takes longer than rendering."""
+    signal.signal(signal.SIGVTALRM, _end_template)
+
+
+def _end_template(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"it has run for {TEMPLATE_CPU_S:g} s, as one that loops for ever does")
