@@ -290,9 +290,9 @@ def _stall(out: Path, ranks: Any, measured: Measured) -> Any:
     import torch
     from transformers import AutoConfig
 
-    from aliquot.checkpoint.background_saver import Saver
     from aliquot.checkpoint.background_task import SaveEvents
     from aliquot.checkpoint.checkpoint_files import CheckpointSpec
+    from aliquot.checkpoint.save import Saver
     from aliquot.config.schema import CheckpointSection
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine

@@ -1,4 +1,4 @@
-"""Save a checkpoint at once, for tests and benchmarks; a run saves with background_saver.py."""
+"""Save a checkpoint at once, for tests and benchmarks; a run saves with `Saver`."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.live_parts import CpuCopier, GpuCopier, copier_for
+from aliquot.checkpoint.save import Saver
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.parts import Part
-from tests.checkpoint.test_background_saver import TENSORS, Store, assert_saved, poll
+from tests.checkpoint.test_save import TENSORS, Store, assert_saved, poll
 
 
 class Cuda:

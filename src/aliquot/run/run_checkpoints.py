@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.live_parts import copier_for
 from aliquot.checkpoint.mirror import Uploader
+from aliquot.checkpoint.save import Saver
 from aliquot.models.model_config import computation_settings
 from aliquot.run.run_context import RunContext, Stage, Start, TrainingContext
 from aliquot.run.shutdown import Phase

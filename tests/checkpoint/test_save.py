@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from aliquot.checkpoint.background_saver import Saver
 from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.live_parts import CpuCopier, LiveParts
 from aliquot.checkpoint.restore import restore
+from aliquot.checkpoint.save import Saver
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
@@ -183,7 +183,7 @@ import sys, time
 from pathlib import Path
 from aliquot.checkpoint import background_task
 from aliquot.distributed.watchdog import Watchdog
-from tests.checkpoint.test_background_saver import Store, TENSORS, saver_of
+from tests.checkpoint.test_save import Store, TENSORS, saver_of
 
 class Slow(Store):
     def read(self, part, start, out):
