@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,7 @@ from hypothesis import strategies as st
 
 from aliquot.core.errors import StorageError
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream, disk_rate
-from aliquot.offload.window_sums import WindowSums
-from aliquot.offload.windows import PAGE_BYTES, paged, record, windows
-from aliquot.optim.gradient_norm import block_squares
+from aliquot.offload.windows import PAGE_BYTES, record, windows
 from aliquot.tensor_io.range_io import mapped_tensor
 from tests.examples import examples
 
@@ -145,42 +142,6 @@ def test_short_transfers_are_continued(scratch: ScratchFile, monkeypatch: pytest
 def test_disk_rate_leaves_no_file(tmp_path: Path) -> None:
     assert disk_rate(tmp_path) > 1e6
     assert list(tmp_path.iterdir()) == []
-
-
-@given(
-    numels=st.lists(st.integers(1, 3000), min_size=1, max_size=9),
-    rounds=st.integers(1, 3),
-    steps=st.integers(1, 2),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=examples(20), deadline=None)
-def test_sums_on_disk_equal_sums_in_memory(numels: list[int], rounds: int, steps: int, seed: int) -> None:
-    """Windows of any sizes and numbers, of which each round changes two ranges or, now and then, none."""
-    generator = torch.Generator().manual_seed(seed)
-    places, end = {}, 0
-    for key, numel in enumerate(numels):
-        places[key] = (end, numel)
-        end += paged(4 * numel)
-    expected = [torch.zeros(numel) for numel in numels]
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = ScratchFile(Path(folder), end)
-        sums = WindowSums(scratch, places, torch.float32)
-        for _ in range(steps):
-            for number in range(rounds):
-                for key, numel in enumerate(numels):
-                    if number and int(torch.randint(3, (), generator=generator)) == 0:
-                        continue
-                    values, middle = torch.randn(numel, generator=generator), numel // 2
-                    for part in (slice(0, middle), slice(middle, numel)):
-                        target = sums.open(key, overwrite=number == 0)[part]
-                        target.copy_(values[part] if number == 0 else target + values[part])
-                    expected[key] = values if number == 0 else expected[key] + values
-            sums.flush()
-            for key, (offset, numel) in places.items():
-                (stored,) = ScratchStream(scratch, [Move(offset, paged(4 * numel), None)])
-                assert torch.equal(stored[: 4 * numel].view(torch.float32), expected[key])
-                assert sums.squares[key] == block_squares(expected[key])
-        scratch.close()
 
 
 @given(numel=st.integers(0, 10_000_000), states=st.sampled_from(["fp32", "bf16", "int8"]), row=st.integers(1, 5000))
