@@ -27,16 +27,17 @@ def test_sums_on_disk_equal_sums_in_memory(numels: list[int], rounds: int, steps
     """Windows of any sizes and numbers, of which each round changes two ranges or, now and then, none."""
     generator = torch.Generator().manual_seed(seed)
     places, end = {}, 0
-    for key, numel in enumerate(numels):
+    keys = [(0, index, 0) for index in range(len(numels))]
+    for key, numel in zip(keys, numels, strict=True):
         places[key] = (end, numel)
         end += paged(4 * numel)
-    expected = [torch.zeros(numel) for numel in numels]
+    expected = dict(zip(keys, map(torch.zeros, numels), strict=True))
     with tempfile.TemporaryDirectory() as folder:
         scratch = ScratchFile(Path(folder), end)
         sums = WindowSums(scratch, places, torch.float32)
         for _ in range(steps):
             for number in range(rounds):
-                for key, numel in enumerate(numels):
+                for key, numel in zip(keys, numels, strict=True):
                     if number and int(torch.randint(3, (), generator=generator)) == 0:
                         continue
                     values, middle = torch.randn(numel, generator=generator), numel // 2

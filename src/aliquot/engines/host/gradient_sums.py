@@ -13,20 +13,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from aliquot.engines.host.host_disk import HostDisk
+from aliquot.engines.host.host_disk import HostDisk, SumKey
 from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream
 from aliquot.offload.windows import AHEAD, SUMS_BUFFERS, paged, windows
 from aliquot.optim.gradient_norm import block_squares
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.range_io import mapped_tensor
-
-Key = TypeVar("Key")  # names a window
 
 
 class GradientSums:
@@ -172,27 +169,27 @@ class GradientSums:
         return offset, paged(numel * self._itemsize)
 
 
-class WindowSums(Generic[Key]):
+class WindowSums:
     """Gradient sums in a scratch file. Only one thread may use them.
 
     Each micro-batch opens the windows in the same order. The first micro-batch records this order, so that later
     micro-batches can read ahead.
     """
 
-    def __init__(self, scratch: ScratchFile, places: Mapping[Key, tuple[int, int]], dtype: torch.dtype) -> None:
+    def __init__(self, scratch: ScratchFile, places: Mapping[SumKey, tuple[int, int]], dtype: torch.dtype) -> None:
         """`places`: by window, (offset in the scratch file, number of elements)."""
         self._scratch = scratch
         self._places = places
         self._dtype = dtype
-        self._successor: dict[Key, Key] = {}
-        self._open: tuple[Key, Tensor] | None = None
-        self._reading: deque[tuple[Key, Tensor, Future[None]]] = deque()
-        self._writing: dict[Key, tuple[Tensor, Future[None]]] = {}  # the oldest write first
+        self._successor: dict[SumKey, SumKey] = {}
+        self._open: tuple[SumKey, Tensor] | None = None
+        self._reading: deque[tuple[SumKey, Tensor, Future[None]]] = deque()
+        self._writing: dict[SumKey, tuple[Tensor, Future[None]]] = {}  # the oldest write first
         largest = max((paged(numel * dtype.itemsize) for _, numel in places.values()), default=0)
         self._free = [mapped_tensor(largest, torch.uint8) for _ in range(SUMS_BUFFERS)]
-        self.squares: dict[Key, list[float]] = {}  # block_squares() of each window when it was last closed
+        self.squares: dict[SumKey, list[float]] = {}  # block_squares() of each window when it was last closed
 
-    def open(self, key: Key, overwrite: bool) -> Tensor:
+    def open(self, key: SumKey, overwrite: bool) -> Tensor:
         """Return the flat sums of a window. The caller may change them in place until it opens another window.
 
         With `overwrite`, the sums are not read from disk, and the memory is uninitialized. Raises StorageError.
@@ -215,10 +212,10 @@ class WindowSums(Generic[Key]):
         while self._writing:
             self._end_oldest_write()
 
-    def _values(self, key: Key, buffer: Tensor) -> Tensor:
+    def _values(self, key: SumKey, buffer: Tensor) -> Tensor:
         return buffer[: self._places[key][1] * self._dtype.itemsize].view(self._dtype)
 
-    def _pages(self, key: Key, buffer: Tensor) -> Tensor:
+    def _pages(self, key: SumKey, buffer: Tensor) -> Tensor:
         return buffer[: paged(self._places[key][1] * self._dtype.itemsize)]
 
     def _close(self) -> None:
@@ -228,7 +225,7 @@ class WindowSums(Generic[Key]):
             self.squares[key] = block_squares(self._values(key, buffer))
             self._writing[key] = (buffer, self._scratch.write(self._places[key][0], self._pages(key, buffer)))
 
-    def _read(self, key: Key) -> Tensor:
+    def _read(self, key: SumKey) -> Tensor:
         if not self._reading or self._reading[0][0] != key:
             self._drop_reads()
             self._start_read(key)
@@ -236,7 +233,7 @@ class WindowSums(Generic[Key]):
         read.result()
         return buffer
 
-    def _read_ahead(self, key: Key) -> None:
+    def _read_ahead(self, key: SumKey) -> None:
         last = self._reading[-1][0] if self._reading else key
         while len(self._reading) < AHEAD and last in self._successor:
             last = self._successor[last]
@@ -244,7 +241,7 @@ class WindowSums(Generic[Key]):
                 return
             self._start_read(last)
 
-    def _start_read(self, key: Key) -> None:
+    def _start_read(self, key: SumKey) -> None:
         while key in self._writing:
             self._end_oldest_write()
         buffer = self._take_buffer()
