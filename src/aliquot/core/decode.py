@@ -64,12 +64,12 @@ def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any
     return value
 
 
-def read_json_object(path: Path, unique_names: bool = False, anywhere: bool = False) -> dict[str, Any]:
+def read_json_object(path: Path, anywhere: bool = False) -> dict[str, Any]:
     """Read a small file with `read_small_file` and return its JSON object as `decode_json_object` does.
 
     Raises OSError; ValueError if the file is not regular, too large, a link out of its directory, or no JSON object.
     """
-    return decode_json_object(read_small_file(path, LIMIT_BYTES, anywhere), unique_names)
+    return decode_json_object(read_small_file(path, LIMIT_BYTES, anywhere))
 
 
 def read_json(path: Path) -> dict[str, Any]:

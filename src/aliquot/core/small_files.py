@@ -59,9 +59,9 @@ def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False
     return data
 
 
-def check_small(path: Path, limit: int = LIMIT_BYTES) -> None:
-    """Raise ValueError unless `path`, which a library will read, is a regular file of at most `limit` bytes."""
-    _refuse_unfit(path.stat(), limit)
+def check_small(path: Path) -> None:
+    """Raise ValueError unless `path`, which a library will read, is a regular file of at most LIMIT_BYTES bytes."""
+    _refuse_unfit(path.stat(), LIMIT_BYTES)
 
 
 def refuse_link(path: Path, directory: Path) -> None:

@@ -23,21 +23,21 @@ class MemoryUse:
     pss_bytes: int
 
 
-def memory_use(process: Path = _SELF) -> MemoryUse:
-    """Read the memory of a process, whose directory in /proc is `process`."""
-    if not (process / "smaps_rollup").exists():  # gVisor exposes only sums
-        fields = _kib_fields(process / "status")
+def memory_use() -> MemoryUse:
+    """Read the memory of this process."""
+    if not (_SELF / "smaps_rollup").exists():  # gVisor exposes only sums
+        fields = _kib_fields(_SELF / "status")
         rss_bytes, shared_bytes = fields["VmRSS"], fields.get("RssFile", 0) + fields.get("RssShmem", 0)
         return MemoryUse(rss_bytes, rss_bytes - shared_bytes, shared_bytes, rss_bytes)
-    fields = _kib_fields(process / "smaps_rollup")
+    fields = _kib_fields(_SELF / "smaps_rollup")
     private = fields["Private_Clean"] + fields["Private_Dirty"] + fields.get("Private_Hugetlb", 0)
     shared = fields["Shared_Clean"] + fields["Shared_Dirty"] + fields.get("Shared_Hugetlb", 0)
     return MemoryUse(fields["Rss"], private, shared, fields["Pss"])
 
 
-def private_bytes(process: Path = _SELF) -> int:
+def private_bytes() -> int:
     """Return the resident bytes that are neither file nor shared memory; takes microseconds."""
-    _, resident, shared, *_ = (process / "statm").read_text(encoding="ascii").split()
+    _, resident, shared, *_ = (_SELF / "statm").read_text(encoding="ascii").split()
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
@@ -58,24 +58,24 @@ class PssSampler:
         return self._bytes
 
 
-def peak_rss(process: Path = _SELF) -> int:
+def peak_rss() -> int:
     """Return the peak of resident bytes since the process started or since the last `reset_peak_rss`."""
-    return _kib_fields(process / "status")["VmHWM"]
+    return _kib_fields(_SELF / "status")["VmHWM"]
 
 
-def peak_pss(now: MemoryUse, process: Path = _SELF) -> int:
+def peak_pss(now: MemoryUse) -> int:
     """Estimate the peak of PSS since the last `reset_peak_rss`.
 
     The kernel records only the peak of RSS, which counts shared pages in full. The estimate subtracts the present
     difference between RSS and PSS.
     """
-    return max(now.pss_bytes, peak_rss(process) - (now.rss_bytes - now.pss_bytes))
+    return max(now.pss_bytes, peak_rss() - (now.rss_bytes - now.pss_bytes))
 
 
-def reset_peak_rss(process: Path = _SELF) -> bool:
+def reset_peak_rss() -> bool:
     """Reset the recorded peak to the present resident bytes. Return False if the kernel does not permit that."""
     try:
-        with (process / "clear_refs").open("w") as file:
+        with (_SELF / "clear_refs").open("w") as file:
             file.write("5")
     except OSError:
         return False

@@ -38,9 +38,9 @@ def filled_up(count: int, least: int = _MIN_ROWS) -> int:
     return -(-count // step) * step
 
 
-def row_counts(most: int, least: int = _MIN_ROWS) -> int:
+def row_counts(most: int) -> int:
     """Return the number of different results of `filled_up` for 1 to `most` rows."""
-    return len(list(_numbers(most, least)))
+    return len(list(_numbers(most, _MIN_ROWS)))
 
 
 def filled_row(tokens: int, sequences: int, sequence_length: int) -> int:

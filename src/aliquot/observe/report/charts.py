@@ -277,11 +277,11 @@ def stack_figure(
     )  # fmt: skip
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers (1, 2, 5 x 10^n apart) inside [low, high]."""
+def ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers (1, 2, 5 x 10^n apart) inside [low, high]."""
     if not high > low:
         return [low]
-    raw = (high - low) / about
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
