@@ -64,7 +64,7 @@ def another_directory(folder: Path) -> str:
 CASES: dict[str, tuple[Callable[[Path], str], str]] = {
     "steps": (lambda folder: "train.max_steps=7", "train.max_steps is 6 there and 7 here"),
     "text": (another_text, "data (hash of the tokens) is"),
-    "directory": (another_directory, "does not see what node 0 writes"),
+    "directory": (another_directory, "does not see the files that node 0 writes"),
     "seed": (lambda folder: "run.seed=6", "run.seed is 5 there and 6 here"),
     "engine": (lambda folder: "shard.engine=fsdp", "shard.engine is auto there and fsdp here"),
     "sequence": (lambda folder: "data.sequence_length=16", "data.sequence_length is 32 there and 16 here"),
@@ -230,7 +230,7 @@ def test_linked_checkpoint_directory_is_compared(tmp_path: Path, monkeypatch: py
     run.find_marker(name)
     link.unlink()
     link.symlink_to(tmp_path / "disk-of-node-1")
-    with pytest.raises(UserError, match="checkpoints: this node does not see what node 0 writes here"):
+    with pytest.raises(UserError, match="checkpoints: this node does not see the files that node 0 writes here"):
         run.find_marker(name)
 
 
@@ -241,7 +241,7 @@ def test_unshared_directory_is_recognised(tmp_path: Path, monkeypatch: pytest.Mo
         earlier = first.create_marker()  # it was killed then
         name = first.create_marker()
         RunDirectory(tmp_path / "run").find_marker(name)
-        with pytest.raises(UserError, match="does not see what node 0 writes here"):
+        with pytest.raises(UserError, match="does not see the files that node 0 writes here"):
             own.find_marker(name)
         with own.locked(), pytest.raises(UserError, match="does not see"):  # another run's
             own.find_marker(name)

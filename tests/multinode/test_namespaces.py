@@ -121,7 +121,7 @@ def test_round_robin_ranks_use_tokens_of_their_host(tmp_path: Path) -> None:
         (1, "step-00000004", None, "/step-00000004: {host} does not see the checkpoint that rank 0 sees (/"),
         (1, "step-00000004", "another", "does not see the checkpoint that rank 0 sees (another checkpoint is here)"),
         (0, "step-00000004", None, "/checkpoints: {host} has checkpoint step 4, but rank 0 sees only step 2"),
-        (0, "", None, "/checkpoints: this node does not see what node 0 writes here"),
+        (0, "", None, "/checkpoints: this node does not see the files that node 0 writes here"),
     ],
 )
 def test_node_without_newest_checkpoint_is_named(

@@ -78,7 +78,7 @@ def test_offload_moves_states_to_host_memory() -> None:
     short = replace(offloaded, host_limit_bytes_per_node=offloaded.host_peak_bytes_per_rank * 9 // 10)
     assert not short.fits and fit_check.hopeless(short)
     (told,) = fit_check.problems(short, MACHINE)
-    assert "of the machine's memory beside its GPU's" in told and "\n" not in told
+    assert "of host memory, but its limit is" in told and "\n" not in told
 
 
 def test_unsharded_gradients_stay_on_the_gpu() -> None:

@@ -229,7 +229,7 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "needs shard.engine: host or fsdp, not deepspeed" in refused(config, "shard.engine=deepspeed")
     assert "leave train.freeze out" in refusal(config, "train.freeze=[model.*]")
     assert "no weight is named nothing.*" in refusal(whole, "train.freeze=[nothing.*]")
-    assert "nothing is left to learn" in refusal(whole, "train.freeze=['*']")
+    assert "the patterns freeze every weight" in refusal(whole, "train.freeze=['*']")
     assert "adapter.target_modules: " in refusal(config, "adapter.target_modules=[nothing]")
     misspelt = refusal(config, "adapter.target_modules=[q_proj, v_porj, '']")
     assert "adapter.target_modules: 'v_porj' is the end of no layer's name; there are down_proj, gate_proj," in misspelt

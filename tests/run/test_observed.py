@@ -212,7 +212,7 @@ def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (written(), unlimited[1]))
         if on_error == "warn":
             logged = process.stderr.readline()
-            assert logged.startswith("warning: metrics and events are not recorded as long as this lasts: "), logged
+            assert logged.startswith("warning: metrics and events are not recorded until this error ends: "), logged
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
             size = written()
             while written() == size:

@@ -20,7 +20,7 @@ from aliquot.stores.store import is_url
 from aliquot.tensor_io.parts import PartStore
 
 _MAX_SHOWN = 3
-# The settings that determine the tensors, in sections where not all settings do.
+# Of these sections, only these settings determine the tensors of a checkpoint.
 _TENSOR_KEYS = {"data": ("tokenizer", "tokenizer_vocab_size"), "train": ("freeze",)}
 _NOT_SET = object()
 

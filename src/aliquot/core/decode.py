@@ -73,7 +73,7 @@ def read_json_object(path: Path, anywhere: bool = False) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in the file `path`. Raises UserError."""
+    """Read the JSON object in `path`, a small file of a model or a checkpoint. Raises UserError."""
     return parse_json(read_small(path), path)
 
 

@@ -1,6 +1,6 @@
 """Run work on rank 0 or on all ranks, and raise an error of one rank on every rank.
 
-So no rank waits for a rank that has failed.
+No rank then waits for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RankGroup(Protocol):
-    """The interface to the ranks of a run for this module and for storage, which need only a gather."""
+    """The ranks of a run, as this module and storage use them: through a gather."""
 
     @property
     def rank(self) -> int: ...

@@ -271,7 +271,7 @@ class MergedWeights:
         for module in (name.removesuffix(_A) for name in parts if name.endswith(_A)):
             weight = f"{module}.weight"
             if (entry := names.matched(source.entries, [weight]).get(weight)) is None:
-                raise WeightsFileError(f"no {weight} here, which the adapter is for", self._directory)
+                raise WeightsFileError(f"no weight {weight} here, which the adapter changes", self._directory)
             a, b = (_whole(adapter, parts[module + end]) for end in (_A, _B))
             self._factors[entry.name] = (a.t(), b.t()) if fields.get("fan_in_fan_out") else (b, a)
 

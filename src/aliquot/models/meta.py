@@ -153,11 +153,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matching = [weight for name, weight in weights.items() if fnmatchcase(name, pattern)]
         if not matching:
             near = get_close_matches(pattern, weights, n=1, cutoff=0.0)
-            raise ConfigError(f"train.freeze: no weight is named {pattern}; one is {near[0]}, and `*.bias` means many")
+            raise ConfigError(
+                f"train.freeze: no weight is named {pattern}. {near[0]} names one weight, `*.bias` names many"
+            )
         for weight in matching:
             weight.requires_grad_(False)
     if not any(weight.requires_grad for weight in weights.values()):
-        raise ConfigError("train.freeze: nothing is left to learn")
+        raise ConfigError(
+            "train.freeze: the patterns freeze every weight, so that nothing is trained: remove a pattern"
+        )
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:

@@ -76,7 +76,7 @@ class Recorder:
         self._started_at = time.monotonic()
         self._remaining = RemainingWork(run.config, total_steps, run.record.plan)
         self._evaluation_start = 0.0
-        self._eval_loss: float | None = None  # of the newest evaluation of this attempt
+        self._eval_loss: float | None = None  # loss of the newest evaluation of this attempt
 
     def __enter__(self) -> Self:
         run, first = self._run, self._ranks.rank == 0
@@ -300,11 +300,13 @@ class Recorder:
             raise error
         if not self._has_warned_of_disk:
             self._has_warned_of_disk = True
-            self._display.warning(f"metrics and events are not recorded as long as this lasts: {error}")
+            self._display.warning(f"metrics and events are not recorded until this error ends: {error}")
 
     def _write_report(self) -> None:
         try:
             write_report([self._run.directory.path], self._run.directory.report)
         # An error in the report must neither end a complete run nor hide the error that ended the run.
         except Exception as error:
-            self._display.warning(f"no report: {type(error).__name__}: {error}; `aliquot report --debug` tells more")
+            self._display.warning(
+                f"no report: {type(error).__name__}: {error}; `aliquot report --debug` shows the traceback"
+            )

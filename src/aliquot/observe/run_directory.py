@@ -90,8 +90,8 @@ class RunDirectory:
             while not (directory / name).exists():
                 if time.monotonic() > until:
                     raise NodesDifferError(
-                        "this node does not see what node 0 writes here, and every node has to write its part of each"
-                        " checkpoint: set run.directory to a directory on a file system that all nodes share",
+                        "this node does not see the files that node 0 writes here, and every node must write its part"
+                        " of each checkpoint: set run.directory to a directory on a file system that all nodes share",
                         directory,
                     )
                 time.sleep(0.1)

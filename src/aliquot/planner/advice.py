@@ -19,7 +19,7 @@ from aliquot.planner.settings_search import Search, as_arguments, batch_changes,
 Precision = Literal["bf16", "fp32"]
 
 _SIDE = 512  # side of the square matrices whose product compares the speed of bf16 and fp32
-_LARGER = (2, 4, 8, 16)
+_LARGER = (2, 4, 8, 16)  # factors by which a batch or a micro-batch grows
 _FEWER_RANKS = (1, 2, 4, 8, 16)
 _WORTH = 1.1  # a smaller gain in tokens/s is no reason to change a setting
 _NEARLY_BEST = 0.9  # a smaller change with at least this fraction of the largest gain is preferred
@@ -52,7 +52,10 @@ def with_advice(plan: Plan, search: Search) -> Plan:
 
 
 def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
-    """Return series of ascending changes that may help, and no others, because each plan costs time."""
+    """Return series of changes, each from the smallest to the largest change.
+
+    A series that cannot help is left out, because each change costs the time of a plan.
+    """
     planner, config, layout = search.planner, search.config, search.layout
     rates = planner.rates(layout)
 

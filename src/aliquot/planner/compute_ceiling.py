@@ -37,7 +37,7 @@ def ceiling(ranks: Ranks, precision: Literal["bf16", "fp32"], again: bool = Fals
     if not all(ranks.gather(profile is not None)):
         core_share = min(1.0, cpu.usable_cores / math.prod(layout))
         measured = measure_rates(lambda value: max(ranks.gather(value)), QUICK, core_share)
-        release_free_memory()  # tens of megabytes, which the run must not need on top
+        release_free_memory()  # tens of megabytes, which would otherwise count as memory of the run
         everywhere = ranks.gather([topology.node_rank, asdict(measured)])
         here = median_measurement([rates for node, rates in everywhere if node == topology.node_rank])
         if topology.local_rank == 0:

@@ -31,8 +31,8 @@ def check_start(config: RunConfig, ranks: int, memory_bytes: int) -> None:
     if needed * (1 - UNCERTAINTY) > memory_bytes:
         raise DoesNotFitError(
             f"this run would not fit: the processes of {ranks} ranks need {_gib(needed)} of memory before they have a"
-            f" model, and this machine or container has {_gib(memory_bytes)}. Lower launch.ranks (--force starts it all"
-            " the same)"
+            f" model, and this machine or container has {_gib(memory_bytes)}. Lower launch.ranks (--force starts the"
+            " run anyway)"
         )
 
 
@@ -44,18 +44,18 @@ def problems(plan: Plan, machine: Machine) -> list[str]:
         helpers = f", of which the launcher and dashboards take {_gib(plan.beside_bytes)}" if plan.beside_bytes else ""
         where = "of GPU memory" if plan.device == "cuda" else "of memory"
         lines.append(
-            f"a rank needs {_gib(peak)} {where} in the phase `{plan.peak.name}` and can have {_gib(limit)}"
-            f" ({plan.ranks_per_node} a node of {_gib(plan.limit_bytes_per_node)}{helpers}):"
+            f"a rank needs {_gib(peak)} {where} in the phase `{plan.peak.name}`, but its limit is {_gib(limit)}"
+            f" ({plan.ranks_per_node} ranks per node of {_gib(plan.limit_bytes_per_node)}{helpers}):"
             f" {_gib(peak - limit)} too much"
         )
     if plan.host_peak_bytes_per_rank > plan.host_limit_bytes:
         peak, limit = plan.host_peak_bytes_per_rank, plan.host_limit_bytes
         lines.append(
-            f"a rank needs {_gib(peak)} of the machine's memory beside its GPU's and can have {_gib(limit)}"
-            f" ({plan.ranks_per_node} a node of {_gib(plan.host_limit_bytes_per_node)}): {_gib(peak - limit)} too much"
+            f"a rank needs {_gib(peak)} of host memory, but its limit is {_gib(limit)} ({plan.ranks_per_node} ranks per"
+            f" node of {_gib(plan.host_limit_bytes_per_node)}): {_gib(peak - limit)} too much"
         )
     if machine.shm_bytes is not None and plan.shm_bytes_per_node > machine.shm_bytes:
-        lines.append(f"/dev/shm has {_gib(machine.shm_bytes)} and {_gib(plan.shm_bytes_per_node)} are needed there")
+        lines.append(f"/dev/shm has {_gib(machine.shm_bytes)}, but the run needs {_gib(plan.shm_bytes_per_node)} there")
     return lines
 
 

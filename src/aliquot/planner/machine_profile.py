@@ -32,7 +32,7 @@ FORMAT = 10
 _BUSY = 0.1  # spread of matrix product times above which the next run measures again
 _FRESH_S = 3600.0
 _MEASURED_OFF_BY = 1.15  # error of the time model itself; see docs/explanation/planning.md
-_SCALED_OFF_BY = 1.5  # eight threads were 5 to 8 times as fast as one
+_SCALED_OFF_BY = 1.5  # error of rates scaled to other numbers of threads: eight threads are 5 to 8 times as fast as one
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -45,7 +45,7 @@ class MachineProfile:
     at: FiniteFloat  # seconds since 1970
     date: str
     ranks: _Count
-    threads: _Count  # of each rank
+    threads: _Count  # threads of each rank
     thorough: bool
     rates: Measurement
 

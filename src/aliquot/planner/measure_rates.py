@@ -21,7 +21,8 @@ Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1)]  # (size, 
 Agree = Callable[[float], float]  # collective: returns the maximum over all ranks
 
 ITEMSIZES = (2, 4)  # bf16, fp32
-KINDS = ("stream", "exp", "transpose")  # of elementwise operations: plain, with an exponential, reordering copies
+# Kinds of elementwise operations: plain, with an exponential, and copies that reorder.
+KINDS = ("stream", "exp", "transpose")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Measurement:
 class Effort:
     """The sizes to measure, and the time per measurement."""
 
-    sides: tuple[int, ...]  # of square matrices; products slower than `longest_s` are skipped
+    sides: tuple[int, ...]  # sides of square matrices; products slower than `longest_s` are skipped
     longest_s: float
     tensor_bytes: tuple[int, ...]
     seconds_each: float

@@ -30,9 +30,9 @@ MARGIN = UNCERTAINTY  # fraction of the limit that placement leaves free
 _ON_DISK_NOTHING = OnDisk()
 MIB = 1 << 20
 
-# The memory of a rank without its model: Python, torch, transformers and the modules of training. START is the start of
-# the process, PROCESS is training. SHARED are pages of libraries that all ranks of a host share. Measured as
-# private_bytes and shared_bytes of the ledger for a model of 1 M parameters, minus the memory of the model (torch
+# The memory of a rank without its model: Python, torch, transformers and the modules of training. START is at the start
+# of the process, PROCESS during training. SHARED counts pages of libraries that all ranks of a host share. The numbers
+# are private_bytes and shared_bytes of the ledger for a model of 1 M parameters, minus the memory of the model (torch
 # 2.13.0+cpu, transformers 5.23, Python 3.11, x86-64 Linux 6; tcmalloc and glibc differ by 2 %).
 START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 308 * MIB, 116 * MIB
@@ -52,7 +52,7 @@ CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
 @dataclass(frozen=True)
 class MemoryPlan:
     held: RankMemory
-    phases: tuple[PhaseMemory, ...]  # of GPU memory if the rank computes on a GPU, otherwise of host memory
+    phases: tuple[PhaseMemory, ...]  # phases of GPU memory if the rank computes on a GPU, otherwise of host memory
     on_disk: OnDisk
     unsharded: Unsharded
 
@@ -279,8 +279,8 @@ def phases(
     if not held.streamed:
         slack += int(holes * most)
     else:
-        # One part of the slack is memory that the allocator keeps unused (`Plan.allocator_cache_bytes`). The other part
-        # are holes that freed layers leave between saved activations.
+        # One half of the slack is memory that the allocator keeps unused (`Plan.allocator_cache_bytes`). The other half
+        # is for holes that freed layers leave between saved activations.
         slack = max(2 * slack, most - cost.saved_bytes)
     gathered = max(held.forward, held.backward)
     steady = {"gathered": gathered, "activations": most - gathered}

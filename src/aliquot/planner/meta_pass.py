@@ -224,7 +224,7 @@ class _ExpertsRing:
 
 
 class _TwoForAll(GradientRows):
-    """Rows of the head's gradient in two blocks, which the trace counts as all: a large vocabulary has a hundred."""
+    """Two blocks of rows of the head's gradient, which the trace counts as all blocks of a large vocabulary."""
 
     def __init__(self, live: MetaTrace, edges: tuple[int, ...], *how: Any) -> None:
         super().__init__(edges, *how)

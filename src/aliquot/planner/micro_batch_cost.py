@@ -47,15 +47,15 @@ WORKS = ("forward", "backward", "evaluation")  # passes of a micro-batch
 class MicroBatchCost:
     """The operations of one micro-batch, and its live bytes without weights and their gradients."""
 
-    saved_bytes: int  # for the backward pass, after the forward pass of the layers
+    saved_bytes: int  # bytes that the forward pass of the layers saves for the backward pass
     layer_bytes: int  # the part of `saved_bytes` that the largest layer saves
-    forward_bytes: int  # peak, with head and loss
+    forward_bytes: int  # peak of the forward pass, with head and loss
     backward_bytes: int
     evaluation_bytes: int  # peak of a forward pass without gradients
     largest_bytes: int  # the largest block of a forward and backward pass
-    # Numbers of matrix products that differ in shape or memory order, for rows of one length. The products of attention
-    # count per tile shape, of an expert per number of its rows, of the output head per number of labelled rows. 0: the
-    # model has no such products, or aliquot does not replace its attention and experts.
+    # Numbers of matrix products that differ in shape or memory order, for rows of one length: `tile_products` per tile
+    # shape of attention, `expert_products` per number of rows of an expert, `head_products` per number of labelled
+    # rows. 0: the model has no such products, or aliquot does not replace its attention and experts.
     tile_products: int
     expert_products: int
     other_products: int

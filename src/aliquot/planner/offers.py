@@ -63,8 +63,8 @@ class Offer:
     global_batch: int
     micro_batch: int
     checkpointing: str
-    restarts: float  # expected
-    total_s: float  # with restarts
+    restarts: float  # expected number of restarts
+    total_s: float  # expected seconds of the run, with restarts
     usd: float
     on_cluster: bool  # the config has a section `cluster` that chooses the machines
     in_tokens: bool  # the config gives the global batch in tokens; offers give it in sequences

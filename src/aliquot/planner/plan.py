@@ -56,21 +56,21 @@ class Plan:
     bottleneck: str  # "compute-bound", or "network-bound 4.1x: " and the change that helps most
     rates: str  # source of the machine's rates: measured on a date, or estimated
     usd_per_hour: float | None  # of all nodes, on demand
-    host_phases: tuple[PhaseMemory, ...] = ()  # of host memory, if ranks compute on GPUs
+    host_phases: tuple[PhaseMemory, ...] = ()  # phases of host memory, if ranks compute on GPUs
     host_limit_bytes_per_node: int = 0
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way
-    evaluations: int = 0  # with a known number of sequences
-    evaluation_s: float = 0.0  # of one evaluation
-    uncounted_evaluations: int = 0  # with an unknown number of sequences until the data are read
-    saves: int = 0  # during which training waits
-    saves_beside: int = 0  # that overlap with steps
+    evaluations: int = 0  # evaluations whose number of sequences is known
+    evaluation_s: float = 0.0  # seconds of one evaluation
+    uncounted_evaluations: int = 0  # evaluations whose number of sequences is unknown until the data are read
+    saves: int = 0  # saves during which training waits
+    saves_beside: int = 0  # saves that overlap with steps
     stall_s: float = 0.0  # total time that steps wait for overlapping saves
-    save_s: float = 0.0  # of one save, at the rate of storage
+    save_s: float = 0.0  # seconds of one save, at the rate of storage
     export_s: float = 0.0
     export_bytes: int = 0
-    storage_bytes_per_s: float = 0.5e9  # all nodes together
+    storage_bytes_per_s: float = 0.5e9  # written by all nodes together
     storage_measured: bool = False
-    beside_bytes: int = 0  # per node: the launcher, and the clients of dashboards
+    beside_bytes: int = 0  # memory per node of the launcher and of dashboard clients
     on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
     unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps unsharded in a step
     scratch_bytes_per_node: int = 0  # size of the states on disk

@@ -50,7 +50,7 @@ class Machine:
     name: str
     instance: InstanceType | None
     cores: int
-    memory_bytes: int  # of all ranks together
+    memory_bytes: int  # memory for all ranks together
     numa_nodes: int
     network_bytes_per_s: float | None
     shm_bytes: int | None  # size of /dev/shm; None: unknown, because a pod mounts as much as it needs

@@ -32,11 +32,11 @@ class PlanRequest:
 
     config: RunConfig
     topology: Topology
-    allowed_cores: frozenset[int]  # of all ranks of this node; rank 0 itself is pinned to a few of them
+    allowed_cores: frozenset[int]  # cores of all ranks of this node; rank 0 itself is pinned to a few of these cores
     workload: Workload
     vocabulary: int
     steps_done: int  # steps in the checkpoint that the run resumes from
-    memory_bytes: int  # of the node with the least memory
+    memory_bytes: int  # memory of the node with the least memory
 
 
 def plan_together(
@@ -99,15 +99,15 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         warn(f"no plan could be made of this run: {type(error).__name__}: {error}")
         return None
     if advice is not None:
-        raise DoesNotFitError(f"this run would not fit: {problems}. {advice} (--force starts it all the same)")
+        raise DoesNotFitError(f"this run would not fit: {problems}. {advice} (--force starts the run anyway)")
     if too_full and not force:
-        raise StorageError(f"this run would fill a disk: {'; '.join(too_full)} (--force starts it all the same)")
+        raise StorageError(f"this run would fill a disk: {'; '.join(too_full)} (--force starts the run anyway)")
     if problems:
         warn(f"this run may not fit: {problems}")
     elif smallest is not None and (short := "; ".join(fit_check.problems(smallest, machine))):
         with_few = f"with {smallest.nodes} of its nodes left (launch.nodes {config.launch.nodes}), {short}"
         if fit_check.hopeless(smallest) and not force:
-            raise DoesNotFitError(f"this run would not fit: {with_few}; raise MIN (--force starts it all the same)")
+            raise DoesNotFitError(f"this run would not fit: {with_few}; raise MIN (--force starts the run anyway)")
         warn(f"this run may not fit: {with_few}")
     if (unsaved := unsaved_work(config, plan)) is not None:
         warn(unsaved)

@@ -144,7 +144,7 @@ def parts(run: Run) -> Figure:
 
 
 def traffic(run: Run) -> Figure:
-    name, title = "bytes", "Bytes that rank 0 passed on, per step"
+    name, title = "bytes", "Bytes that rank 0 sent, per step"
     wire, staged, moved = (run.per_step(f"{path}_bytes") for path in ("wire", "staged", "moved"))
     if not wire and not staged:
         return Figure(name, title, "", missing="two logged steps of one attempt are needed, and there are fewer")
@@ -209,7 +209,7 @@ def _router_loss(run: Run) -> list[Figure]:
         return []
     says = f"Balancing the routers added {significant(points[-1][1])} to the training loss at the end."
     axis = Axis("nats per token", significant, "{:.5f}".format, marks=resumes(run))
-    figure = Figure("router-loss", "What balancing adds to the loss", says)
+    figure = Figure("router-loss", "Router loss, which balances the experts", says)
     return [line_figure(figure, axis, [Line("router_aux_loss_coef x balance", points, 0)])]
 
 

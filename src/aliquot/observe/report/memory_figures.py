@@ -20,7 +20,7 @@ _CATEGORIES = ("weights", "gradients", "moments", "gathered", "activations", "sh
 class _MemoryKind:
     """How to draw one kind of memory: GPU memory or host memory."""
 
-    suffix: str  # of the figure's name
+    suffix: str  # suffix of the figure's name
     title: str
     metric: str  # key in the metrics of a logged step
     rest: str  # label of memory outside the known categories
@@ -59,7 +59,7 @@ def _kinds(run: Run) -> list[_MemoryKind]:
 def memory(run: Run) -> list[Figure]:
     """Draw memory by phase, each phase for the rank with the most. GPU memory comes before host memory."""
     if not run.rows:
-        why = "ledger.json is not there: it is written after the first step, and this run has not come so far"
+        why = "there is no ledger.json: a run writes it after its first step"
         return [Figure("memory-phases", "Memory over the phases", "", missing=why)]
     return [_over_phases(run, kind) for kind in _kinds(run)]
 
@@ -121,9 +121,10 @@ def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
     last, middle = largest[-1][1], largest[len(largest) // 2][1]
     says = f"The largest rank had {_in_gib(last)} at step {largest[-1][0]:,.0f}"
     grown = last - middle
-    says += f", {_in_gib(grown)} more than half way." if grown > 0.02 * last else ", not more than half way."
+    more = f"{_in_gib(grown)} more" if grown > 0.02 * last else "not more"
+    says += f", {more} than in the middle of the run."
     levels = kind.levels(GIB * max(y for _, y in largest))
-    unit = "GiB of a rank: its own and its share of what is shared"
+    unit = "GiB of a rank: private memory and its share of shared memory"
     axis = Axis(unit, significant, _in_gib, True, levels, marks=resumes(run))
     lines = [Line("largest rank", largest, 0)]
     if smallest != largest:

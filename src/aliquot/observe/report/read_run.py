@@ -234,7 +234,7 @@ def _status(path: Path, events: list[Object], steps: list[Object]) -> Status:
         return Status("empty", "no step has been logged")
     if causes := [error for error in _rank_errors(path) if error.get("kind") != "peer_lost"]:
         return Status("failed", f"rank {causes[0].get('rank')}: {causes[0].get('message')}")
-    return Status("killed", "it ended without a last word: killed, out of memory, or a lost machine")
+    return Status("killed", "it ended without a final event: it was killed, ran out of memory, or its machine was lost")
 
 
 def _rank_errors(path: Path) -> list[Object]:

@@ -253,7 +253,10 @@ def commands(run: Run) -> list[tuple[str, str]]:
         f"run.directory={run.path.with_name(run.path.name + '-again')}",
     ])  # fmt: skip
     started = run.about.get("command")
-    return [("as it was started", str(started) if started else NOT_RECORDED), ("to repeat it beside this one", repeat)]
+    return [
+        ("as it was started", str(started) if started else NOT_RECORDED),
+        ("to repeat it under another name", repeat),
+    ]
 
 
 def steps_done(run: Run) -> float:
