@@ -29,6 +29,7 @@ from aliquot.data.chat import (
 from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut
 from aliquot.data.text_encoder import AS_TEXT, AS_TOKENS, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level
+from tests.tools.docs_pages import ROOT
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
@@ -262,7 +263,9 @@ def test_records_without_labels_have_a_reason() -> None:
 
 
 def test_a_chat_without_a_template_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the tokenizer has no chat template, .*: set data\.chat_template"):
+    with pytest.raises(
+        UserError, match=r"the tokenizer has no chat template, .*\. Set data\.chat_template .* examples/chat\.jinja"
+    ):
         learned({"messages": TALK, "context": 0})
 
 
@@ -365,11 +368,37 @@ def test_calls_unknown_to_the_template_are_no_answers() -> None:
     assert learned({**record, "messages": thoughtful}, CHATML)[2] == TEMPLATE_LEAVES_OUT
 
 
+def test_template_gets_arguments_as_an_object_also_from_json_text() -> None:
+    """Templates write arguments with `tojson`, which would quote the JSON text of OpenAI's format a second time."""
+    for arguments in ({"city": "fox"}, '{"city":"fox"}'):
+        record = {"messages": [TALK[0], call(arguments)], "context": 0}
+        assert learned(record, CALLING)[1:] == (['weather {"city": "fox"}</s>\n'], None)
+    record = {"messages": [TALK[0], call("the fox")], "context": 0}
+    assert learned(record, CALLING)[1:] == (['weather "the fox"</s>\n'], None)
+    only_text = CALLING.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments + '' }}")
+    record = {"messages": [TALK[0], call('{"city":"fox"}')], "context": 0}
+    assert learned(record, only_text)[1:] == (['weather {"city":"fox"}</s>\n'], None), "the text of the record"
+
+
 def test_template_gets_json_arguments_if_required() -> None:
     adding = CALLING.replace("{{ c.function.arguments | tojson }}", "{{ ' with ' + c.function.arguments }}")
     record: dict[str, Any] = {"messages": [TALK[0], call()], "context": 0}
     told = ['weather  with {"city": "fox"}</s>\n'], f"{CHANGED} with arguments as JSON text"
     assert learned(record, adding)[1:] == told
+
+
+def test_the_example_template_writes_tools_calls_and_their_results() -> None:
+    example = (ROOT / "examples" / "chat.jinja").read_text()
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    messages = [TALK[0], call('{"city":"fox"}'), {"role": "tool", "content": "12345"}, GREETING]
+    whole, parts, missing = learned({"messages": messages, "tools": tools, "context": 0}, example)
+    assert whole.startswith(f"<|tools|>\n{json.dumps(tools[0])}\n<|user|>\nfox?\n<|assistant|>\n<tool_call>")
+    assert "<|tool|>\n12345\n<|assistant|>\ndog</s>" in whole
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "fox"}}\n</tool_call></s>'
+    assert (parts, missing) == ([written, "dog</s>"], None)
+    both = {**call(), "content": "now", "tool_calls": call()["tool_calls"] * 2}
+    assert learned({"messages": [TALK[0], both], "context": 0}, example)[1][0].count("\n<tool_call>") == 2
+    assert learned({"messages": TALK, "context": 0}, example)[1:] == (["dog é 12345</s>", "stop</s>"], None)
 
 
 def test_an_empty_answer_teaches_nothing_and_is_counted() -> None:

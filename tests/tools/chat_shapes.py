@@ -1,8 +1,9 @@
 """Chat templates of the package `trl` times shapes of chats: `python -m tests.tools.chat_shapes` prints the outcomes.
 
-`=`: the text is what `apply_chat_template` writes, and where TRL marks answers the mask is its marks; `c`: the template
-fails on the record as it is, or writes Python's lists, and takes a changed one; `e`: as `=`, without what TRL marks of
-an answer of which the template writes no word; `-`: the record is left out. The reasons stand below.
+`=`: the text is what `apply_chat_template` writes, and where TRL marks answers the mask is its marks. Arguments of
+calls are objects, as transformers documents them, unless the template accepts JSON text alone. `c`: the template fails
+on the record as it is, or writes Python's lists, and takes a changed one; `e`: as `=`, without what TRL marks of an
+answer of which the template writes no word; `-`: the record is left out. The reasons stand below.
 """
 
 from __future__ import annotations
@@ -111,12 +112,15 @@ def outcome(tokenizer: PreTrainedTokenizerFast, shape: str) -> Outcome:
     ids, mask, notes = encode_record(tokenizer, text, spec)
     marked = "generation" in tokenizer.chat_template and "endgeneration" in tokenizer.chat_template
     expected, refusal = None, ""
-    try:
-        expected = tokenizer.apply_chat_template(
-            record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=marked
-        )
-    except Exception as error:  # a template is a program of the model's author
-        refusal = str(error)
+    for form in ["call, answer", shape] if shape == "arguments as text" else [shape]:
+        try:
+            rendered = tokenizer.apply_chat_template(
+                SHAPES[form], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=marked
+            )
+        except Exception as error:  # a template is a program of the model's author
+            refusal = str(error)
+            continue
+        expected = expected or rendered
     as_python = expected is not None and "[{'type': 'text'" in tokenizer.decode(expected["input_ids"])
     if not ids:
         reason, detail = next(iter(notes.items()))

@@ -2,8 +2,8 @@
 
 An example on the page is one or more blocks of records (json, csv, text), a block with a configuration (yaml), and a
 block with the command and its output. The records are written to the files that the configuration names. Models of the
-hub are replaced by a small tokenizer with the model's chat template. Progress is left out, and after the first example
-also the lines about epochs and steps.
+hub are replaced by a small tokenizer with the model's chat template, if the model has one. Progress is left out, and
+after the first example also the lines about epochs and steps.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def page(directory: Path) -> str:
     text, parts, at, count = PAGE.read_text(), [], 0, 0
     records: list[tuple[str, str]] = []
     config = ""
+    (directory / "examples").symlink_to(ROOT / "examples")
     with contextlib.chdir(directory):
         for block in _BLOCK.finditer(text):
             language, content = block.groups()
@@ -76,11 +77,13 @@ def _model(name: str) -> Path:
     directory = Path(name)
     if not directory.exists():
         directory.mkdir(parents=True)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": _SPECIAL[0]}
-        template = files("trl").joinpath("chat_templates", f"{_TEMPLATES[name]}.jinja").read_text(encoding="utf-8")
+        end = "<|im_end|>" if name in _TEMPLATES else _SPECIAL[0]
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": _SPECIAL[0]}
         (directory / "tokenizer.json").write_text(_tokenizer())
         (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-        (directory / "chat_template.jinja").write_text(template)
+        if name in _TEMPLATES:
+            template = files("trl").joinpath("chat_templates", f"{_TEMPLATES[name]}.jinja")
+            (directory / "chat_template.jinja").write_text(template.read_text(encoding="utf-8"))
         (directory / "config.json").write_text(json.dumps(_SHAPE))
     return directory
 
@@ -122,7 +125,7 @@ def _objects(text: str) -> Iterator[Any]:
 
 
 def _is_about_steps(line: str) -> bool:
-    return line.startswith(("an epoch: ", "this run has only ")) or " steps of " in line
+    return line.startswith(("an epoch: ", "this run has only ")) or re.search(r" steps? of ", line) is not None
 
 
 def main() -> None:

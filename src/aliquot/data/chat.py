@@ -19,7 +19,7 @@ from aliquot.data.text_encoder import TextEncoder
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 6  # part of the cache key; increase it whenever a record gets other tokens or another mask
+ENCODING = 7  # part of the cache key; increase it whenever a record gets other tokens or another mask
 
 # A record is encoded as a whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of
 # memory per character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
@@ -162,8 +162,9 @@ def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
 def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
     if "messages" in record:
         raise TokenizerError(
-            "the records hold messages, but the tokenizer has no chat template, or data.chat_template is none: set"
-            " data.chat_template"
+            "the records are chats, but the tokenizer has no chat template, as for most base models, or"
+            " data.chat_template is none. Set data.chat_template to a template, for example examples/chat.jinja of"
+            " aliquot's repository"
         )
     system = f"{record['system']}\n\n" if "system" in record else ""
     if "prompt" in record:

@@ -124,7 +124,7 @@ def writes_date(source: str | dict[str, str]) -> bool:
 def fit_messages(template: ChatTemplate, messages: Messages) -> tuple[Messages, str | None]:
     """Return the messages in a form that the template accepts, and a description of the changes.
 
-    The first form tried is the form that `tokenizer.apply_chat_template` renders; its description is None. Raises
+    The description is None for the form that transformers documents for `tokenizer.apply_chat_template`. Raises
     LeftOut, with the error of the template if there is one, if the template accepts no form.
     """
     error: Exception | None = None
@@ -147,22 +147,26 @@ Change = tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]
 
 
 def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
-    """Yield (changes, messages) to try: first the messages without nulls, then forms with more and more changes."""
-    without_nulls = [{key: part for key, part in message.items() if part is not None} for message in messages]
-    yield [], without_nulls
-    choices: list[list[Change | None]] = [
-        [None, ("a `content` of null", _with_default(None)), ("an empty `content`", _with_default(""))],
-        [None, ("arguments of calls as objects", _object_arguments), ("arguments as JSON text", _text_arguments)],
-        [None, ("a `content` as one text", _one_text), ("texts as parts of a `content`", _in_parts)],
-    ]
-    for chosen in sorted(product(*choices), key=lambda choice: -choice.count(None)):
-        form, names = without_nulls, []
+    """Yield (changes, messages) to try: first the messages without nulls, then forms with more and more changes.
+
+    Arguments of calls are objects, as transformers and vLLM pass them, even if the record holds them as JSON text: most
+    templates would quote this text a second time. A template that accepts text alone gets the text of the record.
+    """
+    recorded = [{key: part for key, part in message.items() if part is not None} for message in messages]
+    objects, texts = ([change(message) for message in recorded] for change in (_object_arguments, _text_arguments))
+    bases: list[tuple[list[str], Messages]] = [([], objects)]
+    if texts != objects:
+        bases.append(([] if texts == recorded else ["arguments as JSON text"], texts))
+    contents = [None, ("a `content` of null", _with_default(None)), ("an empty `content`", _with_default(""))]
+    shapes = [None, ("a `content` as one text", _one_text), ("texts as parts of a `content`", _in_parts)]
+    choices = product(contents, shapes, bases)
+    for *chosen, (changes, form) in sorted(choices, key=lambda choice: len(choice[-1][0]) - choice.count(None)):
+        effective = len(changes) + len(chosen) - chosen.count(None)  # the number of changes if each has an effect
         for name, change in filter(None, chosen):
             changed = [change(message) for message in form]
-            names += [name] if changed != form else []
-            form = changed
-        if names and len(names) == len(chosen) - chosen.count(None):
-            yield names, form
+            changes, form = ([*changes, name] if changed != form else changes), changed
+        if len(changes) == effective:
+            yield changes, form
 
 
 def _with_default(content: str | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
