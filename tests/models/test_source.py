@@ -90,6 +90,17 @@ def test_fingerprint_sees_small_tensors_and_truncated_copies(tmp_path: Path) -> 
     assert fingerprint(tmp_path) != before
 
 
+def test_a_config_without_weights_leads_to_model_config(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SMALL))
+    advice = f"To train from scratch, write model.config: {file} instead of model.path"
+    assert advice in refused(path=str(file))
+    for load in (load_tokenizer, ByteMap.from_directory):
+        with pytest.raises(UserError) as caught:
+            load(tmp_path)
+        assert advice in str(caught.value)
+
+
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c"])
 def test_non_hub_ids_are_directories(path: str) -> None:
     assert "no such directory" in refused(path=path)

@@ -25,6 +25,7 @@ from aliquot.data.token_store import TokenStore
 from aliquot.models.model_files import save_tokenizer
 from aliquot.models.source import DESCRIPTION_FILES
 from aliquot.models.untrusted_code import without_code
+from aliquot.tensor_io.bytemap import scratch_advice
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # Texts that show whether two tokenizers with the same vocabulary split words in the same way.
@@ -61,7 +62,9 @@ def load_tokenizer(name: str | Path) -> Any:
                 raise TokenizerError(message, file) from error
         if path.is_dir() and not any(path.glob("tokenizer*")):
             raise TokenizerError(
-                "no tokenizer here: set data.tokenizer to a directory, a tokenizer.json or a hub id", name
+                "no tokenizer here: set data.tokenizer to a directory, a tokenizer.json or a hub id"
+                f"{scratch_advice(path)}",
+                name,
             ) from error
         if path.is_dir() and _needs_sentencepiece(path):
             raise MissingToolError(

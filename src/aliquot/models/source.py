@@ -183,6 +183,11 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     directory = with_home(path)
     if directory.is_dir():
         return directory
+    if directory.is_file():
+        raise ModelFilesError(
+            f"model.path {path}: a file, not the directory or hub id of a model. To train from scratch,"
+            f" write model.config: {path} instead of model.path"
+        )
     if looks_local(path):
         raise ModelFilesError(f"model.path {path}: no such directory (nor does it look like a hub id, owner/name)")
     from huggingface_hub import snapshot_download

@@ -120,4 +120,11 @@ def _absent(directory: Path, stem: str) -> str:
     message = f"no {stem}.safetensors and no {stem}.safetensors.index.json here"
     if any(directory.glob("*.bin")):
         message += "; convert the .bin files first: from_pretrained(...), then save_pretrained(...) with transformers"
-    return message
+    return message + scratch_advice(directory)
+
+
+def scratch_advice(directory: Path) -> str:
+    """Return the setting for training from scratch if `directory` has the config.json of a model, but no weights."""
+    if not (directory / "config.json").is_file() or any(directory.glob("*.safetensors*")):
+        return ""
+    return f". To train from scratch, write model.config: {directory}/config.json instead of model.path"
