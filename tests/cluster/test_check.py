@@ -540,7 +540,7 @@ def test_refused_before_rendering() -> None:
         cpu_job(instance_types=["g6e.8xlarge"])
     with pytest.raises(UserError, match=r"nearest: r7i\.8xlarge"):
         cpu_job(instance_types=["r7i.8xlarg"])
-    with pytest.raises(UserError, match=r"2 ranks a node, g6e\.8xlarge has 1 GPUs"):
+    with pytest.raises(UserError, match=r"2 ranks a node, g6e\.8xlarge has 1 GPU"):
         describe(config(cluster_section(instance_types=["g6e.8xlarge"])), plan(device="cuda"))
 
 

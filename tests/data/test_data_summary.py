@@ -21,7 +21,7 @@ def test_summary_marks_labels_and_shortens_the_rest() -> None:
     assert len([line for line in whole if line.startswith("example")]) == 2
     assert len([line for line in whole if line.startswith("learned > ")]) == 2 * 3 + 2
     short = list(examples(source, tokenizer, max_characters=2))
-    assert "learned > d [... 1 characters ...] g" in short
+    assert "learned > d [... 1 character ...] g" in short
     rest = sum(len(word) for word in words)
     assert f"        | [... {rest} more tokens ...]" in short
 
@@ -46,3 +46,11 @@ def test_the_header_counts_epochs_as_the_metrics_do() -> None:
     steps = batches.total_steps(None)
     assert steps == 4 and header(batches, steps, {})[-1].endswith("this run: 3 epochs")
     assert batches.step_batch(steps - 1, 0, 1).epoch == 3.0
+
+
+def test_one_is_singular_in_the_header() -> None:
+    source, format = TrainStore(memory_store([[1, 2, 3]])), SequenceFormat(8, 0, packed=False)
+    batches = Batches([source], format, seed=1, global_batch_size=1, micro_batch_size=1, epochs=1.0)
+    first, *_, last = header(batches, 1, {})
+    assert first == "1 document, 3 tokens; 1 step of 1 sequence of 8, a document each"
+    assert last == "an epoch: 1 sequence, 1 step; this run: 1 epoch"

@@ -111,7 +111,7 @@ def test_unseen_gpus_are_a_problem(tmp_path: Path) -> None:
     assert network_checks.check_nccl(subject(tmp_path)).found == "no GPU"
     lay_out(tmp_path, {"dev/nvidia0": "", "dev/nvidiactl": ""})
     finding = network_checks.check_nccl(subject(tmp_path))
-    assert finding.level == "problem" and finding.found.startswith("1 GPUs, torch ")
+    assert finding.level == "problem" and finding.found.startswith("1 GPU, torch ")
 
 
 def test_compilers(tmp_path: Path) -> None:

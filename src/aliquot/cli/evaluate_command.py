@@ -13,6 +13,7 @@ import typer
 
 from aliquot.cli.options import BaseModel, Debug
 from aliquot.cli.terminal import one_line_errors, run_rank
+from aliquot.core.number_format import count_of
 
 
 def command(
@@ -83,5 +84,5 @@ def command(
         prefix = f"{name}: " if name else ""
         bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
         print(f"{prefix}loss {result.loss:.4f}, perplexity {result.perplexity:.3f}{bits}")
-        tokens, documents = f"{result.predicted_tokens:,}", f"{result.documents:,}"
-        print(f"over {tokens} tokens of {documents} documents, {result.sequence_length} at once")
+        tokens, documents = count_of(result.predicted_tokens, "token"), count_of(result.documents, "document")
+        print(f"over {tokens} of {documents}, {result.sequence_length} at once")

@@ -14,6 +14,7 @@ from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import ClusterError
+from aliquot.core.number_format import count_of
 from aliquot.planner.plan import Plan
 
 EFA = "vpc.amazonaws.com/efa"
@@ -214,5 +215,6 @@ def _gpus(node: InstanceType, plan: Plan) -> int:
             )
         return 0
     if plan.ranks_per_node > node.gpus:
-        raise ClusterError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {node.gpus} GPUs")
+        gpus = count_of(node.gpus, "GPU")
+        raise ClusterError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {gpus}")
     return plan.ranks_per_node

@@ -17,6 +17,7 @@ from aliquot.cluster.quantity import GIB
 from aliquot.cluster.security import network_policy
 from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
 from aliquot.core.errors import StorageError
+from aliquot.core.number_format import count_of
 
 KUSTOMIZATION = "kustomization.yaml"
 
@@ -73,9 +74,10 @@ def parsed(job: Job, runtime: bool = False) -> list[ManifestObject]:
 
 def plan_line(job: Job) -> str:
     plan = job.plan
-    ranks = f"{plan.ranks_per_node} rank{'s' if plan.ranks_per_node > 1 else ''}"
-    threads = f"{plan.threads_per_rank} thread{'s' if plan.threads_per_rank > 1 else ''}"
-    length = f"{plan.steps:,} steps of {plan.step_s:.3g} s" if plan.steps else f"a step takes {plan.step_s:.3g} s"
+    ranks = count_of(plan.ranks_per_node, "rank")
+    threads = count_of(plan.threads_per_rank, "thread")
+    step = f"{plan.step_s:.3g} s"
+    length = f"{count_of(plan.steps, 'step')} of {step}" if plan.steps else f"a step takes {step}"
     cost = "" if plan.cost_usd is None or not plan.steps else f", {dollars(plan.cost_usd)} USD on demand"
     return (
         f"Plan: {plan.model}, engine {plan.engine}, {plan.nodes} x {job.types[0].name} x {ranks} x"

@@ -13,6 +13,7 @@ from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.node_pool_view import CAPACITY, ZONE, PoolView, allocatable_disk_bytes, disk_bytes, type_labels
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
+from aliquot.core.number_format import count_of
 
 # Typical requests of all daemonsets of an EKS node: CNI, kube-proxy, EBS, FSx and EFA plugins.
 DAEMONSET_MILLICORES = 250
@@ -118,7 +119,7 @@ def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject
     if cpu > cpu_left:
         yield f"{cpu / 1000:g} CPUs requested, a pod can have {cpu_left / 1000:g} of its {node_type.vcpus}"
     if job.count(GPU) > node_type.gpus:
-        yield f"{job.count(GPU)} GPUs requested, it has {node_type.gpus}"
+        yield f"{count_of(job.count(GPU), 'GPU')} requested, it has {node_type.gpus}"
     if job.count(EFA) > node_type.efa_interfaces:
         yield f"{job.count(EFA)} x {EFA} requested, it has {node_type.efa_interfaces}"
     disk = disk_bytes(node_class, node_type) if node_class is not None else None

@@ -12,6 +12,12 @@ def short_hash(value: object) -> object:
     return value[:8] if isinstance(value, str) and _DIGEST.fullmatch(value) else value
 
 
+def count_of(number: float | str, singular: str, plural: str | None = None) -> str:
+    """Format a number with its noun: `1 step`, `2,000 steps`; `number` may be text that is already formatted."""
+    text = number if isinstance(number, str) else f"{number:,.0f}"
+    return f"{text} {singular if text == '1' else plural or f'{singular}s'}"
+
+
 def gib(size_bytes: float) -> str:
     """Format as `1.25 GiB`."""
     return f"{size_bytes / 2**30:.2f} GiB"

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import DataError, ResumeError
+from aliquot.core.number_format import count_of
 from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_seed
 from aliquot.data.layout import Group, Layout, SequenceFormat
 from aliquot.data.packing import Packing
@@ -195,8 +196,8 @@ class Batches:
             return available
         if available is not None and available < max_steps:
             raise DataError(
-                f"all of data.sources end after {available} steps, before train.max_steps {max_steps}: lower it, or"
-                " let a source repeat"
+                f"all of data.sources end after {count_of(available, 'step')}, before train.max_steps {max_steps}:"
+                " lower it, or let a source repeat"
             )
         return max_steps
 

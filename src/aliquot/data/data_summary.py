@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from aliquot.core.number_format import count_of
 from aliquot.data.batches import Batches, EvalBatches
 from aliquot.data.data_order import TrainStore
 from aliquot.data.formats import TITLES
@@ -24,8 +25,8 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
     documents = sum(source.store.documents for source in batches.sources)
     tokens = sum(len(source.store.tokens) for source in batches.sources)
     lines = [
-        f"{documents:,} documents, {tokens:,} tokens; {total_steps} steps of {batches.global_batch_size} sequences of"
-        f" {batches.format.length}, {packed}"
+        f"{count_of(documents, 'document')}, {count_of(tokens, 'token')}; {count_of(str(total_steps), 'step')} of"
+        f" {count_of(str(batches.global_batch_size), 'sequence')} of {batches.format.length}, {packed}"
     ]
     for stream, share in zip(batches.streams, _shares(batches, total_steps), strict=True):
         name = stream.source.name or "data"
@@ -37,7 +38,8 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
     steps = batches.epoch_sequences / batches.global_batch_size
     # The last step of the run may be smaller than a global batch.
     epochs = batches.steps.of(total_steps - 1).stop / batches.epoch_sequences
-    lines.append(f"an epoch: {batches.epoch_sequences:,} sequences, {steps:,.4g} steps; this run: {epochs:.3g} epochs")
+    epoch = f"{count_of(batches.epoch_sequences, 'sequence')}, {count_of(f'{steps:,.4g}', 'step')}"
+    lines.append(f"an epoch: {epoch}; this run: {count_of(f'{epochs:.3g}', 'epoch')}")
     return lines
 
 
@@ -54,10 +56,10 @@ def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
     if total_steps < FEW_STEPS and not chosen:
         smaller = "a smaller train.global_batch_size, " if batches.global_batch_size > 1 else ""
         unpacked = ", or data.packing=false (a document is a sequence)" if batches.format.packed else ""
+        sequences = count_of(batches.epoch_sequences, "sequence")
         yield (
-            f"this run has only {total_steps} steps: {batches.epoch_sequences} sequences an epoch, and"
-            f" {batches.global_batch_size} a step. For more steps: {smaller}a shorter data.sequence_length, more"
-            f" train.num_train_epochs{unpacked}"
+            f"this run has only {count_of(total_steps, 'step')}: {sequences} an epoch, and {batches.global_batch_size}"
+            f" a step. For more steps: {smaller}a shorter data.sequence_length, more train.num_train_epochs{unpacked}"
         )
 
 
@@ -83,9 +85,11 @@ def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
 
 def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
     learned, tokens = int(packing.pieces.predicted.sum(dtype=np.int64)), len(store.tokens)
-    kinds = ", ".join(f"{count:,} {TITLES[kind]}" for kind, count in store.formats.items())
+    kinds = ", ".join(count_of(count, *TITLES[kind]) for kind, count in store.formats.items())
     described_kinds = f"{kinds}; " if kinds else ""
-    shown_share = "" if share is None else f"; {share.tokens:.2%} of the tokens of this run, {share.epochs:.3g} epochs"
+    shown_share = ""
+    if share is not None:
+        shown_share = f"; {share.tokens:.2%} of the tokens of this run, {count_of(f'{share.epochs:.3g}', 'epoch')}"
     yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){shown_share}"
     yield from irregularities(store)
     cut, into, pieces = _pieces(store, sequence_length)
@@ -93,8 +97,8 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
         empty = pieces - len(packing.pieces.start)
         advice = "; a longer one keeps answers with their prompts" if store.mask is not None else ""
         unlearned = f"; {empty:,} of all pieces are left out: nothing is learned in them" if empty else ""
-        are = "document is" if cut == 1 else "documents are"
-        yield f"{cut:,} {are} longer than data.sequence_length: cut into {into:,} pieces{unlearned}{advice}"
+        longer = count_of(cut, "document is", "documents are")
+        yield f"{longer} longer than data.sequence_length: cut into {into:,} pieces{unlearned}{advice}"
 
 
 def irregularities(store: TokenStore) -> Iterator[str]:
@@ -143,7 +147,8 @@ def examples(
         start, stop = int(store.offsets[document]), int(store.offsets[document + 1])
         # The first token has no context to be predicted from.
         learned = stop - start - 1 if store.mask is None else int(store.mask[start + 1 : stop].sum())
-        yield f"example {document + 1}{name}: {stop - start:,} tokens, {learned:,} are learned"
+        lengths = f"{count_of(stop - start, 'token')}, {count_of(learned, 'is', 'are')} learned"
+        yield f"example {document + 1}{name}: {lengths}"
         ids = store.tokens[start : min(stop, start + _MAX_TOKENS)].tolist()
         mask = [0] + ([1] * (len(ids) - 1) if store.mask is None else store.mask[start + 1 : start + len(ids)].tolist())
         at, stretches = 0, [(bit, len(list(stretch))) for bit, stretch in groupby(mask)]
@@ -154,7 +159,7 @@ def examples(
                 f"{_LEARNED if bit else _READ}{line}" for line in _shortened(decoded, max_characters).split("\n")
             )
         if at < stop - start:
-            yield f"{_READ}[... {stop - start - at:,} more tokens ...]"
+            yield f"{_READ}[... {count_of(stop - start - at, 'more token')} ...]"
 
 
 def first_samples(batches: Batches, tokenizer: Any, text: bool = False) -> list[str]:
@@ -167,4 +172,4 @@ def _shortened(text: str, most: int | None) -> str:
     if most is None or len(text) <= most:
         return text
     half = most // 2
-    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    return f"{text[:half]} [... {count_of(len(text) - 2 * half, 'character')} ...] {text[-half:]}"

@@ -47,12 +47,12 @@ from aliquot.data.documents import (
     left_out,
 )
 
-TITLES: dict[str, str] = {
-    "text": "texts",
-    "messages": "chats (messages)",
-    "conversations": "chats (ShareGPT)",
-    "prompt": "prompts with completions",
-    "instruction": "instructions (Alpaca)",
+TITLES: dict[str, tuple[str, str]] = {  # singular, plural
+    "text": ("text", "texts"),
+    "messages": ("chat (messages)", "chats (messages)"),
+    "conversations": ("chat (ShareGPT)", "chats (ShareGPT)"),
+    "prompt": ("prompt with completion", "prompts with completions"),
+    "instruction": ("instruction (Alpaca)", "instructions (Alpaca)"),
 }
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # field names in Alpaca's and in Dolly's format
 # Optional fields of all formats with answers.

@@ -20,6 +20,7 @@ import math
 from pathlib import Path
 
 from aliquot.config.schema import LaunchSection, RunConfig
+from aliquot.core.number_format import count_of
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
@@ -48,7 +49,7 @@ def crowding_warning(launch: LaunchSection, config: RunConfig) -> str | None:
     if launch.ranks == "auto" or launch.ranks <= _CROWDED * cpu.usable_cores or _has_gpus(launch):
         return None
     fitting, _ = cpu_ranks(config, launch.most_nodes, cpu, memory_bytes)
-    cores = f"{cpu.usable_cores} core{'s' if cpu.usable_cores > 1 else ''}"
+    cores = count_of(cpu.usable_cores, "core")
     return (
         f"launch.ranks is {launch.ranks}, but this machine has {cores} and {memory_bytes >> 30} GiB of memory: ranks"
         f" on one core take turns, and these ranks take about {launch.ranks * _RANK_BYTES >> 30} GiB."

@@ -13,6 +13,7 @@ from typing import Literal
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import DeviceError, LaunchError
+from aliquot.core.number_format import count_of
 from aliquot.distributed.numa_binding import core_sets, cores_of_single_rank, cores_per_rank
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.machine.cpu import CpuFacts, format_cpu_list
@@ -96,7 +97,8 @@ def place_rank(
     )
     where = f", cores {' | '.join(format_cpu_list(cpus) for cpus in cores)}" if cores[0] else ", not pinned"
     machines = f" on each of {topology.nodes} nodes" if topology.nodes > 1 else ""
-    return topology, f"{_count(local_ranks, 'rank')} x {_count(threads, 'thread')}{machines}{where}, from {reason}"
+    processes = f"{count_of(local_ranks, 'rank')} x {count_of(threads, 'thread')}"
+    return topology, f"{processes}{machines}{where}, from {reason}"
 
 
 def threads_per_rank(
@@ -152,10 +154,6 @@ def check_port(name: str, port: int) -> None:
         raise LaunchError(f"the environment variable {name} is {port}: ports are 1 to {_LARGEST_PORT}")
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
     """Return the device for `launch.device`; auto takes a GPU if torch sees one. Raises DeviceError."""
     import torch
@@ -174,6 +172,6 @@ def check_gpus(local_ranks: int) -> None:
     gpus = torch.cuda.device_count()
     if local_ranks > gpus:
         raise LaunchError(
-            f"{local_ranks} ranks on this machine, which has {gpus} GPU{'' if gpus == 1 else 's'}: every rank needs its"
-            f" own GPU; set launch.ranks={gpus}, or launch.device=cpu"
+            f"{local_ranks} ranks on this machine, which has {count_of(gpus, 'GPU')}: every rank needs its own GPU;"
+            f" set launch.ranks={gpus}, or launch.device=cpu"
         )

@@ -8,6 +8,7 @@ import platform
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
+from aliquot.core.number_format import count_of
 from aliquot.distributed.auto_ranks import max_cpu_ranks
 from aliquot.distributed.numa_binding import core_sets, has_memory_policy, set_preferred_node
 from aliquot.distributed.topology import threads_per_rank
@@ -72,15 +73,16 @@ def check_cores(subject: Subject) -> Verdict:
     cpu = subject.cpu
     online = parse_cpu_list(read_text(subject.root / "sys/devices/system/cpu/online") or "")
     hidden = (len(online) or os.cpu_count() or 1) - (allowed := sum(map(len, cpu.cores)))
-    quota = "no CPU quota" if cpu.quota is None else f"a quota of {cpu.quota:g} CPUs"
+    quota = "no CPU quota" if cpu.quota is None else f"a quota of {count_of(f'{cpu.quota:g}', 'CPU')}"
     observed = f"{len(cpu.cores)} physical cores, {allowed} of {allowed + hidden} logical CPUs allowed, {quota}"
-    meaning = f"{cpu.usable_cores} threads can compute at once"
+    meaning = f"{count_of(cpu.usable_cores, 'thread')} can compute at once"
     if cpu.quota is not None and cpu.quota < 1:
         fix = "raise the container's CPU limit"
         return "problem", observed, "less than one CPU: training stalls most of the time", fix
     if hidden > 0:
         fix = "unless this is intended, start without taskset, or widen the cpuset"
-        return "warning", observed, f"{hidden} CPUs are not available to this process; {meaning}", fix
+        meaning = f"{count_of(hidden, 'CPU is', 'CPUs are')} not available to this process; {meaning}"
+        return "warning", observed, meaning, fix
     if cpu.is_throttled and cpu.quota is not None:
         meaning += ", and ranks are not pinned, because other containers use the same cores"
         fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own"
@@ -93,7 +95,7 @@ def check_smt(subject: Subject) -> Verdict:
     """Check whether other processes may use the second hardware threads of this process's cores."""
     cores = {sibling_cpus(cpu, subject.root) for cpu in subject.allowed}
     threads = max(len(core) for core in cores)
-    observed = f"{threads} hardware thread{'s' if threads > 1 else ''} a core"
+    observed = f"{count_of(threads, 'hardware thread')} a core"
     if threads == 1:
         return "ok", observed, "every logical CPU is a core of its own"
     halves = sum(1 for core in cores if not core <= subject.allowed)

@@ -9,6 +9,7 @@ from contextlib import suppress
 import psutil
 
 from aliquot.core.errors import UsageError
+from aliquot.core.number_format import count_of
 from aliquot.distributed.gloo_interface import address_of, interface_towards
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.cgroup import read_text
@@ -118,7 +119,7 @@ def check_efa(subject: Subject) -> Verdict:
     ]
     if not devices:
         return "ok", "no EFA device", "ranks of several nodes talk through TCP"
-    observed = f"{len(devices)} EFA device{'s' if len(devices) > 1 else ''} ({', '.join(devices)})"
+    observed = f"{count_of(len(devices), 'EFA device')} ({', '.join(devices)})"
     if not any((subject.root / "dev/infiniband").glob("uverbs*")):
         meaning = "the container has no access to them: NCCL falls back to TCP"
         return "warning", observed, meaning, "request vpc.amazonaws.com/efa in the pod"
@@ -135,8 +136,8 @@ def check_nccl(subject: Subject) -> Verdict:
     if not devices and not seen:
         return "ok", "no GPU", "training is on the CPU"
     if seen < len(devices):
-        observed = f"{len(devices)} GPUs, torch {torch.__version__} sees {seen}"
+        observed = f"{count_of(len(devices), 'GPU')}, torch {torch.__version__} sees {seen}"
         fix = "a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES"
         return "problem", observed, "GPUs stay unused", fix
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return "ok", f"{seen} GPUs, NCCL {version}", "one rank per GPU, connected by NCCL"
+    return "ok", f"{count_of(seen, 'GPU')}, NCCL {version}", "one rank per GPU, connected by NCCL"

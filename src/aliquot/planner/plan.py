@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from aliquot.core.number_format import count_of
 from aliquot.engines.engine_plan import Counts, OnDisk, Unsharded
 
 DISK_PART = 0.05  # waiting for disks below this fraction of a step is negligible
@@ -154,7 +155,7 @@ class Plan:
         shares = (("states", self.on_disk.states), ("gradient sums", self.on_disk.gradients))
         kinds = [f"{name} of {_share(counts, self.parameters)}" for name, counts in shares if counts]
         parts = [f"{', '.join(kinds)} of the parameters"] if kinds else []
-        parts += [f"{self.on_disk.layers} layers whole"] if self.on_disk.layers else []
+        parts += [f"{count_of(self.on_disk.layers, 'layer')} whole"] if self.on_disk.layers else []
         daily = self.scratch_written_per_step / self.step_s * 86400
         return (
             f"{', '.join(parts)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars, instance
+from aliquot.core.number_format import count_of
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planner import DISK_BYTES_PER_S
 from aliquot.planner.settings_search import Candidate, Names, as_arguments
@@ -50,7 +51,7 @@ class Lines:
 def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
     """Format the run, whether it fits, its memory by phase, and lines for traffic, time and cost."""
     ranks, threads = plan.ranks_per_node, plan.threads_per_rank
-    placement = f"{plan.nodes} x {ranks} rank{'s' if ranks > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
+    placement = f"{plan.nodes} x {count_of(ranks, 'rank')} x {count_of(threads, 'thread')}"
     head = (
         f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine},"
         f" {placement} on {machine} ({plan.device})"
@@ -98,7 +99,7 @@ def idle_gpus(plan: Plan, gpus: int, names: Names) -> str | None:
     if plan.device != "cuda" or plan.ranks_per_node >= gpus:
         return None
     return (
-        f"{'idle':16}uses {plan.ranks_per_node} of {gpus} GPUs of each node:"
+        f"{'idle':16}uses {plan.ranks_per_node} of {count_of(gpus, 'GPU')} of each node:"
         f" {as_arguments({'launch.ranks': gpus}, names)} for all"
     )
 
@@ -145,12 +146,10 @@ def _run_lines(plan: Plan) -> list[str]:
         return ["whole run       not known before the data are read: set train.max_steps"]
     uncounted = plan.uncounted_evaluations
     besides = [
-        f"{_counted(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
-        f"{_counted(uncounted, 'evaluation')} that {'is' if uncounted == 1 else 'are'} not counted"
-        if uncounted
-        else "",
-        f"{_counted(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
-        f"{_counted(plan.saves, 'save')} of {_seconds(plan.save_s)}",
+        f"{count_of(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
+        count_of(uncounted, "evaluation that is", "evaluations that are") + " not counted" if uncounted else "",
+        f"{count_of(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
+        f"{count_of(plan.saves, 'save')} of {_seconds(plan.save_s)}",
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
     rate = plan.storage_bytes_per_s
@@ -162,7 +161,7 @@ def _run_lines(plan: Plan) -> list[str]:
         storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
     tokens = plan.steps * plan.tokens_per_step
     lines = [
-        f"whole run       {plan.steps:,} steps, {tokens:,.0f} tokens, {_seconds(plan.total_s)}",
+        f"whole run       {count_of(plan.steps, 'step')}, {tokens:,.0f} tokens, {_seconds(plan.total_s)}",
         f"beside steps    {', '.join(filter(None, besides))} ({storage})",
     ]
     if plan.saving_s > plan.steps * plan.step_s:
@@ -183,10 +182,6 @@ def advise_saves(plan: Plan) -> str:
 
 def _on_storage(plan: Plan) -> bool:
     return not plan.storage_measured and plan.storage_bytes_per_s < DISK_BYTES_PER_S * plan.nodes
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _gib(size_bytes: float) -> str:

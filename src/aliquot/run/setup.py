@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -17,6 +17,7 @@ from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig
+from aliquot.core.number_format import count_of
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.data_files import files_written_after
@@ -248,6 +249,11 @@ def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
     return Start(state["step"], state["tokens"], checkpoint, position, ends, evaluations)
 
 
+def _size(documents_and_tokens: Sequence[int]) -> str:
+    documents, tokens = documents_and_tokens
+    return f"{count_of(documents, 'document')} with {count_of(tokens, 'token')}"
+
+
 def _changed_data(
     config: RunConfig, inputs: Inputs, state: dict[str, Any], checkpoint: Path, determinant: str
 ) -> str | None:
@@ -257,16 +263,12 @@ def _changed_data(
     name = determinant.removeprefix("data").partition(" (")[0].removeprefix(".sources, ").rstrip(":")
     subject = f"the training data {name}".strip()
     before, now = state.get("sizes", {}).get(determinant), sizes[determinant]
-    documents, tokens = now
     if before is None:
-        change = f"{subject} have changed and have {documents:,} documents with {tokens:,} tokens now"
+        change = f"{subject} have changed and have {_size(now)} now"
     elif tuple(before) == now:
         change = f"{subject} have as many documents and tokens as before, but another content"
     else:
-        change = (
-            f"{subject} had {before[0]:,} documents with {before[1]:,} tokens and have {documents:,} documents with"
-            f" {tokens:,} tokens now"
-        )
+        change = f"{subject} had {_size(before)} and have {_size(now)} now"
     settings = config.model_dump(mode="json", by_alias=True)
     causes = [line for line in changed_settings(state, settings) if line.startswith(("data.", "model."))]
     saved_s = (checkpoint / STATE).stat().st_mtime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from aliquot.core.number_format import byte_size, compact, percent, rate, seconds, significant
+from aliquot.core.number_format import byte_size, compact, count_of, percent, rate, seconds, significant
 from aliquot.observe.report.charts import Axis, Figure, Layer, Line, Mark, labelled_lines, line_figure, stack_figure
 from aliquot.observe.report.read_run import Object, Points, Run, evaluation_sets, median, number
 from aliquot.observe.step_clock import PARTS
@@ -27,13 +27,14 @@ def loss(run: Run) -> Figure:
     trained, evaluated = run.points("loss"), run.points("eval_loss", run.evaluations)
     if not trained:
         return Figure("loss", "Loss", "", missing=without_steps(run))
-    says = f"Training loss went from {trained[0][1]:.4f} to {trained[-1][1]:.4f} over {compact(trained[-1][0])} steps"
+    steps = count_of(compact(trained[-1][0]), "step")
+    says = f"Training loss went from {trained[0][1]:.4f} to {trained[-1][1]:.4f} over {steps}"
     if len(evaluated) > 1:
         says += f"; evaluation loss went from {evaluated[0][1]:.4f} to {evaluated[-1][1]:.4f}."
     else:
         says += f"; evaluation loss ended at {evaluated[0][1]:.4f}." if evaluated else "; nothing was evaluated."
     if times := sum(event.get("event") == "resume" for event in run.attempts):
-        says += f" The run was resumed {times} time{'s' if times > 1 else ''}."
+        says += f" The run was resumed {count_of(times, 'time')}."
     lines = [
         Line("training loss", trained, 0, smooth=True), Line("evaluation loss", evaluated, 1, "dots dashed")
     ]  # fmt: skip
@@ -52,7 +53,7 @@ def perplexity(run: Run) -> Figure:
             why = "no evaluation was made yet: set train.eval_steps for more than the one at the end"
         return Figure(name, title, "", missing=why)
     best = min(points, key=lambda point: point[1])
-    says = f"{len(points)} evaluation{'s' if len(points) > 1 else ''}; the last gave {significant(points[-1][1])},"
+    says = f"{count_of(len(points), 'evaluation')}; the last gave {significant(points[-1][1])},"
     says += f" the best {significant(best[1])} at step {best[0]:,.0f}."
     unit = "perplexity per predicted token, logarithmic"
     axis = Axis(unit, significant, "{:,.2f}".format, marks=resumes(run), log=True)
@@ -194,8 +195,8 @@ def _expert_load(run: Run, loads: list[tuple[float, list[float]]]) -> Figure:
     without = unused.get(worst[-1][0], 0)
     says = (
         f"At the end the busiest expert of a layer had {significant(mean[-1][1])} times the mean load, averaged over"
-        f" {len(last)} layer{'s' if len(last) > 1 else ''}, at worst {significant(max(last))} times"
-        f" (layer {last.index(max(last))}); {without:,.0f} experts got no token since the last line."
+        f" {count_of(len(last), 'layer')}, at worst {significant(max(last))} times"
+        f" (layer {last.index(max(last))}); {count_of(without, 'expert')} got no token since the last line."
     )
     lines = [Line("worst layer", worst, 1), Line("mean of the layers", mean, 0)]
     axis = Axis("times the mean load of its layer", significant, significant, True, {"even": 1.0}, marks=resumes(run))

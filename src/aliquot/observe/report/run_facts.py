@@ -8,7 +8,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from aliquot.catalogue.instances import PRICES_REGION, dollars, instances
-from aliquot.core.number_format import byte_size, compact, duration, gib, percent, rate, seconds, significant
+from aliquot.core.number_format import (
+    byte_size,
+    compact,
+    count_of,
+    duration,
+    gib,
+    percent,
+    rate,
+    seconds,
+    significant,
+)
 from aliquot.observe.report.charts import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, evaluation_sets, number
@@ -54,7 +64,7 @@ def summary(run: Run) -> str:
         f"{compact(parameters)} parameters" if parameters else "",
         str(run.setting("train", "precision") or ""),
         f"engine {about.get('engine')}" if about.get("engine") else "",
-        f"{ranks:.0f} rank{'s' if ranks > 1 else ''}" if ranks else "",
+        count_of(ranks, "rank") if ranks else "",
         f"{nodes:.0f} nodes" if nodes and nodes > 1 else "",
     ]
     return " · ".join(word for word in words if word)
@@ -272,7 +282,7 @@ def total_steps(run: Run) -> float | None:
 
 def _rank_count(event: Object) -> str:
     ranks = number(event.get("world_size"))
-    return f"{ranks:.0f} rank{'s' if ranks != 1 else ''}" if ranks is not None else "ranks not recorded"
+    return count_of(ranks, "rank") if ranks is not None else "ranks not recorded"
 
 
 def _moment(at: float) -> str:
