@@ -17,29 +17,30 @@ TEXT = """\
 
 <!-- made by `python -m tests.tools.architectures --json FILE`, then `python -m tests.tools.docs_models FILE` -->
 
-transformers {version} knows {types} types of causal language models. {exact} of them train exactly: each, made
-small from its own configuration class with the defaults of everything else, was trained for two steps in fp32 by
-engine `host` on 1 and on 2 ranks and by engine `fsdp` on 2, on documents of 1 to 300 tokens. Every loss and
-gradient norm is within 1e-5 of a plain loop that runs transformers' eager attention on one document at a time.
-Where defaults drop something at random, 1 and 2 ranks drop the same. `python -m tests.tools.architectures` repeats
-all of it: an hour on two AMD Zen 3 cores, or 34 minutes as two halves side by side (`--types`).
+transformers {version} knows {types} types of causal language models. {exact} of them train exactly. To test a type,
+`tests.tools.architectures` builds a small model of it and trains this model for two steps in fp32, with engine `host` on
+1 and 2 ranks and with engine `fsdp` on 2 ranks, on documents of 1 to 300 tokens. Every loss and gradient norm is within
+1e-5 of a plain loop that runs transformers' eager attention on one document at a time. If a type has dropout by default,
+1 and 2 ranks drop the same values. `python -m tests.tools.architectures` repeats this test in an hour on two AMD Zen 3
+cores; `--types` tests a part of the list.
 
-{packed} are *packed*: documents of a row are kept apart by aliquot's own attention. *A call each* means that every
-document is a call of the model with its own attention or mixer: as exact, and slower where documents are short.
-Dropout of attention probabilities, too, makes a call each: set it to 0 where you can. A run says which way it goes,
-and why.
+**Packed** ({packed} types): one forward pass takes several documents, which aliquot's attention keeps apart. **One pass
+per document**: every document gets a forward pass of its own, with the model's own attention or mixer. The result is as
+exact, but short documents train more slowly. Packed types, too, run one forward pass per document if their
+configuration sets dropout of attention probabilities: set this dropout to 0 if you can. The header of a run says which
+way was chosen, and why.
 
-Weights are published under names and in pieces that are not always those of the model in memory: each expert apart, or
-Pythia's head as `embed_out`. What transformers saves of each type is loaded and exported as transformers would
-(`pytest -m long tests/models/test_every_type.py`), and so are files under the names of a wider model (the text part of
-Qwen3.5 or Llama 4) or of older versions, as transformers renames them. The exceptions are `hrm_text` and
-`inkling2_text`, of whose weights several make one published tensor: they train from a configuration only, and a run
-that is to load them ends with the names of the tensors that are missing.
+**Published weights.** Published files may store weights under other names and in other pieces than the model in
+memory: for example each expert separately, or Pythia's head as `embed_out`. aliquot loads and exports these files as
+transformers does (`pytest -m long tests/models/test_every_type.py`). It also loads files of a larger model (the text
+part of Qwen3.5 or Llama 4) and of older versions of transformers. The exceptions are `hrm_text` and `inkling2_text`,
+whose published tensors combine several weights. These two types train from a configuration only; a run that should load
+their weights ends with an error, which names the missing tensors.
 
-In bf16 the code of `inkling2_text`, `minimax`, `xglm` and `xlstm` meets buffers of fp32 that it multiplies by weights:
-a run of them says before its first step that it needs `train.precision: fp32`. The code of all others runs
-(`pytest -m long tests/engines/test_startup_proof.py`). What transformers keeps in fp32 in bf16 models (biases of
-routers, by which experts are chosen, of `deepseek_v3`, `glm4_moe` and their kin) is computed with and exported as fp32.
+**bf16.** `inkling2_text`, `minimax`, `xglm` and `xlstm` need `train.precision: fp32`, because their code multiplies
+fp32 buffers by weights. A run with bf16 says so before its first step. All other types train in bf16 (`pytest -m long
+tests/engines/test_startup_proof.py`). Some weights stay in fp32 in training and in exports, as in transformers: for
+example the router biases of `deepseek_v3` and `glm4_moe`, which choose the experts.
 
 | model type | documents |
 |--|--|
@@ -47,10 +48,10 @@ routers, by which experts are chosen, of `deepseek_v3`, `glm4_moe` and their kin
 
 ## Refused
 
-{refused} end with one line. Those that *transformers cannot run* fail so with the defaults of their own configuration
-class, and may train with another one.
+aliquot refuses {refused} types with one error line. A type that *transformers cannot run* fails with the defaults of
+its configuration class, and may train with another configuration.
 
-| model type | the line |
+| model type | error |
 |--|--|
 {lines}
 """
@@ -65,9 +66,13 @@ def page(outcomes: list[dict[str, str]]) -> str:
         exact=len(exact),
         packed=sum(each["road"].startswith("packed") for each in exact),
         refused=len(refused),
-        rows="\n".join(f"| `{each['type']}` | {each['road'].partition(',')[0]} |" for each in exact),
+        rows="\n".join(f"| `{each['type']}` | {_road(each['road'])} |" for each in exact),
         lines="\n".join(f"| `{each['type']}` | {_said(each['line'])} |" for each in refused),
     )
+
+
+def _road(road: str) -> str:
+    return "packed" if road.startswith("packed") else "one pass per document"
 
 
 def _said(line: str) -> str:

@@ -35,18 +35,20 @@ A run configuration is a YAML file with one mapping for each section below. This
 _COMMANDS = f"""# Commands
 
 {_MADE}
-This page lists all commands with their arguments and options. `aliquot COMMAND --help` prints the same text.
+This page lists every command with its arguments and its own options. `aliquot COMMAND --help` prints the same text. All
+commands also have `--help`. `aliquot` itself has `--version`, `--install-completion` and `--show-completion`
+([shell completion](../guides/observe.md#shell-completion)).
 
 | exit code | meaning |
 |--|--|
 | 0 | success |
-| 1 | a run had to stop; of `plan`: the run does not fit; of `doctor`: a finding is a problem |
+| 1 | the run stopped because of an error; `plan`: the run does not fit; `doctor`: a finding is a problem |
 | 2 | bad input: correct it first |
-| 128 + signal | stopped by a signal, for example 143 by SIGTERM; a run saves first |
+| 128 + signal | a signal ended the command, for example 143 after SIGTERM; a run saves a checkpoint before it ends |
 
 An error is one line on standard error. The id in brackets at its end has a section in
-[Troubleshooting](../guides/troubleshooting.md). Keys of the [configuration](config.md) can follow the arguments of a
-command as `section.key=value` where the usage says so.
+[Troubleshooting](../guides/troubleshooting.md). If the usage of a command
+shows `[section.key=value ...]`, you can set keys of the [configuration](config.md) there.
 """
 
 

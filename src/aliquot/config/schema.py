@@ -24,8 +24,8 @@ from aliquot.core.errors import UserError
 class RunSection(Section):
     name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """Names the run directory."""
-    directory: Annotated[Path, PATH] = Path("runs")
-    """Directory for everything that the run writes; default runs/<name>."""
+    directory: Annotated[Path, PATH] = Field(Path("runs"), json_schema_extra={"default": "runs/NAME"})
+    """Directory for everything that the run writes. NAME is run.name."""
     seed: int = Field(42, ge=0, lt=2**63)
     """Seed of initial weights, document order and sampling."""
 
