@@ -18,11 +18,11 @@ TEXT = """\
 <!-- made by `python -m tests.tools.architectures --json FILE`, then `python -m tests.tools.docs_models FILE` -->
 
 transformers {version} knows {types} types of causal language models. {exact} of them train exactly. To test a type,
-`tests.tools.architectures` builds a small model of it and trains this model for two steps in fp32, with engine `host` on
-1 and 2 ranks and with engine `fsdp` on 2 ranks, on documents of 1 to 300 tokens. Every loss and gradient norm is within
-1e-5 of a plain loop that runs transformers' eager attention on one document at a time. If a type has dropout by default,
-1 and 2 ranks drop the same values. `python -m tests.tools.architectures` repeats this test in an hour on two AMD Zen 3
-cores; `--types` tests a part of the list.
+`tests.tools.architectures` builds a small model of it and trains this model for two steps in fp32, with engine `host`
+on 1 and 2 ranks and with engine `fsdp` on 2 ranks, on documents of 1 to 300 tokens. Every loss and gradient norm is
+within 1e-5 of a plain loop that runs transformers' eager attention on one document at a time. If a type has dropout by
+default, 1 and 2 ranks drop the same values. `python -m tests.tools.architectures` repeats this test in an hour on two
+AMD Zen 3 cores; `--types` tests a part of the list.
 
 **Packed** ({packed} types): one forward pass takes several documents, which aliquot's attention keeps apart. **One pass
 per document**: every document gets a forward pass of its own, with the model's own attention or mixer. The result is as
