@@ -151,8 +151,8 @@ def fetch_newer(
 
     If neither `root` nor the mirror has a checkpoint, fetch the one at the URL in `checkpoint.resume`, if it is a URL.
 
-    Raises UserError if the mirror holds checkpoints that `resume: never` would mix with new ones, if the mirror cannot
-    be reached and `root` holds no checkpoint, or if all checkpoints of the mirror and the URL are damaged.
+    Raises UserError in three cases: `resume` is never, but the mirror holds checkpoints; the mirror cannot be reached,
+    and `root` holds no checkpoint; all checkpoints of the mirror and the URL are damaged.
     """
 
     def find_newer() -> list[list[str]]:

@@ -137,8 +137,8 @@ class UniqueKeys:
 class _Bounded:
     """A mixin that limits depth and aliases in PyYAML's loaders, both in Python and in C.
 
-    Both composers of PyYAML, in Python and in C, call `descend_resolver` before they compose a node, and one of the
-    two `get_...` methods for a whole document.
+    Both composers of PyYAML call `descend_resolver` before they compose a node. For a whole document, they call one of
+    the two `get_...` methods.
     """
 
     _ancestors = 0  # collections around the node that is being composed

@@ -44,8 +44,8 @@ class RunLock:
         """Create the directory and hold its lock.
 
         Raises StorageError, or RunDirectoryError if another process holds the lock. A round of an elastic run does not
-        wait until a file server releases the lock of an earlier round, because a node that was cut off publishes
-        nothing (distributed/leader_lease.py).
+        wait for the lock of an earlier round, which a file server may release late. This is safe, because a node that
+        was cut off publishes nothing (distributed/leader_lease.py).
         """
         directory = self._directory
         try:

@@ -64,8 +64,8 @@ def load_weights(
         tensors: names and shapes of the whole model, without the aliases of tied weights.
         tied: alias -> name in `tensors`, for tied weights. The files may have the weight under either name, or both.
 
-    Returns the number of bytes that this rank read. Raises UserError on every rank if the directory has no safetensors
-    or malformed ones, if tensors are missing, superfluous or of another shape, or if values are not finite.
+    Returns the number of bytes that this rank read. Raises UserError on every rank if safetensors are missing or
+    malformed, if the tensors do not fit the model, or if a value is not finite.
     """
     published, names = options.published, options.names
 
@@ -111,8 +111,8 @@ def load_adapter(
         saves: the tensors of the adapter, with their names in peft's files.
         base_fingerprint: fingerprint of the base model of this run. A checkpoint must have the same fingerprint.
 
-    Raises UserError on every rank if the files do not exist, if tensors are missing, superfluous or of another shape,
-    or if a checkpoint has the adapter of a different base model.
+    Raises UserError on every rank if the files do not exist, if the tensors do not fit the adapter, or if a checkpoint
+    has the adapter of a different base model.
     """
 
     def read() -> None:

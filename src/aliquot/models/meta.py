@@ -84,8 +84,8 @@ def build(
         adapter: the LoRA adapter to add.
         frozen: name patterns of weights to freeze.
 
-    Raises UserError for a model that transformers cannot run, that is not causal or that lacks layers or an embedding,
-    and for an adapter or patterns that do not fit the model.
+    Raises UserError for a model that transformers cannot run, that is not causal or that lacks layers or an embedding.
+    Raises UserError also for an adapter or patterns that do not fit the model.
     """
     model_traits = known or traits(config)
     register()
@@ -175,8 +175,8 @@ def matmul_parameters(model: PreTrainedModel) -> int:
 def matmul_flops(model: PreTrainedModel) -> int:
     """Count the FLOPs per token in matrix products, forward and backward.
 
-    Each element of a matrix costs 2 FLOPs for the output. It costs 2 more for the gradient of the input if an earlier
-    weight is trained, and 2 more for the gradient of the matrix if the matrix is trained.
+    Each element of a matrix costs 2 FLOPs for the output. The gradient of the input costs 2 more if an earlier weight
+    is trained. The gradient of the matrix costs 2 more if the matrix is trained.
     """
     order = {id(parameter): at for at, parameter in enumerate(model.parameters())}
     first = min((at for at, parameter in enumerate(model.parameters()) if parameter.requires_grad), default=len(order))

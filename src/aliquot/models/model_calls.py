@@ -75,8 +75,8 @@ def _calls(
 ) -> list[tuple[Any, int]]:
     """Run the forward passes of a row; return the result of each pass with its number of tokens.
 
-    In separate passes, a document of one token gets a second token, because RWKV does not use all weights for the first
-    token of a document, and FSDP2 needs gradients of all weights.
+    In separate passes, a document of one token gets a second token. RWKV does not use all weights for the first token
+    of a document, but FSDP2 needs gradients of all weights.
     """
     balanced = torch.is_grad_enabled() and getattr(cast(Any, model).config, "output_router_logits", False)
     extra = {"output_router_logits": True} if balanced else {}

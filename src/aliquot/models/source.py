@@ -148,8 +148,8 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
 
     If `model.path` is a hub id, the files that match the patterns `hub_files` are downloaded.
 
-    Raises UserError if the configuration does not exist, if it is not a causal language model of transformers, or if
-    aliquot does not train this type of model.
+    Raises UserError if the configuration does not exist, is not of a causal language model of transformers, or is of a
+    type of model that aliquot does not train.
     """
     if section.path is not None:
         directory = local_directory(section.path, hub_files)

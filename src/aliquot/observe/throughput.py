@@ -151,13 +151,13 @@ def model_flops(
 ) -> int:
     """Count the FLOP of forward and backward pass over real tokens, without recomputation: the numerator of MFU.
 
-    PaLM (Chowdhery et al. 2022, appendix B) counts 6 N + 12 L H Q T per token: 2 N forward and 4 N backward for N
-    weights in matrix products, and for attention 4 L H Q forward (scores and values) and 8 L H Q backward for each of T
-    keys. Here N excludes the input embedding, because a look-up has no products, and gradients of frozen weights. T is
-    the number of keys that a causal query attends to within its document and window.
+    PaLM (Chowdhery et al. 2022, appendix B) counts 6 N + 12 L H Q T per token. N weights in matrix products cost 2 N
+    forward and 4 N backward. Attention to each of T keys costs 4 L H Q forward (scores and values) and 8 L H Q
+    backward. Here N excludes the input embedding, because a look-up has no products. Gradients of frozen weights do
+    not count either. T is the number of keys that a causal query attends to within its document and window.
 
     Args:
-        matmul_flops: FLOP per token in all products with weights (models/structure.py).
+        matmul_flops: FLOP per token in all products with weights (models/meta.py).
         lengths: the lengths of the documents.
         attention_widths: attention window -> layers x heads x head size, over the layers with this window.
     """

@@ -68,7 +68,7 @@ def measure_rates(agree: Agree, effort: Effort, core_share: float = 1.0) -> Meas
     Args:
         agree: lets all ranks start each measurement together and skip the same sizes.
         core_share: fraction of a core per thread. If ranks share cores, the measurement divides CPU time by this
-            fraction, because the wall time of a short call within one time slice does not show the sharing.
+            fraction. The wall time of a short call would not show the sharing, because the call fits one time slice.
     """
     import torch
 
