@@ -145,7 +145,7 @@ def test_generate_stops_at_the_models_longest_sequence(model: Path) -> None:
     found = load(model)
     for prefix, prompt in (((), ""), ((), " ".join(["word"] * 300))):
         with pytest.raises(UsageError, match=r"nothing to continue|can read 256"):
-            continuation(found.model.generate, found.tokenizer, prompt, prefix, found.room, Sampling(8))
+            continuation(found.model.generate, found.tokenizer, prompt, prefix, found.context_length, Sampling(8))
     made: list[int] = []
 
     def generate(ids: torch.Tensor, **options: object) -> torch.Tensor:

@@ -155,7 +155,7 @@ def test_tensors_ignored_by_transformers_are_skipped(kind: str, beside: list[str
     weights = weights_of(model)
     tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
     store = Held({name: torch.zeros_like(weight) for name, weight in weights.items()}, 0, 1)
-    options: dict[str, Any] = {"published": published_of(model, tensors), "tell": told.append}
+    options: dict[str, Any] = {"published": published_of(model, tensors), "inform": told.append}
     load_weights(
         store, tmp_path, tensors, {}, SingleRank(), LoadOptions(names=StoredNames.from_model(model), **options)
     )

@@ -76,7 +76,7 @@ def test_offload_moves_states_to_host_memory() -> None:
         assert of(offloaded, "steady peak", host=True)[name] == of(resident, "steady peak")[name] > 0
         assert of(offloaded, "steady peak")[name] == 0
     short = replace(offloaded, host_limit_bytes_per_node=offloaded.host_peak_bytes_per_rank * 9 // 10)
-    assert not short.fits and fit_check.hopeless(short)
+    assert not short.fits and fit_check.cannot_fit(short)
     (told,) = fit_check.problems(short, MACHINE)
     assert "of host memory, but its limit is" in told and "\n" not in told
 

@@ -47,8 +47,9 @@ class ExportOptions:
     published: Sequence[Published] | None = None  # the tensors to store; None: the tensors of the model
     exact: Collection[str] = ()  # names of weights that are stored as fp32, whatever the dtype of the export
     stem: str = "model"  # the first part of the names of the safetensors files
-    tell: Callable[[], Any] = lambda: None  # each rank calls `tell` after writing; rank 0 passes the results to `check`
-    # Rank 0 calls `check` with the results of `tell` from all ranks; if `check` raises, the export is discarded.
+    # Each rank calls `report` after writing. Rank 0 calls `check` with the results of all ranks; if `check` raises, the
+    # export is discarded.
+    report: Callable[[], Any] = lambda: None
     check: Callable[[list[Any]], None] = lambda reports: None
     watch: Watch | None = None  # called after each written piece; an exception ends the export
     # The small files that export_checkpoint writes; None: the files that the checkpoint was saved with.
@@ -56,8 +57,8 @@ class ExportOptions:
     verify: bool = True  # export_checkpoint compares all exported bytes with the checksums of the manifest
     # Replace an existing export: after the new export is complete, or before if the disk has no space for both.
     replace: bool = False
-    # Rank 0 calls `spare` with the path of the existing export before deleting that export; True: keep it.
-    spare: Callable[[Path], bool] = lambda former: False
+    # Rank 0 calls `keep_former` with the path of the existing export before deleting that export; True: keep it.
+    keep_former: Callable[[Path], bool] = lambda former: False
 
 
 def export(
@@ -96,7 +97,7 @@ def export(
 
     def prepare(partial: Path) -> None:
         check_names(config_files, taken=())
-        replaced = options.replace and out_dir.exists() and not options.spare(out_dir)
+        replaced = options.replace and out_dir.exists() and not options.keep_former(out_dir)
         check_space(partial, layout.total_bytes, out_dir if replaced else None)
         layout.create_files(partial)
         for name, data in config_files.items():
@@ -104,13 +105,13 @@ def export(
 
     def write(partial: Path) -> Any:
         drain(store, {"weight": layout.byte_map(partial).entries}, watch=options.watch)
-        return options.tell()
+        return options.report()
 
     def finish(_: Path, reports: list[Any]) -> None:
         options.check(reports)
 
     run_on_rank_0(ranks, make_way)
-    publish_together(out_dir, ranks, prepare, write, finish, options.replace, options.spare)
+    publish_together(out_dir, ranks, prepare, write, finish, options.replace, options.keep_former)
 
 
 def export_checkpoint(
@@ -159,7 +160,7 @@ def export_checkpoint(
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
     stored_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    options = replace(options, tell=checksums.pieces, check=check)
+    options = replace(options, report=checksums.pieces, check=check)
     with RangeReader(checksums if options.verify else None) as reader, RangeReader() as base_reader:
         store: PartSource = StoredWeights(source, reader, ranks)
         if adapter is None:

@@ -66,7 +66,7 @@ class Loaded:
     chat_prefix: Sequence[int] | None  # token ids that training put before each chat; None: unknown
 
     @property
-    def room(self) -> int | None:
+    def context_length(self) -> int | None:
         """Return the longest context of the model in tokens; None if the model has no limit."""
         positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
         return positions if positions is not None and positions > 0 else None
@@ -158,7 +158,9 @@ def generate(
     """
     loaded, sampling = load(Path(directory), base), Sampling(max_new_tokens, temperature, seed)
     for prompt in prompts:
-        yield continuation(loaded.model.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.room, sampling)
+        yield continuation(
+            loaded.model.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.context_length, sampling
+        )
 
 
 def continuation(
@@ -166,7 +168,7 @@ def continuation(
     tokenizer: Any,
     prompt: str,
     prefix: Sequence[int] | None,
-    room: int | None,
+    context_length: int | None,
     sampling: Sampling,
     chat: bool = False,
 ) -> str:
@@ -175,7 +177,7 @@ def continuation(
     Args:
         generate: `generate` of a transformers model, or of an engine.
         prefix: token ids to put before the prompt; None: the special tokens that the tokenizer adds.
-        room: the longest context of the model, in tokens; generation stops at this length.
+        context_length: the longest context of the model, in tokens; generation stops at this length.
         chat: whether the prompt is the message of a user, which the chat template must render.
     """
     check_text(prompt)
@@ -187,12 +189,12 @@ def continuation(
         ids_of_prompt = [*prefix, *tokenizer.encode(prompt, add_special_tokens=False)]
     if not ids_of_prompt:
         raise UsageError("an empty prompt, and training put no token before a document: there is nothing to continue")
-    if room is not None and len(ids_of_prompt) >= room:
+    if context_length is not None and len(ids_of_prompt) >= context_length:
         raise UsageError(
-            f"the prompt has {len(ids_of_prompt)} tokens, and this model can read {room}: shorten the prompt"
+            f"the prompt has {len(ids_of_prompt)} tokens, and this model can read {context_length}: shorten the prompt"
         )
     count = sampling.max_new_tokens
-    options = sampling.options(count if room is None else min(count, room - len(ids_of_prompt)))
+    options = sampling.options(count if context_length is None else min(count, context_length - len(ids_of_prompt)))
     options |= ends_of_turn(tokenizer) if chat else {}
     torch.manual_seed(sampling.seed)
     with torch.no_grad():
@@ -268,11 +270,11 @@ class Chat:
         check_text(text)
         messages = [*self._messages, {"role": "user", "content": text}]
         ids = chat_ids(self._loaded.tokenizer, messages, self._loaded.chat_prefix)
-        room = self._loaded.room
-        if room is not None and len(ids) + self._max_new_tokens > room:
+        context_length = self._loaded.context_length
+        if context_length is not None and len(ids) + self._max_new_tokens > context_length:
             raise UsageError(
                 f"the conversation has {len(ids)} tokens, and with {self._max_new_tokens} new ones it is longer than"
-                f" the {room} that this model can read: type /reset, or lower --max-new-tokens"
+                f" the {context_length} that this model can read: type /reset, or lower --max-new-tokens"
             )
         streamer = TextIteratorStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, failed = _Stop(), []

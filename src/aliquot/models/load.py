@@ -47,7 +47,7 @@ class LoadOptions:
     may_grow: Sequence[str] = ()  # weights that may have fewer rows in the files; the missing rows are drawn
     seed: int = 0  # seed of the drawn rows
     names: StoredNames = field(default_factory=StoredNames)  # other names that the files may use for the weights
-    tell: Callable[[str], None] | None = None  # rank 0 calls `tell` with a line about stored tensors that are ignored
+    inform: Callable[[str], None] | None = None  # rank 0 calls it with a line about stored tensors that are ignored
 
 
 def load_weights(
@@ -78,11 +78,11 @@ def load_weights(
         matched = names.matched(stored, [*shapes, *tied])
         used = {entry.name for entry in matched.values()}
         unused = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
-        extra = [name for name in unused if not names.passes_over(name)]
-        if options.tell is not None and ranks.rank == 0 and (passed_over := sorted(set(unused) - set(extra))):
-            options.tell(
-                f"{directory}: {len(passed_over)} tensors that transformers does not load are left out,"
-                f" {passed_over[0]} for one"
+        extra = [name for name in unused if not names.ignores(name)]
+        if options.inform is not None and ranks.rank == 0 and (ignored := sorted(set(unused) - set(extra))):
+            options.inform(
+                f"{directory}: {len(ignored)} tensors that transformers does not load are left out,"
+                f" {ignored[0]} for one"
             )
         _check_tied(matched, tied, directory, ranks)
         aliases = {tied[alias]: matched[alias] for alias in tied if alias in matched}

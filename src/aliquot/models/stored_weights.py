@@ -57,7 +57,7 @@ class StoredNames:
 
     # Patterns of stored names to ignore: layers for multi-token prediction (DeepSeek-V3, GLM-4.5), and masks and
     # positions that current versions of transformers compute (Pythia).
-    passed_over: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     renamings: tuple[WeightRenaming, ...] = ()  # transformers' renamings of stored names
     base: str = ""  # prefix of the base model's names, such as `model`
 
@@ -70,13 +70,13 @@ class StoredNames:
 
         if not isinstance(model, PreTrainedModel):
             return cls()
-        passed_over = sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        ignored = sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         conversions = get_model_conversion_mapping(model)
         renamings = tuple(one for one in conversions if isinstance(one, WeightRenaming))
-        return cls(tuple(passed_over), renamings, model.base_model_prefix)
+        return cls(tuple(ignored), renamings, model.base_model_prefix)
 
-    def passes_over(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.passed_over)
+    def ignores(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignored)
 
     def matched(self, stored: Mapping[str, TensorEntry], names: Sequence[str]) -> dict[str, TensorEntry]:
         """Return the stored tensor for each weight in `names`; weights without a stored tensor are omitted."""

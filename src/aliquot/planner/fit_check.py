@@ -15,7 +15,7 @@ from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, nearest_directory
 
 
-def hopeless(plan: Plan) -> bool:
+def cannot_fit(plan: Plan) -> bool:
     """Whether the run cannot fit, even if the plan overestimates memory by the largest measured error, UNCERTAINTY."""
     host_is_short = plan.host_peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.host_limit_bytes
     return host_is_short or plan.peak_bytes_per_rank * (1 - UNCERTAINTY) > plan.limit_bytes
@@ -93,7 +93,7 @@ def full_disks(config: RunConfig, plan: Plan, done: int = 0) -> list[str]:
     return lines
 
 
-def has_room(config: RunConfig, plan: Plan, done: int = 0) -> bool:
+def disk_suffices(config: RunConfig, plan: Plan, done: int = 0) -> bool:
     """Whether the file system of `shard.offload_directory` is large enough for everything that the run puts there."""
     directory = nearest_directory(config.offload_directory)
     free = _free_bytes(directory)

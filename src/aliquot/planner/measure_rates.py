@@ -88,7 +88,7 @@ def measure_rates(agree: Agree, effort: Effort, core_share: float = 1.0) -> Meas
         fast = sorted(times)[len(times) // 4]
         return fast, max(statistics.median(times) / fast, stretched) - 1
 
-    room = torch.ones(effort.apart_bytes // 2, dtype=torch.bfloat16)
+    buffer = torch.ones(effort.apart_bytes // 2, dtype=torch.bfloat16)
     products, spreads = {}, []
     for dtype in (torch.bfloat16, torch.float32):
         points: list[tuple[float, float]] = []
@@ -96,15 +96,15 @@ def measure_rates(agree: Agree, effort: Effort, core_share: float = 1.0) -> Meas
         for side in effort.sides:
             if points and agree(seconds) * (side / points[-1][0]) ** 3 > effort.longest_s:
                 break
-            seconds, spread = timed(_next_product(room.view(dtype), side))
+            seconds, spread = timed(_next_product(buffer.view(dtype), side))
             points.append((float(side), 2.0 * side**3 / seconds))
         spreads.append(spread)
         products[dtype.itemsize] = tuple(points)
     memory = {
-        kind: tuple((float(size), 2 * size / timed(_next_pass(room, kind, size))[0]) for size in effort.tensor_bytes)
+        kind: tuple((float(size), 2 * size / timed(_next_pass(buffer, kind, size))[0]) for size in effort.tensor_bytes)
         for kind in KINDS
     }
-    return Measurement(products, memory, _call_s(room, clock), _socket_rate(), max(spreads))
+    return Measurement(products, memory, _call_s(buffer, clock), _socket_rate(), max(spreads))
 
 
 def median_measurement(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -120,12 +120,12 @@ def median_measurement(measurements: Sequence[dict[str, Any]]) -> dict[str, Any]
     return medians(measurements)  # type: ignore[no-any-return]
 
 
-def _next_product(room: Tensor, side: int) -> Callable[[], Any]:
-    """Return a function that multiplies the next matrices in the tensor `room` at each call."""
+def _next_product(buffer: Tensor, side: int) -> Callable[[], Any]:
+    """Return a function that multiplies the next matrices in the tensor `buffer` at each call."""
     import torch
 
-    room.fill_(1)  # because repeated products would overflow
-    matrices = cycle(room[: len(room) // (3 * side * side) * 3 * side * side].view(-1, 3, side, side))
+    buffer.fill_(1)  # because repeated products would overflow
+    matrices = cycle(buffer[: len(buffer) // (3 * side * side) * 3 * side * side].view(-1, 3, side, side))
 
     def multiply() -> None:
         left, right, out = next(matrices)
@@ -134,12 +134,12 @@ def _next_product(room: Tensor, side: int) -> Callable[[], Any]:
     return multiply
 
 
-def _next_pass(room: Tensor, kind: str, size: int) -> Callable[[], Any]:
-    """Return a function that applies an operation of a `kind` of KINDS to the next tensor of `size` bytes in `room`."""
+def _next_pass(buffer: Tensor, kind: str, size: int) -> Callable[[], Any]:
+    """Return a function that applies an operation of a kind in KINDS to the next tensor of `size` bytes in `buffer`."""
     import torch
 
-    room.fill_(1)  # doubling overflows, and infinities are slow
-    tensors = room[: len(room) * 2 // size * size // 2].view(-1, size // 1024, 512)
+    buffer.fill_(1)  # doubling overflows, and infinities are slow
+    tensors = buffer[: len(buffer) * 2 // size * size // 2].view(-1, size // 1024, 512)
     half = len(tensors) // 2
     sources = cycle(tensors[: max(1, min(half, _BETWEEN_BYTES // size))])
     targets = cycle(tensors[half:][: _REUSED if size <= _SMALL_BYTES else half])
@@ -150,7 +150,7 @@ def _next_pass(room: Tensor, kind: str, size: int) -> Callable[[], Any]:
     return lambda: next(targets).view(512, -1).copy_(next(sources).t())
 
 
-def _call_s(room: Tensor, clock: Callable[[], float]) -> float:
+def _call_s(buffer: Tensor, clock: Callable[[], float]) -> float:
     """Return the seconds of a torch operation on a few numbers, as the mean over a warm and a cold cache."""
     import torch
 
@@ -158,7 +158,7 @@ def _call_s(room: Tensor, clock: Callable[[], float]) -> float:
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(60):
         if cold := index >= 40:
-            room[:_BETWEEN_BYTES].fill_(1)
+            buffer[:_BETWEEN_BYTES].fill_(1)
         start = clock()
         ((tiny + tiny).view(2, 4) * 2).sum().backward()  # type: ignore[no-untyped-call]
         times[cold].append(clock() - start)

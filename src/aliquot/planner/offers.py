@@ -150,7 +150,7 @@ def undominated(types: Sequence[InstanceType]) -> list[InstanceType]:
     groups: dict[object, list[tuple[tuple[float, ...], InstanceType]]] = {}
     for ec2 in types:
         group = (Machine.from_instance(ec2.name).isa, ec2.gpu_name)
-        groups.setdefault(group, []).append((_worth(ec2), ec2))
+        groups.setdefault(group, []).append((_resources(ec2), ec2))
     remaining = []
     for alike in groups.values():
         for worth, ec2 in alike:
@@ -178,7 +178,7 @@ def _type(name: str, device: str) -> InstanceType:
     return ec2
 
 
-def _worth(ec2: InstanceType) -> tuple[float, ...]:
+def _resources(ec2: InstanceType) -> tuple[float, ...]:
     """Return the negative price and the resources of a type: numbers of which a larger one is better."""
     return (
         -(ec2.usd_per_hour or math.inf),
@@ -248,9 +248,11 @@ class _Search:
                 except UserError:  # settings that exclude each other
                     continue
                 if plan.fits:
-                    yield from self._bought(config, plan, total, micro, checkpointing)
+                    yield from self._priced_offers(config, plan, total, micro, checkpointing)
 
-    def _bought(self, config: RunConfig, plan: Plan, total: int, micro: int, checkpointing: str) -> Iterator[Offer]:
+    def _priced_offers(
+        self, config: RunConfig, plan: Plan, total: int, micro: int, checkpointing: str
+    ) -> Iterator[Offer]:
         """Yield the on-demand offer, and the spot offer unless interruptions would stop most progress."""
         usd = plan.cost_usd
         assert usd is not None  # the type has a price, and the run has steps

@@ -85,7 +85,7 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         search = Search(planner, config, layout, workload)
         plan = with_advice(plan, search) if advise else plan
         problems = "; ".join(fit_check.problems(plan, machine))
-        refuse = fit_check.hopeless(plan) and not force
+        refuse = fit_check.cannot_fit(plan) and not force
         advice = search.remedies(done) if problems and refuse else None
         smallest = planner.plan_on_fewest_nodes(config, layout, workload)
         too_full = full_disks(config, plan, done)
@@ -106,7 +106,7 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         warn(f"this run may not fit: {problems}")
     elif smallest is not None and (short := "; ".join(fit_check.problems(smallest, machine))):
         with_few = f"with {smallest.nodes} of its nodes left (launch.nodes {config.launch.nodes}), {short}"
-        if fit_check.hopeless(smallest) and not force:
+        if fit_check.cannot_fit(smallest) and not force:
             raise DoesNotFitError(f"this run would not fit: {with_few}; raise MIN (--force starts the run anyway)")
         warn(f"this run may not fit: {with_few}")
     if (unsaved := unsaved_work(config, plan)) is not None:

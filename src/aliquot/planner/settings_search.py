@@ -16,7 +16,7 @@ from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner import fit_check
-from aliquot.planner.fit_check import has_room
+from aliquot.planner.fit_check import disk_suffices
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner
 
@@ -85,7 +85,7 @@ class Search:
             keys, plan = tuple(candidate.changes), candidate.plan
             if keys in remedy_by_keys:
                 continue
-            if self.planner.machine.is_local and plan.on_disk and not has_room(self.config, plan, done):
+            if self.planner.machine.is_local and plan.on_disk and not disk_suffices(self.config, plan, done):
                 scratch_sizes.append(plan.scratch_bytes_per_node)
             else:
                 remedy_by_keys[keys] = candidate

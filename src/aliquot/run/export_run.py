@@ -120,7 +120,7 @@ def _export(training: TrainingContext, options: ExportOptions) -> Path:
         checkpoint = None
     if adapter is None and (warning := older_transformers(training.inputs.source.config.model_type)) is not None:
         run.display.warning(warning)
-    options = replace(options, spare=partial(_keep_foreign_files, target.resolve(), training.files, run.display))
+    options = replace(options, keep_former=partial(_keep_foreign_files, target.resolve(), training.files, run.display))
     if checkpoint is not None and best is not None and best != progress.step:
         files = with_step(training.files, best)
         if _export_checkpoint(run, checkpoint, dtype, replace(options, config_files=files)):

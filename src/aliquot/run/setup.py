@@ -213,7 +213,8 @@ def _load_pretrained(run: RunContext, inputs: Inputs, model: Model) -> None:
     load_weights(
         model.engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
         LoadOptions(
-            published=model.published, may_grow=may_grow, seed=config.run.seed, names=model.names, tell=run.display.line
+            published=model.published, may_grow=may_grow, seed=config.run.seed, names=model.names,
+            inform=run.display.line,
         ),
     )  # fmt: skip
 

@@ -29,10 +29,10 @@ class BlockChecksums:
     def add(self, file: str, offset: int, data: memoryview) -> None:
         """Add the checksum of `data`, the bytes of `file` from `offset`."""
         while data:
-            room = self.block_bytes - offset % self.block_bytes
-            self._pieces.append((file, offset, len(data[:room]), zlib.crc32(data[:room])))
-            offset += len(data[:room])
-            data = data[room:]
+            rest_of_block = self.block_bytes - offset % self.block_bytes
+            self._pieces.append((file, offset, len(data[:rest_of_block]), zlib.crc32(data[:rest_of_block])))
+            offset += len(data[:rest_of_block])
+            data = data[rest_of_block:]
 
     def add_headers(self, header_bytes: Mapping[Path, int]) -> None:
         """Read the header of each file and add its checksum. Raises OSError.
