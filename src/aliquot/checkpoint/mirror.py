@@ -151,8 +151,9 @@ def fetch_newer(
 
     If neither `root` nor the mirror has a checkpoint, fetch the one at the URL in `checkpoint.resume`, if it is a URL.
 
-    Raises UserError in three cases: `resume` is never, but the mirror holds checkpoints; the mirror cannot be reached,
-    and `root` holds no checkpoint; all checkpoints of the mirror and the URL are damaged.
+    Raises UserError if `resume` is never, but the mirror holds checkpoints. Raises UserError if all checkpoints of the
+    mirror and the URL are damaged. Raises UserError if the mirror cannot be reached, unless `root` holds a checkpoint
+    and `checkpoint.on_error` is warn.
     """
 
     def find_newer() -> list[list[str]]:
