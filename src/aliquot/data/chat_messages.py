@@ -234,6 +234,7 @@ def _names(functions: Iterable[Any]) -> list[str]:
 
 
 def has_words(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has text, reasoning or tool calls."""
     return bool("".join(text_parts(message)).strip() or _reasoning(message).strip() or _calls(message))
 
 

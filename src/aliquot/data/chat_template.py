@@ -45,6 +45,8 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
+    """The chat template of a tokenizer, for the tools and template variables of one record."""
+
     tokenizer: Any  # a transformers tokenizer
     source: str  # the template in Jinja
     tools: list[Any] | None

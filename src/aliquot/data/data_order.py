@@ -31,6 +31,8 @@ _TIME_BITS = 60
 
 @dataclass(frozen=True)
 class Mixture:
+    """The order in which the sequences of several sources take turns, by the rates of the sources."""
+
     rates: tuple[int, ...]  # relative number of sequences that each source contributes, in fixed point
     ends: tuple[int | None, ...]  # number of sequences of each source that does not repeat; None: the source repeats
 

@@ -21,6 +21,7 @@ _DOCUMENTS_AT_ONCE = 1 << 20
 
 
 def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatches]) -> list[str]:
+    """Return lines that describe the data of a run: totals, then each source and each evaluation set."""
     packed = "packed" if batches.format.packed else "a document each"
     documents = sum(source.store.documents for source in batches.sources)
     tokens = sum(len(source.store.tokens) for source in batches.sources)

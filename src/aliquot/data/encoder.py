@@ -49,6 +49,8 @@ Note = tuple[int, int, str]  # (number of texts with this remark, index of the f
 
 @dataclass(frozen=True)
 class Encoded:
+    """The token ids of a batch of texts, concatenated."""
+
     counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document that is left out
     ids: npt.NDArray[np.uint32]  # [sum of counts]
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
@@ -57,6 +59,8 @@ class Encoded:
 
 
 class Encoder:
+    """Encodes batches of texts as `spec` says, with the tokenizer that it loads from files."""
+
     def __init__(self, spec: EncoderSpec) -> None:
         self.spec = spec
         if spec.fast and not spec.answers:

@@ -61,6 +61,8 @@ _CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs", *LOSS_FLAGS)
 
 @dataclass(frozen=True)
 class Format:
+    """The format of the records of a source: the kind of document, and the fields that hold its text."""
+
     kind: Kind
     fields: tuple[str, ...]  # fields that a record must have
     optional: tuple[str, ...] = ()  # fields that a record may have

@@ -22,6 +22,7 @@ _NEAR_THE_END = 16  # characters; an error this near the end may come from a val
 
 
 def jsonl_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """Yield the document of each line of a JSON lines file."""
     with opened(path) as (file, position):
         yield from _json_lines(file, position, path, section)
 

@@ -31,6 +31,8 @@ _DOCUMENTS_BY_SUFFIX: dict[str, Callable[[Path, RecordsSection], Iterator[Docume
 
 
 class Source(Protocol):
+    """An ordered stream of documents."""
+
     @property
     def label(self) -> str:
         """The name of the source in error messages."""
@@ -92,6 +94,8 @@ def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
 
 @dataclass(frozen=True)
 class FileSource:
+    """The documents of local files."""
+
     files: tuple[Path, ...]
     units: tuple[Unit, ...]  # for each file: whether a document is the file, a line, a block or a field
     section: RecordsSection
@@ -189,6 +193,8 @@ def _unit(file: Path, unit: Unit | None) -> Unit:
 
 @dataclass(frozen=True)
 class HubSource:
+    """The documents of a data set that `datasets` has loaded."""
+
     dataset: Any  # a datasets.Dataset, memory-mapped
     section: RecordsSection
     form: Format
@@ -298,6 +304,8 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Joined:
+    """The documents of several sources, one source after another."""
+
     sources: tuple[Source, ...]
 
     @property

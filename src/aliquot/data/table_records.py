@@ -27,6 +27,7 @@ _ROWS, _BATCH_BYTES = 512, 16 << 20  # limits of what is read from a table at on
 
 
 def csv_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """Yield the document of each row of a CSV file, whose first line names the columns."""
     csv.field_size_limit(LONGEST_RECORD)
     with opened(path) as (file, position):
         decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -54,6 +55,7 @@ def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, st
 
 
 def parquet_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """Yield the document of each row of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 

@@ -25,6 +25,8 @@ _MARKS = "\ue000\ue001"  # private-use characters, put around special tokens tha
 
 @dataclass(frozen=True)
 class EncoderSpec:
+    """How to encode texts: the tokenizer, the tokens around a document, and the tokens to learn."""
+
     tokenizer: str  # a directory that save_pretrained wrote
     fast: bool  # whether a tokenizer.json exists, which is used without transformers
     prefix: tuple[int, ...]  # token ids before each document

@@ -26,6 +26,8 @@ _READ_TOKENS = 1 << 24  # `answer_ends` examines only this many tokens, at the b
 
 @dataclass(frozen=True)
 class TokenStore:
+    """The tokens of a source, in memory-mapped files."""
+
     path: Path
     tokens: npt.NDArray[Any]  # uint16 or uint32 [tokens]
     offsets: npt.NDArray[np.int64]  # [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]]

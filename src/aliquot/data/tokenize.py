@@ -31,6 +31,8 @@ AHEAD = 4  # chunks per worker process that may be in memory at once
 
 @dataclass(frozen=True)
 class Chunk:
+    """Texts that one worker process encodes at once."""
+
     texts: Texts
     places: list[str]  # file and line of each text that comes from a record
     done_bytes: int

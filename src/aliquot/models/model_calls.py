@@ -67,6 +67,7 @@ def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tenso
 
 
 def accepts(module: nn.Module, name: str) -> bool:
+    """Return whether the forward pass of a module has a parameter of this name."""
     return name in inspect.signature(module.forward).parameters
 
 

@@ -219,6 +219,7 @@ def _scaled(converted: Shape, shape: Shape, small: Shape) -> Shape | None:
 
 
 def tensors_of(published: Sequence[Published]) -> list[tuple[str, Shape]]:
+    """Return the names and shapes of published tensors."""
     return [(tensor.name, tensor.shape) for tensor in published]
 
 

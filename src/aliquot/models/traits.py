@@ -133,6 +133,7 @@ def example(model: PreTrainedModel) -> tuple[Tensor, Tensor, tuple[int, ...]]:
 
 
 def agree(values: Tensor, expected: Tensor) -> bool:
+    """Return whether all values equal the expected ones, apart from rounding."""
     return bool(((values - expected).abs() <= _TOLERANCE * expected.abs().max()).all())
 
 

@@ -27,6 +27,8 @@ _NEARLY_BEST = 0.9  # a smaller change with at least this fraction of the larges
 
 @dataclass(frozen=True)
 class Change:
+    """A change of settings that may make the run faster."""
+
     config: RunConfig  # after the change
     settings: Mapping[str, object]  # `section.key` -> value
     description: str | None = None  # None: the settings need no description

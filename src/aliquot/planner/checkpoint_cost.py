@@ -36,6 +36,8 @@ class Saving:
 
 @dataclass(frozen=True)
 class SaveCounts:
+    """The saves of a run, and how long they make training wait."""
+
     blocking: int  # saves during which training waits
     overlapped: int  # saves that overlap with steps
     stall_s: float  # total time that steps wait for overlapped saves

@@ -16,6 +16,8 @@ from aliquot.planner.measure_rates import QUICK, measure_rates, median_measureme
 
 
 class Ceiling(NamedTuple):
+    """The measured rate of plain matrix products, the denominator of MFU."""
+
     flops_per_s: float  # of all ranks together
     is_sure: bool  # False: the machine had other work during the measurement
 

@@ -51,6 +51,8 @@ CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
 
 @dataclass(frozen=True)
 class MemoryPlan:
+    """The memory of a rank: the sizes of its state, the memory of each phase, and what is on disk or unsharded."""
+
     held: RankMemory
     phases: tuple[PhaseMemory, ...]  # phases of GPU memory if the rank computes on a GPU, otherwise of host memory
     on_disk: OnDisk

@@ -58,6 +58,8 @@ class OfferRequest:
 
 @dataclass(frozen=True)
 class Offer:
+    """A way to train on EC2: nodes and settings, with time and price."""
+
     plan: Plan
     capacity: Literal["on-demand", "spot"]
     global_batch: int

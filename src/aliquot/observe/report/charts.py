@@ -30,6 +30,8 @@ Format = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Table:
+    """The numbers of a figure as a table."""
+
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -96,6 +98,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
+    """A line of a figure: its points, and how to draw them."""
+
     name: str
     points: Points
     colour: int

@@ -42,6 +42,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Run:
+    """The recorded facts of a run."""
+
     path: Path
     name: str
     config: Object
