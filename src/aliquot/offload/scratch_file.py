@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from aliquot.core.errors import StorageError, storage_error
+from aliquot.core.number_format import gib
 from aliquot.offload.windows import AHEAD, STREAM_BUFFERS
 from aliquot.tensor_io.range_io import mapped_tensor
 
@@ -52,8 +53,8 @@ class ScratchFile:
             os.close(self._descriptor)
             free = os.statvfs(directory)
             raise StorageError(
-                f"shard.offload_directory: a rank needs {size_bytes / 2**30:.2f} GiB here, and"
-                f" {free.f_bavail * free.f_frsize / 2**30:.2f} GiB are free ({error.strerror}):"
+                f"shard.offload_directory: a rank needs {gib(size_bytes)} here, and"
+                f" {gib(free.f_bavail * free.f_frsize)} are free ({error.strerror}):"
                 " give another directory, or a larger shard.memory",
                 directory,
             ) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError
 from aliquot.core.intervals import times_due
+from aliquot.core.number_format import gib
 from aliquot.planner.memory_plan import START_PRIVATE_BYTES, START_SHARED_BYTES, UNCERTAINTY, helper_process_bytes
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, nearest_directory
@@ -30,8 +31,8 @@ def check_start(config: RunConfig, ranks: int, memory_bytes: int) -> None:
     needed = ranks * START_PRIVATE_BYTES + START_SHARED_BYTES + helper_process_bytes(config, ranks)
     if needed * (1 - UNCERTAINTY) > memory_bytes:
         raise DoesNotFitError(
-            f"this run would not fit: the processes of {ranks} ranks need {_gib(needed)} of memory before they have a"
-            f" model, and this machine or container has {_gib(memory_bytes)}. Lower launch.ranks (--force starts the"
+            f"this run would not fit: the processes of {ranks} ranks need {gib(needed)} of memory before they have a"
+            f" model, and this machine or container has {gib(memory_bytes)}. Lower launch.ranks (--force starts the"
             " run anyway)"
         )
 
@@ -41,26 +42,22 @@ def problems(plan: Plan, machine: Machine) -> list[str]:
     lines = []
     if plan.peak_bytes_per_rank > plan.limit_bytes:
         peak, limit = plan.peak_bytes_per_rank, plan.limit_bytes
-        helpers = f", of which the launcher and dashboards take {_gib(plan.beside_bytes)}" if plan.beside_bytes else ""
+        helpers = f", of which the launcher and dashboards take {gib(plan.beside_bytes)}" if plan.beside_bytes else ""
         where = "of GPU memory" if plan.device == "cuda" else "of memory"
         lines.append(
-            f"a rank needs {_gib(peak)} {where} in the phase `{plan.peak.name}`, but its limit is {_gib(limit)}"
-            f" ({plan.ranks_per_node} ranks per node of {_gib(plan.limit_bytes_per_node)}{helpers}):"
-            f" {_gib(peak - limit)} too much"
+            f"a rank needs {gib(peak)} {where} in the phase `{plan.peak.name}`, but its limit is {gib(limit)}"
+            f" ({plan.ranks_per_node} ranks per node of {gib(plan.limit_bytes_per_node)}{helpers}):"
+            f" {gib(peak - limit)} too much"
         )
     if plan.host_peak_bytes_per_rank > plan.host_limit_bytes:
         peak, limit = plan.host_peak_bytes_per_rank, plan.host_limit_bytes
         lines.append(
-            f"a rank needs {_gib(peak)} of host memory, but its limit is {_gib(limit)} ({plan.ranks_per_node} ranks per"
-            f" node of {_gib(plan.host_limit_bytes_per_node)}): {_gib(peak - limit)} too much"
+            f"a rank needs {gib(peak)} of host memory, but its limit is {gib(limit)} ({plan.ranks_per_node} ranks per"
+            f" node of {gib(plan.host_limit_bytes_per_node)}): {gib(peak - limit)} too much"
         )
     if machine.shm_bytes is not None and plan.shm_bytes_per_node > machine.shm_bytes:
-        lines.append(f"/dev/shm has {_gib(machine.shm_bytes)}, but the run needs {_gib(plan.shm_bytes_per_node)} there")
+        lines.append(f"/dev/shm has {gib(machine.shm_bytes)}, but the run needs {gib(plan.shm_bytes_per_node)} there")
     return lines
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 @dataclass(frozen=True)

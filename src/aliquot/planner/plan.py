@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from aliquot.core.number_format import count_of
+from aliquot.core.number_format import count_of, short
 from aliquot.engines.engine_plan import Counts, OnDisk, Unsharded
 
 DISK_PART = 0.05  # waiting for disks below this fraction of a step is negligible
@@ -144,7 +144,7 @@ class Plan:
         """Text for people, such as `8.03 B parameters`."""
         for unit, factor in (("B", 10**9), ("M", 10**6)):
             if self.parameters >= 0.9995 * factor:  # from here, three digits round up to 1
-                return f"{_short(self.parameters / factor)} {unit} parameters"
+                return f"{short(self.parameters / factor)} {unit} parameters"
         return f"{self.parameters:,} parameters"
 
     @property
@@ -159,7 +159,7 @@ class Plan:
         daily = self.scratch_written_per_step / self.step_s * 86400
         return (
             f"{', '.join(parts)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
-            f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {_short(self.disk_s)} s"
+            f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {short(self.disk_s)} s"
             f" for it ({self.disk_s / self.step_s:.0%}{self._disk_batch_words()}); {daily / 1e12:,.1f} TB written a day"
         )
 
@@ -216,10 +216,6 @@ class Plan:
             "cost_usd",
         )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}
-
-
-def _short(number: float) -> str:
-    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 def _share(counts: Counts, parameters: int) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars, instance
-from aliquot.core.number_format import count_of
+from aliquot.core.number_format import count_of, gib
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planner import DISK_BYTES_PER_S
 from aliquot.planner.settings_search import Candidate, Names, as_arguments
@@ -77,9 +77,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         verdict = Text("does not fit: " + "; ".join(problems), style="red")
     else:
         where = " of GPU memory" if plan.host_phases else ""
-        words = f"fits: {_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)}{where} a rank"
+        words = f"fits: {gib(plan.peak_bytes_per_rank)} of {gib(plan.limit_bytes)}{where} a rank"
         if plan.host_phases:
-            words += f", {_gib(plan.host_peak_bytes_per_rank)} of {_gib(plan.host_limit_bytes)} of the machine's"
+            words += f", {gib(plan.host_peak_bytes_per_rank)} of {gib(plan.host_limit_bytes)} of the machine's"
         verdict = Text(words, style="green")
     tables = [phases(plan, plan.phases, "GPU memory" if plan.host_phases else "")]
     tables += [phases(plan, plan.host_phases, "the machine's memory")] if plan.host_phases else []
@@ -89,7 +89,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
 def fewest(plan: Plan) -> str:
     """Return a line about the plan of an elastic run on its minimum number of nodes."""
     return (
-        f"{f'with {plan.nodes} left':16}{_gib(plan.peak_bytes_per_rank)} of {_gib(plan.limit_bytes)} a rank,"
+        f"{f'with {plan.nodes} left':16}{gib(plan.peak_bytes_per_rank)} of {gib(plan.limit_bytes)} a rank,"
         f" {_seconds(plan.step_s)} a step"
     )
 
@@ -136,7 +136,7 @@ def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
         plan = candidate.plan
         cost = "" if plan.cost_usd is None else dollars(plan.cost_usd)
         change = f"{100 * (plan.step_s / now.step_s - 1):+.0f} %"
-        table.add_row(_seconds(plan.step_s), change, _gib(plan.peak_bytes_per_rank), cost, candidate.arguments)
+        table.add_row(_seconds(plan.step_s), change, gib(plan.peak_bytes_per_rank), cost, candidate.arguments)
     return table
 
 
@@ -182,10 +182,6 @@ def advise_saves(plan: Plan) -> str:
 
 def _on_storage(plan: Plan) -> bool:
     return not plan.storage_measured and plan.storage_bytes_per_s < DISK_BYTES_PER_S * plan.nodes
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def _size(size_bytes: float) -> str:
