@@ -490,7 +490,7 @@ def test_removed_export_is_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
     assert "nothing to do here" in command("train", config).stderr
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # which somebody has removed
-    assert "no checkpoint is left to go on from" in command("train", config).stderr
+    assert "no checkpoint is left to continue from" in command("train", config).stderr
 
 
 @pytest.mark.long

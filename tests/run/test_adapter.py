@@ -233,8 +233,8 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "adapter.target_modules: " in refusal(config, "adapter.target_modules=[nothing]")
     misspelt = refusal(config, "adapter.target_modules=[q_proj, v_porj, '']")
     assert "adapter.target_modules: 'v_porj' is the end of no layer's name; there are down_proj, gate_proj," in misspelt
-    assert "embed_tokens is no linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
-    assert "the output head is not adapted" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
+    assert "embed_tokens is not a linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
+    assert "names the output head" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
     assert "an adapter trains no embeddings" in refusal(config, "model.add_tokens=[<a>]")
     assert "adapter.alpha was 12.0 and is 6.0" in refusal(adapter_config(base, "lora", adapter={**LORA, "alpha": 6.0}))
     assert "adapter.r was 3 and is 4: undo the change" in refusal(

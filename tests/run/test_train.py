@@ -392,7 +392,7 @@ def test_without_last_checkpoint_only_the_export_remains(folder: Path, alone: Pa
     assert not list((directory / "checkpoints").iterdir())
     one, other = (load_file(path / "export" / "model.safetensors") for path in (alone, directory))
     assert all(torch.equal(values, other[name]) for name, values in one.items())
-    assert "no checkpoint is left to go on from" in refused(file, *overrides)
+    assert "no checkpoint is left to continue from" in refused(file, *overrides)
 
 
 def test_complete_run_finishes_a_killed_retention(folder: Path, alone: Path) -> None:

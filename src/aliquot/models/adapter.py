@@ -110,10 +110,14 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module, Linear):
             raise ConfigError(
-                f"adapter.target_modules: {name} is no linear layer, and LoRA adapts only linear layers, no experts"
+                f"adapter.target_modules: {name} is not a linear layer, and LoRA adapts only linear layers"
+                " outside of experts"
             )
     if isinstance(model.get_output_embeddings(), LoraLayer):
-        raise ConfigError("adapter.target_modules: the output head is not adapted: head and loss are one step here")
+        raise ConfigError(
+            "adapter.target_modules names the output head, which has no adapter because it is computed with the loss:"
+            " leave it out"
+        )
     settings.target_modules = sorted(settings.target_modules)  # peft made a set of the list; the order of a set varies
     settings.inference_mode = True
     new_names = {names[id(weight)]: name for name, weight in model.named_parameters() if id(weight) in names}

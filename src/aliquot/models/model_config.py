@@ -128,11 +128,9 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
         raise UnsupportedModelError("audio models are not supported", where)
     dropped = [key for key, value in config.to_dict().items() if "layerdrop" in str(key) and value]
     if dropped:
-        raise UnsupportedModelError(
-            f"layers that are left out at random are not supported: set {dropped[0]} to 0", where
-        )
+        raise UnsupportedModelError(f"dropout of whole layers is not supported: set {dropped[0]} to 0", where)
     if getattr(config, "z_loss_coefficient", None):
-        raise UnsupportedModelError("a loss of the logits' size is not supported: set z_loss_coefficient to 0", where)
+        raise UnsupportedModelError("a z-loss on the logits is not supported: set z_loss_coefficient to 0", where)
     if getattr(config, "attention_type", None) == "block_sparse":
         raise UnsupportedModelError(
             "attention over random blocks is not supported: set attention_type to original_full", where

@@ -42,8 +42,8 @@ _KINDS: Mapping[str, Mapping[str, str]] = {
 }
 # Model types whose rope_scaling applies only to layers with full attention, in transformers 4 and 5.
 _SCALES_WHOLE = ("gemma3_text", "olmo3")
-_UNLIKE = "its code computes other numbers than that of version 5"
-_WITHOUT_KERNELS = "without CUDA kernels its code computes other numbers than that of version 5"
+_UNLIKE = "its code computes other logits than the code of version 5"
+_WITHOUT_KERNELS = "without CUDA kernels its code computes other logits than the code of version 5"
 # Model types for which transformers 4.57 computes different logits than version 5, and the reasons. No file helps.
 _CANNOT: Mapping[str, str] = {
     "apertus": _UNLIKE,

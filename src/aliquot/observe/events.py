@@ -1,7 +1,7 @@
 """The events of a run: one JSON object per line of events.jsonl. Lines are never removed.
 
 - start, resume: model, data (a summary and the first samples) and machine of each attempt
-- checkpoint: `seconds` until a checkpoint was complete, `stall_s` of them during which training waited
+- checkpoint: the `seconds` of a save, and the part of them for which training waited (`stall_s`)
 - warning, slow_ranks, stopped_early: `text` describes the event
 - round: the nodes that continue an elastic run and their step, written by the leader node
 - end, stopped (by a signal), failed: the speed over all steps of the attempt except the first

@@ -57,7 +57,8 @@ class RunDirectory:
             )
         elif self.export.exists() and not can_resume:
             problem = (
-                "this run has ended with its export, and no checkpoint is left to go on from; choose another run.name"
+                "this run has ended with its export, and no checkpoint is left to continue from; choose another"
+                " run.name"
             )
         if problem is not None:
             raise RunDirectoryError(problem, self.path)

@@ -74,7 +74,7 @@ def when(run: Run) -> str:
     """Describe the directory of the run, its start and its duration, including pauses between attempts."""
     times = [at for event in run.events if (at := number(event.get("time"))) is not None]
     if not times:
-        return f"{run.path}; when it began was not recorded"
+        return f"{run.path}; its start was not recorded"
     duration_text = f", {duration(times[-1] - times[0])} until the last event" if len(times) > 1 else ""
     return f"{run.path}, begun {_moment(times[0])}{duration_text}"
 
@@ -82,7 +82,7 @@ def when(run: Run) -> str:
 def tiles(run: Run) -> list[tuple[str, str, str]]:
     """Return the key figures as (label, value, note)."""
     done, total, epochs = steps_done(run), total_steps(run), run.points("epoch")
-    planned_steps = f"of {total:,.0f}" if total else "how many were planned was not recorded"
+    planned_steps = f"of {total:,.0f}" if total else "the planned number was not recorded"
     in_epochs = f"; epoch {epochs[-1][1]:.3g}" if epochs else ""
     figures = [("steps", f"{done:,.0f}", planned_steps + in_epochs)]
     figures.append(("training loss", *_last(run.points("loss"), "no step was logged")))
