@@ -56,7 +56,7 @@ def aliquot_steps(
     learning_rate: float = LEARNING_RATE,
     adapter: Any = None,
 ) -> Iterator[None]:
-    """Make an iterator whose `next` runs one optimizer step of engine host or fsdp.
+    """Make an iterator whose `next` runs one optimizer step of engine host, fsdp or single_gpu.
 
     `adapter` is as in a run's config; the base model then has small random numbers.
     """
@@ -64,6 +64,7 @@ def aliquot_steps(
 
     from aliquot.engines.base import EngineSpec
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+    from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
     from aliquot.engines.host.host_engine import HostEngine
     from aliquot.machine.allocator import tune_glibc
     from aliquot.models import initialize, meta
@@ -72,7 +73,7 @@ def aliquot_steps(
     tune_glibc()
     built = meta.build(AutoConfig.for_model(**config), adapter=adapter)
     spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **settings)
-    engines: dict[str, Any] = {"host": HostEngine, "fsdp": FsdpEngine}
+    engines: dict[str, Any] = {"host": HostEngine, "fsdp": FsdpEngine, "single_gpu": SingleGpuEngine}
     engine = engines[engine_name].build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, 1)
     for part in engine.parts() if adapter is not None else ():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from aliquot.machine.device_copies import send
 from benchmarks.contestants import Work, aliquot_steps, trainer_arguments
 
 Between = Callable[[int], None]  # called after each optimizer step
@@ -44,7 +45,8 @@ def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, reco
         "unsharded": Unsharded(weights=not offload, gradients=not offload and work.rows > 1),
     }
     topology = Topology(0, 1, 0, 1, 0, 1, device, torch.get_num_threads(), ())  # type: ignore[arg-type]
-    _until_told(aliquot_steps("fsdp", config, work, topology, settings), between)
+    engine = "fsdp" if offload else "single_gpu"  # as engines/select.py selects
+    _until_told(aliquot_steps(engine, config, work, topology, settings), between)
 
 
 def fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
@@ -72,7 +74,10 @@ def _fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, re
     index = 0
     while True:
         for _ in range(work.rows):
-            row = {name: values[None].to(device) for name, values in documents(config, work, index).items()}
+            row = {
+                name: send(values[None], torch.device(device))
+                for name, values in documents(config, work, index).items()
+            }
             (model(**row, use_cache=False).loss / work.rows).backward()
             index += 1
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

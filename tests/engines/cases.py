@@ -48,7 +48,7 @@ class EngineSetup:
     As text: `engine=host,ranks=3,hosts=3,late=True`, the axes that differ from their default.
     """
 
-    engine: Literal["host", "fsdp", "deepspeed"]
+    engine: Literal["host", "fsdp", "single_gpu", "deepspeed"]
     ranks: int
     hosts: int = 1
     numa_nodes: int = 1

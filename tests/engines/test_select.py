@@ -50,4 +50,4 @@ def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
 def test_compiling_without_a_compiler_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
-        compile_layers(nn.Module(), 1)
+        compile_layers(nn.Module(), on())

@@ -68,7 +68,7 @@ def train(unsharded: Unsharded, precision: str, rank: int, done: Counter[str]) -
         before = engine.counters().wire_bytes
         total = torch.zeros((), dtype=torch.float64)
         for i, batch in enumerate([*batches, None]):  # a rank may have fewer than others
-            total += engine.backward(batch, 1 / 100, last=i == MICRO_BATCHES - 1)
+            total += float(engine.backward(batch, 1 / 100, last=i == MICRO_BATCHES - 1))
             between = max(between, whole_bytes(engine)) if i < MICRO_BATCHES - 1 else between
         counts.append({**done, "wire": engine.counters().wire_bytes - before})
         dist.all_reduce(total)

@@ -30,6 +30,7 @@ from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.engine_plan import OnDisk
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
 from aliquot.engines.host import gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import WeightShard
@@ -44,7 +45,9 @@ from tests.engines.cases import EngineSetup
 from tests.processes import as_ranks
 
 PIECE_BYTES = host_memory._PIECE_BYTES
-ENGINES: dict[str, type[Engine]] = {"fsdp": FsdpEngine, "host": HostEngine, "deepspeed": DeepspeedEngine}
+ENGINES: dict[str, type[Engine]] = {
+    "fsdp": FsdpEngine, "single_gpu": SingleGpuEngine, "host": HostEngine, "deepspeed": DeepspeedEngine,
+}  # fmt: skip
 
 
 def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None:
@@ -121,7 +124,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         padded = [*mine, *[nothing] * (rounds - len(mine))]
         total = torch.zeros((), dtype=torch.float64)
         for i, batch in enumerate(padded):
-            total += engine.backward(batch, 1 / cases.predicted(documents), last=i == rounds - 1)
+            total += float(engine.backward(batch, 1 / cases.predicted(documents), last=i == rounds - 1))
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)

@@ -37,7 +37,7 @@ def test_attention_is_the_reference(dtype: torch.dtype, window: int | None, key_
     key, value = (torch.randn(1, key_heads, 1024, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "kv")
     scoring, found = Scoring(0.125, window), []
     for backend in (ReferenceAttention(), CudaAttention()):
-        out = backend.attend(query, key, value, Documents(edges, None), scoring)
+        out = backend.attend(query, key, value, Documents(edges, None).on(query.device), scoring)
         found.append([out, *torch.autograd.grad((out * torch.arange(64, device="cuda")).sum(), (query, key, value))])
     largest = max(float(expected.double().norm()) for expected in found[0])
     for expected, ours in zip(*found, strict=True):
@@ -54,7 +54,7 @@ def test_soft_caps_and_sinks_are_the_reference() -> None:
     for window, softcap in ((None, 3.0), (40, 3.0), (40, 5.0)):
         scoring = Scoring(1.0, window, softcap, sinks)
         for backend in (ReferenceAttention(), CudaAttention()):
-            out = backend.attend(query, key, value, Documents(edges, None), scoring)
+            out = backend.attend(query, key, value, Documents(edges, None).on(query.device), scoring)
             found.append(
                 [out, *torch.autograd.grad((out * torch.arange(64, device="cuda")).sum(), (query, key, value, sinks))]
             )

@@ -38,7 +38,7 @@ def work(rank: int, world_size: int, folder: Path, device: str) -> None:
         total = torch.zeros((), dtype=torch.float64)
         for i, sequence in enumerate(mine):
             summed = engine.backward(cases.micro_batch(sequence), 1 / cases.predicted(sequences), i == len(mine) - 1)
-            total += summed.cpu()
+            total += float(summed)
         dist.all_reduce(total)
         told += [float(total), engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm]
     (folder / f"{world_size}-{rank}.json").write_text(json.dumps(told))

@@ -146,7 +146,7 @@ def ours(config: Any, known: Traits, engine_name: str, rank: int, world_size: in
         total = torch.zeros((), dtype=torch.float64)
         own = batches[rank::world_size]
         for number, batch in enumerate(own):
-            total += engine.backward(batch, 1 / predicted, last=number == len(own) - 1)
+            total += float(engine.backward(batch, 1 / predicted, last=number == len(own) - 1))
         dist.all_reduce(total)
         losses.append(float(total) / predicted)
         norms.append(engine.step(RATE, None).grad_norm)

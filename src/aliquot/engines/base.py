@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -130,11 +130,11 @@ class Engine(PartStore, ViewableStore, Protocol):
         """Set the number of completed optimizer steps, which Adam's bias correction needs."""
         ...
 
-    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
-        """Accumulate the gradient of `scale` times the summed loss. Return the unscaled loss, a detached fp32 scalar.
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
+        """Accumulate the gradient of `scale` times the summed loss. Return the unscaled loss.
 
         With `batch` None, this rank has no data and only joins the collectives. `last`: this is the last micro-batch
-        before `step`.
+        before `step`. Reading the loss may wait for the forward pass on a GPU, but not for the backward pass.
         """
         ...
 

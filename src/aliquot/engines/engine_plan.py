@@ -84,3 +84,8 @@ class Unsharded:
 
 
 SHARDED = Unsharded()
+
+
+def is_single_gpu(device: str, ranks: int, offload: str) -> bool:
+    """Whether engine fsdp keeps all states whole on a single GPU, without FSDP2."""
+    return device == "cuda" and ranks == 1 and offload == "none"

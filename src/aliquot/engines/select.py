@@ -11,7 +11,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError
 from aliquot.data.workload import batch_size, micro_batch_tokens
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
-from aliquot.engines.engine_plan import SHARDED, OnDisk, Unsharded
+from aliquot.engines.engine_plan import SHARDED, OnDisk, Unsharded, is_single_gpu
 from aliquot.machine.memory import memory_limit
 
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ def engine_class(
         from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 
         return name, DeepspeedEngine
+    if is_single_gpu(topology.device, topology.world_size, config.shard.offload):
+        from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
+
+        return name, SingleGpuEngine
     from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 
     return name, FsdpEngine

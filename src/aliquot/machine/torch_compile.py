@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aliquot.core.errors import StorageError
 from aliquot.core.small_files import cache_root
 from aliquot.machine.cpu import read_cpu
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -56,6 +57,14 @@ def compile_function(function: Callable[..., Any], **settings: Any) -> Callable[
     if config.cpp_cache_precompile_headers and _insecurity(shared) is not None:
         config.cpp_cache_precompile_headers = False
     result: Callable[..., Any] = torch.compile(function, **settings)
+    return result
+
+
+def outside_of_graphs(function: Function) -> Function:
+    """Return `function` so that torch.compile does not trace it: a compiled caller calls it between two graphs."""
+    import torch
+
+    result: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -142,7 +142,8 @@ class FusedLoss:
         hidden = hidden.to(weight.dtype)  # as transformers does: Mamba returns fp32 for weights of any dtype
         chosen = chosen or choose(labels)
         if chosen.rows is not None:
-            hidden, labels = hidden[chosen.rows], labels[chosen.rows]
+            # The backward pass of `hidden[rows]` would sort the rows.
+            hidden, labels = hidden.index_select(0, chosen.rows.to(hidden.device)), labels[chosen.rows]
         if not torch.is_grad_enabled():
             total = torch.zeros((), device=hidden.device)
             labels = labels.to(hidden.device)  # the planner's are on CPU

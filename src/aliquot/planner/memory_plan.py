@@ -16,8 +16,8 @@ from typing import Literal
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import build_phases, deepspeed_memory
-from aliquot.engines.engine_plan import SHARDED, Counts, OnDisk, RankMemory, Unsharded
-from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
+from aliquot.engines.engine_plan import SHARDED, Counts, OnDisk, RankMemory, Unsharded, is_single_gpu
+from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, single_gpu_memory
 from aliquot.engines.host.host_memory import host_memory
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
@@ -80,7 +80,9 @@ class MemoryPlanner:
         if self.config.shard.offload == "disk" and self.engine == "host":
             streams = self.layout.nodes == 1 and self.shape.packs
             on_disk = least_on_disk(self.shape, self.layout, streams, self._excess)
-        if self.layout.device == "cuda" and self.engine == "fsdp" and self.shape.packs:
+        if self._is_single_gpu:
+            unsharded = Unsharded(weights=True, gradients=micro_batches > 1)
+        elif self.layout.device == "cuda" and self.engine == "fsdp" and self.shape.packs:
             unsharded = most_unsharded(micro_batches, lambda choice: self._excess(_ON_DISK_NOTHING, choice) <= 0)
         held, made = self._phases(on_disk, unsharded)
         return MemoryPlan(held, made, on_disk, unsharded)
@@ -106,12 +108,19 @@ class MemoryPlanner:
             on_gpu = replace(held, weights=0, gradients=gradients, moments=0, update=0)
         return held, phases(config, on_gpu, self.cost, gpu_process(self.layout.world_size), [])
 
+    @property
+    def _is_single_gpu(self) -> bool:
+        layout = self.layout
+        return self.engine == "fsdp" and is_single_gpu(layout.device, layout.world_size, self.config.shard.offload)
+
     def _held(self, on_disk: OnDisk, unsharded: Unsharded) -> RankMemory:
         config, shape, layout, cost = self.config, self.shape, self.layout, self.cost
         if self.engine == "host":
             return host_memory(config, shape, layout, on_disk)
         if self.engine == "deepspeed":
             return deepspeed_memory(config, shape, layout)
+        if self._is_single_gpu:
+            return single_gpu_memory(config, shape, unsharded)
         return fsdp_memory(config, shape, layout, cost.backward_bytes, cost.layer_bytes, unsharded)
 
     @property

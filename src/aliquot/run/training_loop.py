@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from aliquot.checkpoint.directories import newest
 from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
@@ -83,8 +81,8 @@ class TrainingLoop:
             is_last = index == len(batch.micro_batches) - 1
             losses.append(self._engine.backward(micro_batch, 1 / max(1, batch.predicted), is_last))
         sums = [0.0] * len(batch.predicted_of)
-        for micro_batch, loss in zip(batch.micro_batches, torch.stack(losses).tolist(), strict=True):
-            sums[0 if micro_batch is None else micro_batch.source] += loss
+        for micro_batch, loss in zip(batch.micro_batches, losses, strict=True):
+            sums[0 if micro_batch is None else micro_batch.source] += float(loss)
         return sums
 
     def _exchange_reports(self, batch: StepBatch, loss_sums: list[float]) -> list[dict[str, Any]]:

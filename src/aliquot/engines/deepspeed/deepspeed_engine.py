@@ -80,7 +80,7 @@ class DeepspeedEngine:
         settings = dict(spec.deepspeed or {})
         backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
         if spec.compile == "layers":
-            compile_layers(meta, topology.threads)
+            compile_layers(meta, topology)
         cast_parameters(meta, spec.compute_dtype)
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
@@ -160,7 +160,7 @@ class DeepspeedEngine:
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """Return the summed loss, detached, and the scaled loss to call backward() on."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
-        documents = Documents(fed.edges, self._attention)
+        documents = Documents(fed.edges, self._attention).on(self._device)
         arguments = (fed.input_ids, fed.position_ids, fed.labels, documents, scale, fed.chosen)
         return cast("tuple[Tensor, Tensor]", self._engine(*arguments))
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Self, cast
+from typing import Any, Self, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives, use_shared_memory
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
+from aliquot.machine.device_copies import read_early
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
@@ -171,13 +172,14 @@ class FsdpEngine:
     def resume_at(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
 
-    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
         self._model.train()
         if batch is not None and self._spec.dropout:
             torch.manual_seed(batch.seed)
         self._hold_unsharded(last)
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale)
+        result = read_early(summed)
         self._spec.hooks.step("forward")
         scaled.backward()  # type: ignore[no-untyped-call]
         if batch is not None:
@@ -189,7 +191,7 @@ class FsdpEngine:
             reduces=0 if self._spec.unsharded.gradients and not last else calls,
         )
         self._gathered = self._spec.unsharded.weights and not last
-        return summed
+        return result
 
     def _hold_unsharded(self, last: bool) -> None:
         """Delay the reduction of unsharded gradients and the release of unsharded weights to the last micro-batch.
@@ -215,7 +217,7 @@ class FsdpEngine:
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """Return the summed loss, detached, and the scaled loss to call backward() on."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
-        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention)
+        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
         if not self._spec.fused_loss:
             loss = model_calls.whole_logits_loss(self._model, *inputs)
             summed, scaled = loss.detach(), loss * scale

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, RankMemory, Unsharded
-from aliquot.models.model_shape import ModelShape
+from aliquot.models.model_shape import ModelShape, numel
 
 HALF_BYTES = 16 << 20  # half of a rank's staging buffer in shared memory
 
@@ -69,6 +69,29 @@ def fsdp_memory(
         own_gradients=4 * owned,
         # Gradients stay allocated between steps, but each micro-batch allocates new gradients of the root group.
         holes=4 * learned[0] // ranks if layout.device == "cpu" else 0,
+    )
+
+
+def single_gpu_memory(config: RunConfig, shape: ModelShape, unsharded: Unsharded) -> RankMemory:
+    """Return the memory of a single GPU that holds all states of engine fsdp whole.
+
+    `unsharded.gradients`: several micro-batches of a step are summed in fp32.
+    """
+    compute = 2 if config.train.precision == "bf16" else 4
+    learned = sum(shape.learned_padded_groups(1))
+    frozen = sum(shape.padded_groups(1)) - learned
+    copies = 0 if compute == 4 else compute * learned  # weights that forward and backward passes use
+    # The gradients of the embedding: of the look-up, and if the weight is tied, of the head until both are added.
+    embedding = compute * numel(shape.embedding) if shape.embedding_learns else 0
+    return RankMemory(
+        weights=4 * learned + compute * frozen,
+        gradients=(4 if unsharded.gradients else compute) * learned,
+        gradients_from_start=False,
+        moments=8 * learned,
+        update=0 if config.train.compile == "layers" or compute == 4 else 4 * learned,
+        forward=copies,
+        backward=copies + embedding,
+        evaluation=copies,
     )
 
 

@@ -1,6 +1,7 @@
 """Attention over packed documents on a GPU, with one kernel call per row.
 
-`varlen_attn` runs if flash attention supports the layer (grouped heads, windows). `flex_attention` with a document mask
+`varlen_attn` runs if flash attention supports the layer (grouped heads, windows), inside the graph of a compiled
+layer; the other kernels split the graph. `flex_attention` with a document mask
 runs for soft-caps, sinks, fp32, and values that are wider or narrower than keys. Heads that are too narrow for both
 kernels run one document at a time.
 """
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from aliquot.machine.torch_compile import compile_function
+from aliquot.machine.device_copies import send
+from aliquot.machine.torch_compile import compile_function, outside_of_graphs
 from aliquot.nn.attention.document_attention import causal
 
 if TYPE_CHECKING:
@@ -56,19 +58,16 @@ class CudaAttention:
         return FlashOfDocuments()
 
     def _by_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
-        kind = (None, torch.int32)
-        if kind not in documents.cuts:
-            documents.cuts[kind] = _sent(torch.tensor(documents.edges, dtype=torch.int32), query.device)
-        edges = documents.cuts[kind]
-        longest = max(stop - start for start, stop in pairwise(documents.edges))
+        offsets, longest = documents.offsets, documents.longest
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D], as in the projections
         before = -1 if scoring.window is None else scoring.window - 1
         out: Tensor = self.varlen(
-            q, k, v, edges, edges, longest, longest,
+            q, k, v, offsets, offsets, longest, longest,
             scale=scoring.scaling, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         return out[None]
 
+    @outside_of_graphs
     def _by_flex(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         kind = (scoring.window, torch.bool)
         if kind not in documents.cuts:
@@ -106,6 +105,7 @@ class FlashOfDocuments:
         return self
 
 
+@outside_of_graphs
 def _by_document(
     query: Tensor,
     key: Tensor,
@@ -125,15 +125,10 @@ def _flash_can(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
     return fits and query.dtype in _HALF and scoring.softcap is None and scoring.sinks is None
 
 
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for a GPU; `torch.tensor` with a device would wait."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
 def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
     """Return the document mask: a token attends to at most `window` tokens of its document, up to the token itself."""
     length = edges[-1]
-    ends = _sent(torch.tensor(edges[1:]), device)
+    ends = send(torch.tensor(edges[1:]), device)
     document = torch.bucketize(torch.arange(length, device=device), ends, right=True)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:

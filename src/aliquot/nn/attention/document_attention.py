@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
+from aliquot.machine.device_copies import send
+from aliquot.machine.torch_compile import outside_of_graphs
 from aliquot.nn.attention.tiled_attention import TiledAttention
 
 IMPLEMENTATION = "aliquot_documents"
@@ -69,8 +72,27 @@ class Documents:
         self.backend = backend
         # The backend's tiles or masks of the row, by (window, dtype). The first layer computes them for all layers.
         self.cuts: dict[tuple[int | None, torch.dtype], Any] = {}
+        # Set by `on`, for kernels that take a whole row: the edges as int32 on the device of the row, and a bound for
+        # the tokens of a document.
+        self.offsets = torch.empty(0, dtype=torch.int32)
+        self.longest = 0
         # Router logits of each call of a mixture of experts with an auxiliary loss: [tokens, experts] of each layer.
         self.router_logits: list[tuple[Tensor, ...]] = []
+
+    def on(self, device: torch.device) -> Self:
+        """Set `offsets` and `longest` before the forward pass, because compiled layers cannot derive them from `edges`.
+
+        Both are rounded up to powers of two, `offsets` by empty documents at the end of the row: kernels that are built
+        for these numbers are then built for few of them.
+        """
+        empty = _power_of_two(len(self.edges)) - len(self.edges)
+        self.offsets = send(torch.tensor(self.edges + self.edges[-1:] * empty, dtype=torch.int32), device)
+        self.longest = _power_of_two(max(stop - start for start, stop in pairwise(self.edges)))
+        return self
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 class ReferenceAttention:
@@ -143,14 +165,14 @@ def attention_on(device: str, packs: bool = True, selective: bool = False) -> At
     return TiledAttention(selective)
 
 
-def register(compiled: bool = False) -> None:
+def register(splits_graphs: bool = False) -> None:
     """Register `document_attention` with transformers as `attn_implementation=IMPLEMENTATION`, without a mask.
 
-    `compiled`: exclude the function from torch.compile, because its products depend on document boundaries.
+    `splits_graphs`: exclude the function from torch.compile, because the backend's products depend on the documents.
     """
     from transformers import AttentionInterface
 
-    function = torch.compiler.disable(document_attention) if compiled else document_attention  # type: ignore[no-untyped-call]
+    function = outside_of_graphs(document_attention) if splits_graphs else document_attention
     AttentionInterface.register(IMPLEMENTATION, function)
 
 

@@ -1,0 +1,192 @@
+"""Engine fsdp on a single GPU, which holds the whole state: there is nothing to shard, so FSDP2 would only copy.
+
+The GPU holds fp32 master weights and moments, and a bf16 copy of the weights for forward and backward passes. The
+gradients of a single micro-batch per optimizer step stay bf16, as the backward pass computes them. The gradients of
+several micro-batches are summed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Self, SupportsFloat, cast
+
+import torch
+from torch import Tensor, nn
+
+from aliquot.distributed.topology import Topology
+from aliquot.engines.activation_meter import ActivationMeter
+from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.model_kernels import compile_or_copy
+from aliquot.machine.device_copies import read_early
+from aliquot.machine.matmul import copies_transposed
+from aliquot.models import backward_pass, model_calls
+from aliquot.models.micro_batch import MicroBatch
+from aliquot.models.structure import materialise
+from aliquot.nn.attention.document_attention import Documents, attention_on
+from aliquot.nn.head_loss import head_loss_on
+from aliquot.optim.adamw import decays
+from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
+from aliquot.tensor_io.parts import KINDS, Part
+
+
+@dataclass
+class _Gradient:
+    """The gradient of one weight within an optimizer step."""
+
+    parameter: nn.Parameter
+    total: Tensor | None = None  # fp32 sum over micro-batches; None: `parameter.grad` is the whole gradient
+
+    def add_to_total(self) -> None:
+        """Move `parameter.grad` into the fp32 sum."""
+        gradient = cast("Tensor", self.parameter.grad)
+        self.total = gradient.float() if self.total is None else self.total.add_(gradient)
+        self.parameter.grad = None
+
+    def take(self) -> Tensor:
+        """Return the gradient, flat, and forget it. A weight that no micro-batch used has the gradient 0."""
+        gradient = self.parameter.grad if self.total is None else self.total
+        self.parameter.grad = self.total = None
+        return (torch.zeros_like(self.parameter) if gradient is None else gradient).view(-1)
+
+
+class SingleGpuEngine:
+    """See engines/base.py for the contract of each method."""
+
+    def __init__(self, model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
+        self._model = model
+        self._spec = spec
+        self._device = torch.device(topology.device)
+        self._activations = ActivationMeter(spec.gradient_checkpointing, topology.device)
+        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
+        copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
+        self._head_loss = head_loss_on(topology.device, copies_transposed=copies, compiled=compiled)
+        self._frozen = {name: p.detach().view(-1) for name, p in model.named_parameters() if not p.requires_grad}
+        self._weights = {name: _resident(name, p) for name, p in model.named_parameters() if p.requires_grad}
+        self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
+        self._sums = False  # whether this step sums the gradients of several micro-batches
+        for gradient in self._gradients:
+            add = partial(self._add_to_total, gradient)
+            gradient.parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+        self._optimizer = ResidentAdamW(
+            list(self._weights.values()), (spec.adam_beta1, spec.adam_beta2), spec.adam_epsilon, spec.weight_decay,
+            compiled=compiled,
+        )  # fmt: skip
+
+    @classmethod
+    def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
+        device = torch.device(topology.device)
+        backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
+        compile_or_copy(meta, spec, topology)
+        for name, parameter in meta.named_parameters():
+            if name not in spec.exact:
+                parameter.data = parameter.data.to(spec.compute_dtype)
+        materialise(meta, device, buffers_on=device)
+        return cls(meta, spec, topology)
+
+    @property
+    def transport(self) -> str:
+        return "one rank"
+
+    def parts(self) -> Sequence[Part]:
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        return [
+            Part(name, shape, kind, 0, self._model.get_parameter(name).numel())
+            for kind in KINDS
+            for name, shape in shapes.items()
+            if (kind == "weight" or name in self._weights) and self._model.get_parameter(name).numel()
+        ]
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self._flat(part)[start : start + out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self._flat(part)[start : start + values.numel()].copy_(values)
+
+    def view(self, part: Part) -> Tensor | None:
+        flat = self._flat(part)
+        return flat if flat.device.type == "cpu" and flat.dtype == torch.float32 else None
+
+    def _flat(self, part: Part) -> Tensor:
+        if part.name in self._frozen:
+            return self._frozen[part.name]
+        weight = self._weights[part.name]
+        return {"weight": weight.master, "exp_avg": weight.exp_avg, "exp_avg_sq": weight.exp_avg_sq}[part.kind]
+
+    def ready(self) -> None:
+        for weight in self._weights.values():
+            weight.compute.copy_(weight.master)
+
+    def resume_at(self, steps: int) -> None:
+        self._optimizer.steps = steps
+
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
+        self._model.train()
+        self._sums = self._sums or not last
+        if batch is not None and self._spec.dropout:
+            torch.manual_seed(batch.seed)
+        with self._activations.measure():
+            summed, scaled = self._loss(batch, scale)
+        result = read_early(summed)
+        self._spec.hooks.step("forward")
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._spec.hooks.step("backward")
+        return result
+
+    def _add_to_total(self, gradient: _Gradient, _: Tensor) -> None:
+        if self._sums:
+            gradient.add_to_total()
+
+    def evaluate(self, batch: MicroBatch | None) -> Tensor:
+        self._model.eval()
+        with torch.no_grad():
+            return self._loss(batch, 1.0)[0]
+
+    def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the summed loss, detached, and the scaled loss to call backward() on."""
+        fed = (batch or MicroBatch.empty()).to(self._device)
+        documents = Documents(fed.edges, self._attention).on(self._device)
+        if self._spec.fused_loss:
+            head = self._model.get_output_embeddings().weight  # type: ignore[operator]
+            hidden = model_calls.hidden_states(self._model, fed.input_ids, fed.position_ids, documents)
+            summed, scaled = self._head_loss(hidden, head, fed.labels, scale, chosen=fed.chosen)
+        else:
+            loss = model_calls.whole_logits_loss(self._model, fed.input_ids, fed.position_ids, fed.labels, documents)
+            summed, scaled = loss.detach(), loss * scale
+        return summed, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, documents)
+
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+        gradients = [gradient.take() for gradient in self._gradients]
+        self._sums = False
+        # The GPU still updates the weights when the norm is known, and Python goes on with the next step.
+        return StepResult(float(self._optimizer.step(gradients, learning_rate, max_grad_norm)))
+
+    def counters(self) -> Counters:
+        weights = self._weights.values()
+        gradients = [g for each in self._gradients for g in (each.total, each.parameter.grad) if g is not None]
+        return Counters(
+            weights_bytes=sum(p.nbytes for p in self._frozen.values()) + sum(w.master.nbytes for w in weights),
+            gradients_bytes=sum(gradient.nbytes for gradient in gradients),
+            moments_bytes=sum(2 * weight.exp_avg.nbytes for weight in weights),
+            gathered_bytes=sum(w.compute.nbytes for w in weights if w.compute is not w.master),
+            activations_bytes=self._activations.peak_bytes,
+            wire_bytes=0,
+        )
+
+    def generate(self, ids: Tensor, **options: object) -> Tensor:
+        self._model.eval()
+        with torch.no_grad():
+            result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
+        return result
+
+    def close(self) -> None:
+        self._weights.clear()
+
+
+def _resident(name: str, parameter: nn.Parameter) -> ResidentWeight:
+    compute = parameter.detach().view(-1)
+    master = compute if compute.dtype == torch.float32 else torch.empty_like(compute, dtype=torch.float32)
+    return ResidentWeight(
+        compute, master, torch.zeros_like(master), torch.zeros_like(master), decays(name, parameter.shape)
+    )

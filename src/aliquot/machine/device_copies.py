@@ -1,0 +1,33 @@
+"""Copies between the host and a GPU that do not wait for other work of the GPU."""
+
+from __future__ import annotations
+
+from typing import SupportsFloat
+
+import torch
+from torch import Tensor
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to `device` without waiting for a GPU; a copy from memory that is not pinned would wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def read_early(value: Tensor) -> SupportsFloat:
+    """Begin to copy a scalar to the host. `float()` of the result waits until the GPU has computed the scalar.
+
+    `float(value)` would wait for all work that is queued at the time of the call. On CPU, the result is `value`.
+    """
+    return _OnItsWay(value) if value.is_cuda else value
+
+
+class _OnItsWay:
+    def __init__(self, value: Tensor) -> None:
+        self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def __float__(self) -> float:
+        self._copied.synchronize()
+        return float(self._host)

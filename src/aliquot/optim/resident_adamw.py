@@ -1,0 +1,131 @@
+"""AdamW for weights that are whole in the memory of one GPU: norm, clipping and update without waiting for the GPU.
+
+The update reads the gradient in the dtype of the backward pass, and writes the master weight, both moments and the
+weight of the next forward pass. A compiled update needs one pass over memory; torch's fused AdamW needs several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from aliquot.machine.device_copies import read_early
+from aliquot.machine.torch_compile import compile_function
+
+_GRAPHS = 256  # one for each size of weight, with and without weight decay
+
+
+@dataclass(frozen=True)
+class ResidentWeight:
+    """A weight with its state; all tensors are flat, [numel], and on one device."""
+
+    compute: Tensor  # the weight of forward and backward passes: bf16, or `master` itself
+    master: Tensor  # fp32
+    exp_avg: Tensor  # fp32
+    exp_avg_sq: Tensor  # fp32
+    decays: bool  # whether weight decay applies
+
+
+class ResidentAdamW:
+    """Updates all weights by their gradients, unless a gradient is not finite."""
+
+    def __init__(
+        self,
+        weights: Sequence[ResidentWeight],
+        betas: tuple[float, float],
+        epsilon: float,
+        weight_decay: float,
+        compiled: bool,
+    ) -> None:
+        self.steps = 0  # completed updates
+        self._weights = weights
+        self._betas = betas
+        self._epsilon = epsilon
+        self._weight_decay = weight_decay
+        self._compiled = compiled
+
+    def step(self, gradients: Sequence[Tensor], learning_rate: float, max_grad_norm: float | None) -> SupportsFloat:
+        """Clip the gradients to the global norm `max_grad_norm` and update. Return the norm before clipping.
+
+        `gradients`: of each weight, flat, in fp32 or in the compute dtype. If the norm is not finite, weights and
+        moments keep their values; the caller then ends the run, because `steps` counts the update.
+        """
+        norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
+        limit = torch.inf if max_grad_norm is None else max_grad_norm
+        clip = (limit / (norm + 1e-6)).clamp(max=1.0).float()
+        finite = norm.isfinite()
+        result = read_early(norm)
+        update = self._update_compiled if self._compiled else self._update_fused
+        update(gradients, learning_rate, clip, finite)
+        self.steps += 1
+        return result
+
+    def _update_compiled(self, gradients: Sequence[Tensor], rate: float, clip: Tensor, finite: Tensor) -> None:
+        beta1, beta2 = self._betas
+        corrections = 1 - beta1 ** (self.steps + 1), 1 - beta2 ** (self.steps + 1)
+        numbers = torch.tensor([rate, rate * self._weight_decay, *corrections])
+        if clip.is_cuda:
+            numbers = numbers.pin_memory().to(clip.device, non_blocking=True)
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            _kernel(beta1, beta2, self._epsilon, weight.decays)(
+                weight.compute if weight.compute is not weight.master else None,
+                weight.master, weight.exp_avg, weight.exp_avg_sq, gradient, numbers, clip, finite,
+            )  # fmt: skip
+
+    def _update_fused(self, gradients: Sequence[Tensor], rate: float, clip: Tensor, finite: Tensor) -> None:
+        for decays in (True, False):
+            pairs = [(w, g) for w, g in zip(self._weights, gradients, strict=True) if w.decays is decays]
+            adamw(
+                [weight.master for weight, _ in pairs], [gradient.float() for _, gradient in pairs],
+                [weight.exp_avg for weight, _ in pairs], [weight.exp_avg_sq for weight, _ in pairs], [],
+                [torch.tensor(float(self.steps), device=clip.device) for _ in pairs],
+                fused=True, amsgrad=False, beta1=self._betas[0], beta2=self._betas[1], lr=rate,
+                weight_decay=self._weight_decay if decays else 0.0, eps=self._epsilon, maximize=False,
+                grad_scale=1 / clip, found_inf=(~finite).float(),
+            )  # fmt: skip
+        kept = [weight for weight in self._weights if weight.compute is not weight.master]
+        if kept:
+            torch._foreach_copy_([weight.compute for weight in kept], [weight.master for weight in kept])
+
+
+@cache
+def _kernel(beta1: float, beta2: float, epsilon: float, decays: bool) -> Any:
+    function = partial(_update, beta1=beta1, beta2=beta2, epsilon=epsilon, decays=decays)
+    return compile_function(function, dynamic=False, recompile_limit=_GRAPHS)
+
+
+def _update(
+    compute: Tensor | None,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    numbers: Tensor,
+    clip: Tensor,
+    finite: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    decays: bool,
+) -> None:
+    """Apply AdamW as torch.optim.AdamW documents it, if `finite`."""
+    rate, decay, correction1, correction2 = numbers.unbind()
+    clipped = gradient.float() * clip
+    first = exp_avg + (clipped - exp_avg) * (1 - beta1)
+    second = exp_avg_sq * beta2 + clipped * clipped * (1 - beta2)
+    decayed = master * (1 - decay) if decays else master
+    updated = decayed - rate / correction1 * first / ((second / correction2).sqrt() + epsilon)
+    updated = torch.where(finite, updated, master)
+    exp_avg.copy_(torch.where(finite, first, exp_avg))
+    exp_avg_sq.copy_(torch.where(finite, second, exp_avg_sq))
+    master.copy_(updated)
+    if compute is not None:
+        compute.copy_(updated)
