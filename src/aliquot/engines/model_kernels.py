@@ -23,7 +23,7 @@ from aliquot.machine.matmul import caches_kernels, copies_transposed, copy_pays
 from aliquot.machine.torch_compile import compile_function, inductor_options
 from aliquot.models.backward_pass import copy_in_backward
 from aliquot.models.structure import decoder_layers
-from aliquot.nn.attention.document_attention import AttentionBackend, register
+from aliquot.nn.attention.document_attention import DYNAMIC_SOURCES, AttentionBackend, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.experts.sorted_experts import register as register_experts
 
@@ -58,6 +58,7 @@ def compile_layers(model: nn.Module, topology: Topology) -> None:
         )
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(topology.threads))
     register(splits_graphs=topology.device == "cpu")
+    torch.compiler.config.dynamic_sources = DYNAMIC_SOURCES
     register_experts(compiled=True)
     options = _compile_options()
     for layer in decoder_layers(model):

@@ -22,6 +22,8 @@ from aliquot.machine.torch_compile import outside_of_graphs
 from aliquot.nn.attention.tiled_attention import TiledAttention
 
 IMPLEMENTATION = "aliquot_documents"
+# What torch.compile must not take as a constant: it would compile again for other documents.
+DYNAMIC_SOURCES = r".*\bdocuments\b.*\.offsets,.*\bdocuments\b.*\.longest"
 # Keyword arguments of models that have no effect on attention, because queries and keys already contain positions.
 _WITHOUT_EFFECT = frozenset(
     {
