@@ -30,7 +30,7 @@ def _server() -> socket.socket:
     # -P: as `aliquot` restarts itself
     command = [sys.executable, "-P", "-m", "tests.tools.warm_server", str(its.fileno())]
     # The sources beside these tests, even if another copy of them is installed: tests.tools.planted changes a copy.
-    paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "src")))
+    paths = os.pathsep.join(filter(None, (str(REPOSITORY), str(REPOSITORY / "src"), os.environ.get("PYTHONPATH"))))
     # As our launcher sets it for its ranks: it counts only when torch is imported, which is in the server.
     environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": paths}
     server = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()], env=environ)

@@ -68,8 +68,6 @@ class Ranks:
         backend = "gloo"
         if topology.device == "cuda":
             check_gpus(topology.local_world_size)
-            # Rows differ in the number of documents; without this setting, freed blocks of other sizes pile up.
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
             torch.cuda.set_device(topology.local_rank)
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
