@@ -107,10 +107,10 @@ COMPARISONS = (
     ),
     Comparison(
         "gpu",
-        "training {shape} on one GPU, documents {documents}",
+        "training {shape} on one GPU, rows per step: {rows}, documents {documents}",
         {"tokens_per_s_synchronised": "tokens/s, synchronised"},
         {"who": "aliquot"},
-        ("FSDP2 + flex_attention, compiled", "HF Trainer + DeepSpeed ZeRO-3"),
+        ("FSDP2 + flex_attention", "HF Trainer", "DeepSpeed ZeRO-3"),
         ("shape", "rows", "documents"),
     ),
     Comparison(
@@ -186,7 +186,8 @@ _HEADERS = {
     "tokens_per_s": "tokens/s", "real_tokens_per_s": "real tokens/s", "mfu": "MFU",
     "peak_rss_gb": "peak RSS of a rank, GB", "loopback_mb": "loopback MB per step",
     "peak_pss_gb": "peak PSS of a rank, GB", "pss_gb": "peak PSS of a rank, GB",
-    "tokens_per_s_synchronised": "tokens/s, synchronised", "aliquot_ms": "aliquot, ms", "peer_ms": "peer, ms",
+    "tokens_per_s_synchronised": "tokens/s, synchronised", "ceiling_tflops": "matrix products, TFLOP/s",
+    "reserved_gib": "GPU memory, GiB", "aliquot_ms": "aliquot, ms", "peer_ms": "peer, ms",
     "step_s": "seconds per step", "sent_mb": "MB sent per step", "planned_s": "planned seconds",
     "planned_mb": "planned MB", "of_ceiling": "rate / ceiling", "mfu_without": "MFU without the part",
     "matmul_gflops": "matmul GFLOP/s", "plan_mib": "planned MiB", "peak_mib": "peak MiB",
