@@ -70,7 +70,7 @@ def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
 
 def test_offload_moves_states_to_host_memory() -> None:
     train = {"global_batch_size": 2}  # of one micro-batch
-    resident, offloaded = planned(train=train), planned(train=train, shard={"offload": "cpu"})
+    resident, offloaded = planned(2, train=train), planned(2, train=train, shard={"offload": "cpu"})
     moved = ("weights", "gradients", "moments")
     for name in moved:
         assert of(offloaded, "steady peak", host=True)[name] == of(resident, "steady peak")[name] > 0

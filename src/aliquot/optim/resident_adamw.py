@@ -6,16 +6,16 @@ weight of the next forward pass. A compiled update needs one pass over memory; t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from aliquot.machine.device_copies import read_early
+from aliquot.machine.device_copies import read_early, send
 from aliquot.machine.torch_compile import compile_function
 
 _GRAPHS = 256  # one for each size of weight, with and without weight decay
@@ -62,22 +62,23 @@ class ResidentAdamW:
         clip = (limit / (norm + 1e-6)).clamp(max=1.0).float()
         finite = norm.isfinite()
         result = read_early(norm)
-        update = self._update_compiled if self._compiled else self._update_fused
-        update(gradients, learning_rate, clip, finite)
+        if self._compiled:
+            self._update_compiled(gradients, learning_rate, torch.stack([clip, finite.float()]))
+        else:
+            self._update_fused(gradients, learning_rate, clip, finite)
         self.steps += 1
         return result
 
-    def _update_compiled(self, gradients: Sequence[Tensor], rate: float, clip: Tensor, finite: Tensor) -> None:
+    def _update_compiled(self, gradients: Sequence[Tensor], rate: float, clip_and_finite: Tensor) -> None:
         beta1, beta2 = self._betas
         corrections = 1 - beta1 ** (self.steps + 1), 1 - beta2 ** (self.steps + 1)
-        numbers = torch.tensor([rate, rate * self._weight_decay, *corrections])
-        if clip.is_cuda:
-            numbers = numbers.pin_memory().to(clip.device, non_blocking=True)
+        schedule = torch.tensor([rate, rate * self._weight_decay, *corrections])
+        numbers = torch.cat([send(schedule, clip_and_finite.device), clip_and_finite])
         for weight, gradient in zip(self._weights, gradients, strict=True):
-            _kernel(beta1, beta2, self._epsilon, weight.decays)(
-                weight.compute if weight.compute is not weight.master else None,
-                weight.master, weight.exp_avg, weight.exp_avg_sq, gradient, numbers, clip, finite,
-            )  # fmt: skip
+            state = [weight.master, weight.exp_avg, weight.exp_avg_sq]
+            if weight.compute is not weight.master:
+                state.append(weight.compute)
+            _kernel(beta1, beta2, self._epsilon, weight.decays)(state, gradient, numbers)
 
     def _update_fused(self, gradients: Sequence[Tensor], rate: float, clip: Tensor, finite: Tensor) -> None:
         for decays in (True, False):
@@ -90,42 +91,40 @@ class ResidentAdamW:
                 weight_decay=self._weight_decay if decays else 0.0, eps=self._epsilon, maximize=False,
                 grad_scale=1 / clip, found_inf=(~finite).float(),
             )  # fmt: skip
-        kept = [weight for weight in self._weights if weight.compute is not weight.master]
-        if kept:
-            torch._foreach_copy_([weight.compute for weight in kept], [weight.master for weight in kept])
+        copied = [weight for weight in self._weights if weight.compute is not weight.master]
+        if copied:
+            torch._foreach_copy_([weight.compute for weight in copied], [weight.master for weight in copied])
 
 
 @cache
-def _kernel(beta1: float, beta2: float, epsilon: float, decays: bool) -> Any:
-    function = partial(_update, beta1=beta1, beta2=beta2, epsilon=epsilon, decays=decays)
+def _kernel(beta1: float, beta2: float, epsilon: float, decays: bool) -> Callable[..., None]:
+    function = partial(_update, betas=(beta1, beta2), epsilon=epsilon, decays=decays)
     return compile_function(function, dynamic=False, recompile_limit=_GRAPHS)
 
 
 def _update(
-    compute: Tensor | None,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    state: Sequence[Tensor],
     gradient: Tensor,
     numbers: Tensor,
-    clip: Tensor,
-    finite: Tensor,
     *,
-    beta1: float,
-    beta2: float,
+    betas: tuple[float, float],
     epsilon: float,
     decays: bool,
 ) -> None:
-    """Apply AdamW as torch.optim.AdamW documents it, if `finite`."""
-    rate, decay, correction1, correction2 = numbers.unbind()
+    """Apply AdamW as torch.optim.AdamW documents it, unless a gradient is not finite.
+
+    `state`: master weight, exp_avg and exp_avg_sq; then the weight of forward passes, if it is a tensor of its own.
+    """
+    master, exp_avg, exp_avg_sq, *compute = state
+    rate, decay, correction1, correction2, clip, finite = numbers.unbind()
     clipped = gradient.float() * clip
-    first = exp_avg + (clipped - exp_avg) * (1 - beta1)
-    second = exp_avg_sq * beta2 + clipped * clipped * (1 - beta2)
+    first = exp_avg + (clipped - exp_avg) * (1 - betas[0])
+    second = exp_avg_sq * betas[1] + clipped * clipped * (1 - betas[1])
     decayed = master * (1 - decay) if decays else master
     updated = decayed - rate / correction1 * first / ((second / correction2).sqrt() + epsilon)
-    updated = torch.where(finite, updated, master)
-    exp_avg.copy_(torch.where(finite, first, exp_avg))
-    exp_avg_sq.copy_(torch.where(finite, second, exp_avg_sq))
+    updated = torch.where(finite > 0, updated, master)
+    exp_avg.copy_(torch.where(finite > 0, first, exp_avg))
+    exp_avg_sq.copy_(torch.where(finite > 0, second, exp_avg_sq))
     master.copy_(updated)
-    if compute is not None:
-        compute.copy_(updated)
+    for weight in compute:
+        weight.copy_(updated)

@@ -164,7 +164,7 @@ class SingleGpuEngine:
 
     def counters(self) -> Counters:
         weights = self._weights.values()
-        gradients = [g for each in self._gradients for g in (each.total, each.parameter.grad) if g is not None]
+        gradients = [tensor for g in self._gradients for tensor in (g.total, g.parameter.grad) if tensor is not None]
         return Counters(
             weights_bytes=sum(p.nbytes for p in self._frozen.values()) + sum(w.master.nbytes for w in weights),
             gradients_bytes=sum(gradient.nbytes for gradient in gradients),
