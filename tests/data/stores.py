@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aliquot.data.batches import Batches
 from aliquot.data.data_order import TrainStore
-from aliquot.data.layout import SequenceFormat
+from aliquot.data.micro_batch_rows import SequenceFormat
 from aliquot.data.token_store import TokenStore
 
 TEXT = "The quick brown fox jumps over the lazy dog.\nIt didn't stop; it's 12345 now:\n\n  def f(x):\n\treturn x\n"

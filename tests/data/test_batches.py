@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
 from aliquot.data.data_order import TrainStore
-from aliquot.data.layout import SequenceFormat
+from aliquot.data.micro_batch_rows import SequenceFormat
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch
 from aliquot.nn.product_shapes import filled_row, row_lengths

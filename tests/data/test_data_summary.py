@@ -5,7 +5,7 @@ from __future__ import annotations
 from aliquot.data.batches import Batches
 from aliquot.data.data_order import TrainStore
 from aliquot.data.data_summary import examples, header
-from aliquot.data.layout import SequenceFormat
+from aliquot.data.micro_batch_rows import SequenceFormat
 from tests.data.stores import byte_level, memory_store
 
 

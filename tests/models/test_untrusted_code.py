@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from aliquot.config.data_section import DataSection
+from aliquot.core import template_time_limit
 from aliquot.core.errors import TokenizerError, UserError
 from aliquot.data.chat_template import ChatTemplate, fit_messages
 from aliquot.data.prepare import prepare
 from aliquot.data.tokenizer import load_tokenizer
-from aliquot.models import untrusted_code
 from aliquot.models.generate import chat_ids
 from aliquot.tensor_io.manifest import checksum, manifest_bytes, read_manifest
 from tests.cluster.cases import cluster_section
@@ -153,7 +153,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids=["data", "marked data", "chat"],
 )
 def test_endless_template_ends(monkeypatch: pytest.MonkeyPatch, template: str, render: Callable[..., Any]) -> None:
-    monkeypatch.setattr(untrusted_code, "TEMPLATE_CPU_S", 0.05)
+    monkeypatch.setattr(template_time_limit, "TEMPLATE_CPU_S", 0.05)
     tokenizer = byte_level()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=r"the chat template fails.* loops for ever") as error:

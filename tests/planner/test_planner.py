@@ -408,7 +408,10 @@ def test_picture_is_svg_with_every_phase() -> None:
 def test_short_shm_replaces_the_verdict() -> None:
     made = replace(planned(), shm_bytes_per_node=1 << 30)
     assert made.fits
-    for shm_bytes, words in ((1 << 26, "does not fit: /dev/shm has 0.06 GiB, but the run needs 1.00 GiB"), (1 << 30, "fits: ")):
+    for shm_bytes, words in (
+        (1 << 26, "does not fit: /dev/shm has 0.06 GiB, but the run needs 1.00 GiB"),
+        (1 << 30, "fits: "),
+    ):
         problems = fit_check.problems(made, replace(SERVER, shm_bytes=shm_bytes))
         console = Console(width=200)
         with console.capture() as told:

@@ -134,7 +134,7 @@ FAULTS = (
         ("tests/data/test_packing.py", "tests/data/test_batches.py"),
     ),
     Fault(
-        "positions-run-on", "data/layout.py",
+        "positions-run-on", "data/micro_batch_rows.py",
         "positions do not begin at 0 again in each document of a row",
         "positions = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))", "positions = np.arange(edges[-1])",
         ("tests/data/test_batches.py",),

@@ -19,7 +19,7 @@ from aliquot.config.data_section import DataSection
 from aliquot.core.errors import DataError, ResumeError
 from aliquot.core.number_format import count_of
 from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_seed
-from aliquot.data.layout import Group, Layout, SequenceFormat
+from aliquot.data.micro_batch_rows import Group, Layout, SequenceFormat
 from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
 from aliquot.data.token_store import TokenStore

@@ -16,8 +16,8 @@ from typing import Any
 
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import TokenizerError, UserError
+from aliquot.core.template_time_limit import limit_template_time
 from aliquot.data.chat_messages import functions_of, text_parts
-from aliquot.models.untrusted_code import limit_template_time
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]

@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.data.layout import Pieces
+from aliquot.data.micro_batch_rows import Pieces
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.token_store import TokenStore
 

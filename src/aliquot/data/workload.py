@@ -99,7 +99,7 @@ class Workload:
         return len({window.tokens for window in _windows(self, sequences)})
 
     def heaviest(self, sequences: int) -> Row:
-        """Return the row of `sequences` consecutive samples that needs the most memory."""
+        """Of all rows with `sequences` consecutive samples, return the row that needs the most memory."""
         return self._row(_heaviest(_windows(self, sequences)), sequences)
 
     def typical(self, sequences: int, ranks: int = 1, between: int = 1) -> tuple[tuple[float, Row], ...]:

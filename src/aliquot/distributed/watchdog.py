@@ -31,7 +31,7 @@ from aliquot.machine.memory import unwritten_bytes
 _CHECKS = 30  # consecutive idle checks that end a run; a suspended process makes no checks, so its pause does not count
 _STACKS_AHEAD = 2  # checks between writing stack traces and ending the run, because ranks check at different times
 _LONGEST_INTERVAL_S = 60.0
-# Limits above the use of an idle rank: a thousandth of a core for its heartbeat, and a hundredth of a core and 4 KiB/s
+# A rank that uses less than both limits is idle. Idle ranks use 0.001 cores for heartbeats, and 0.01 cores and 4 KiB/s
 # for progress bars. A transfer over a slow network uses little CPU time, but its bytes count.
 _BUSY_CORES = 0.02
 _BUSY_BYTES_PER_S = 16384

@@ -15,10 +15,11 @@ from transformers import StoppingCriteria, TextIteratorStreamer
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
+from aliquot.core.template_time_limit import limit_template_time
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_files import joined_ends, trained_tokens
 from aliquot.models.source import local_directory
-from aliquot.models.untrusted_code import limit_template_time, without_code
+from aliquot.models.untrusted_code import without_code
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,18 +1,12 @@
-"""Protect against code that comes with a model or a tokenizer: Python code never runs, and chat templates end soon.
+"""Never run Python code that comes with a model or a tokenizer.
 
-If a directory names Python code (`auto_map`), transformers would ask on standard input whether to run it. A chat
-template is a program from a stranger, too, and may never end.
+If a directory names Python code (`auto_map`), transformers would ask on standard input whether to run it.
 """
 
 from __future__ import annotations
 
-import functools
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import ModelFilesError, UnsupportedModelError
@@ -21,7 +15,6 @@ from aliquot.core.small_files import check_small, refuse_link
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-TEMPLATE_CPU_S = 1.0  # five times as long as rendering a chat of several megabytes takes
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 
 
@@ -57,9 +50,8 @@ def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
             if "trust_remote_code" not in str(error):
                 raise
             raise UnsupportedModelError(
-                "it comes with Python code of its own (`auto_map` in its JSON), which aliquot does not run: give one"
-                " whose code is part of transformers, or of a tokenizer its tokenizer.json, copied into a directory of"
-                " its own",
+                "it needs its own Python code (`auto_map` in its JSON), which aliquot does not run. Use a model whose"
+                " code is part of transformers; for a tokenizer, use a new directory with its tokenizer.json only",
                 path,
             ) from error
 
@@ -72,32 +64,3 @@ def model_from_config(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 
     model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config, **options)
     return model
-
-
-@contextmanager
-def limit_template_time() -> Iterator[None]:
-    """Raise TimeoutError if the block, which renders a chat template, takes more CPU time than TEMPLATE_CPU_S.
-
-    CPU time, unlike elapsed time, does not advance while the process is stopped or waits for a core. Python handles
-    signals only in the main thread and between operations. A block in another thread or a single long operation is
-    therefore not limited.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _install_handler()
-    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_CPU_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-@functools.cache
-def _install_handler() -> None:
-    """Install the signal handler once per process, because installing takes longer than rendering."""
-    signal.signal(signal.SIGVTALRM, _end_template)
-
-
-def _end_template(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError(f"it has run for {TEMPLATE_CPU_S:g} s, as one that loops for ever does")

@@ -136,7 +136,7 @@ class HostSums(Protocol):
 
 
 class TensorSums:
-    """Sums for every host that are in memory as flat tensors."""
+    """`HostSums` that are flat tensors in memory."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
         self._tensors = tensors
@@ -159,7 +159,7 @@ def reduce_scatter(wire: Wire, sums: HostSums, ahead: int) -> None:
     sent, received = ({host: Tally() for host in wire.peer_hosts} for _ in range(2))
     local = sums.visit(wire.host, _PIECE_BYTES, changes=True)
     expected = deque(sums.pieces(wire.host, _PIECE_BYTES))
-    # The number of pieces differs between receiving hosts: a sender cuts pieces in the same way as their receiver.
+    # A sender cuts the sums for a host into the same pieces as that host. Hosts may have different numbers of pieces.
     outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in wire.peer_hosts}
     arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
     sending: deque[list[Future[None]]] = deque()
