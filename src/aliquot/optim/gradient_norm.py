@@ -1,6 +1,6 @@
-"""Compute the gradient norm over all ranks, and the factor that clips gradients to a maximum norm.
+"""Compute the sums of squares for the gradient norm, and the factor that clips gradients to a maximum norm.
 
-The sums of squares are so precise that the norm does not depend on the world size.
+The sums are so precise that the norm does not depend on the world size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 NORM_BLOCK = 1 << 16
@@ -35,19 +34,6 @@ def block_squares(flat: Tensor) -> list[float]:
     """Return the sum of squares of each block of a flat CPU tensor."""
     blocks = (flat[start : start + NORM_BLOCK] for start in range(0, flat.numel(), NORM_BLOCK))
     return [float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2 for block in blocks]
-
-
-def global_norm(squares: Sequence[float], device: torch.device) -> float:
-    """Return the global gradient norm, the same on every rank; NaN if a gradient is not finite. Collective.
-
-    `squares`: for each weight, the sum of squares of this rank's gradients; `device`: where the collective runs.
-    """
-    local = torch.tensor(list(squares), dtype=torch.float64, device=device)
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local)
-    gathered = torch.cat(parts).cpu()
-    # fsum is exact, so that the order of ranks does not matter.
-    return math.sqrt(math.fsum(gathered.tolist())) if bool(gathered.isfinite().all()) else math.nan
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:

@@ -25,6 +25,7 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives, use_shared_memory
+from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.device_copies import read_early
 from aliquot.machine.matmul import copies_transposed
@@ -34,7 +35,7 @@ from aliquot.models.structure import decoder_layers, materialise
 from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.head_loss import Chosen, FusedLoss, head_loss_on
 from aliquot.optim.adamw import ShardedAdamW, decays
-from aliquot.optim.gradient_norm import global_norm, squared_norms
+from aliquot.optim.gradient_norm import squared_norms
 from aliquot.tensor_io.parts import KINDS, Part, row_ranges
 
 

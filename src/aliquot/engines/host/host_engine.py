@@ -35,6 +35,7 @@ from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_builder import build_parts, parameter_index
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.streamed_layers import Layers
@@ -47,7 +48,6 @@ from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
 from aliquot.nn.head_loss import GradientRows, choose, head_loss_on
 from aliquot.optim.adamw import FlatShard
-from aliquot.optim.gradient_norm import global_norm
 from aliquot.tensor_io.parts import KINDS, Part
 
 if TYPE_CHECKING:
