@@ -12,6 +12,7 @@ from typing import Any
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import CutOffError, RunDirectoryError, StorageError, StorageFailureError, UserError
 from aliquot.core.on_rank_0 import RankGroup
+from aliquot.machine.device_copies import on_this_gpu
 from aliquot.machine.memory import unwritten_bytes
 
 TaskReport = dict[str, Any]
@@ -48,7 +49,7 @@ class BackgroundTask:
         self._error: str | None = None
         self._error_id: str | None = None
         self._on_error = on_error
-        self._thread = threading.Thread(target=self._run, args=[work], name=name, daemon=True)
+        self._thread = threading.Thread(target=on_this_gpu(self._run), args=[work], name=name, daemon=True)
         self._thread.start()
 
     def _run(self, work: Callable[[], Any]) -> None:
