@@ -31,7 +31,7 @@ AIO = {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap
 
 @dataclass(frozen=True)
 class Work:
-    """`rows` micro-batches of `tokens` tokens per rank and step; `mean` document length, or None for full rows."""
+    """`rows` micro-batches of `tokens` tokens per rank and step; `mean` document length, or None for full sequences."""
 
     tokens: int
     rows: int

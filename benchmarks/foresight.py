@@ -4,7 +4,7 @@ python benchmarks/foresight.py --json foresight.json [--only NAME,...] [--steps 
 
 The runs have 40 to 100 M parameters and 300 steps each, with two evaluations and a checkpoint, and take two hours in
 all. They cover six model families, one to four ranks, packed and padded rows, activation checkpointing, exact and
-frugal states, and all engines. `held out` runs were not used to write the planner. Speeds exclude the first step.
+compressed states, and all engines. `held out` runs were not used to write the planner. Speeds exclude the first step.
 Speeds are meaningful only after `aliquot plan --calibrate`, on an idle machine.
 """
 

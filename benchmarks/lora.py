@@ -2,8 +2,8 @@
 
 python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--steps 2] [--rounds 2]
 
-A step has about 1,024 real tokens per rank. Rows are either full rows of 512, which need no padding, or documents of 65
-tokens on average. aliquot packs these documents; the peer pads eight of them to the longest, as it does by default.
+A step has about 1,024 real tokens per rank. Sequences are either full, with 512 tokens and no padding, or documents of
+65 tokens on average. aliquot packs these documents; the peer pads eight of them to the longest, as it does by default.
 Adapters have rank 16, on all linear layers. Rounds alternate. Figures are medians of all steps but the first, and the
 peak PSS of a rank.
 """
@@ -33,7 +33,7 @@ from benchmarks.worlds import Measured, run_world, tell
 
 RANKS, BATCH = 2, 8
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": smoke.TINY}
-WORKS = {"full rows": Work(512, 2), "documents of 65 tokens": Work(512, 2, 65)}
+WORKS = {"full sequences": Work(512, 2), "documents of 65 tokens": Work(512, 2, 65)}
 WHO = ("aliquot, LoRA", "aliquot, all weights", "peft + HF Trainer + DDP")
 R, ALPHA = 16, 32
 
@@ -56,7 +56,7 @@ def main() -> None:
     for _ in range(given.rounds):
         for work in WORKS:
             for who in WHO:
-                if who == "aliquot, all weights" and work != "full rows":
+                if who == "aliquot, all weights" and work != "full sequences":
                     continue
                 options = (who, work, given.shape, precision, str(given.steps))
                 found[who, work] += [max(_world(options, environ), key=lambda rank: float(rank.get("pss", 0)))]

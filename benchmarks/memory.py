@@ -2,7 +2,7 @@
 
 python benchmarks/memory.py --json memory.json
 
-The model has 500 M parameters and two micro-batches of 512 tokens per step; more would not change the peak. Frugal
+The model has 500 M parameters and two micro-batches of 512 tokens per step; more would not change the peak. Compressed
 means int8 moments and bf16 gradient sums. The seconds per step show the cost of selective activation checkpointing.
 """
 
@@ -31,8 +31,8 @@ SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "host, exact": ("host", {}),
     "host, exact, selective checkpointing": ("host", SELECTIVE),
-    "host, frugal": ("host", {"optimizer_states": "int8"}),
-    "host, frugal, selective checkpointing": ("host", {"optimizer_states": "int8", **SELECTIVE}),
+    "host, compressed": ("host", {"optimizer_states": "int8"}),
+    "host, compressed, selective checkpointing": ("host", {"optimizer_states": "int8", **SELECTIVE}),
     "HF Trainer + DeepSpeed ZeRO-3": ("deepspeed", {}),
 }
 

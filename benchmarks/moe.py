@@ -41,7 +41,9 @@ SHAPES = {
 if smoke.SMOKE:
     COMMON |= {"hidden_size": 64, "head_dim": 8, "vocab_size": 512, "intermediate_size": 128}
     SHAPES = {"top4of32": {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32}}
-CONTESTANTS = {"host": PACKED, "plain FSDP2, tuned": FULL, "DeepSpeed ZeRO-3, tuned": FULL, "host, full rows": FULL}
+CONTESTANTS = {
+    "host": PACKED, "plain FSDP2, tuned": FULL, "DeepSpeed ZeRO-3, tuned": FULL, "host, full sequences": FULL,
+}  # fmt: skip
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
 
@@ -109,7 +111,7 @@ def row(shape: str, name: str, runs: list[list[dict[str, Any]]]) -> Row:
 
 
 def targets_of(shape: str, rows: dict[str, Row], layer: Row) -> list[dict[str, Any]]:
-    ours, alike = rows["host"], rows["host, full rows"].get("tokens_per_s")
+    ours, alike = rows["host"], rows["host, full sequences"].get("tokens_per_s")
     peers = [speed for name in CONTESTANTS if "tuned" in name and (speed := rows[name].get("tokens_per_s"))]
     best = min((layer[name] for name in IMPLEMENTATIONS if layer.get(name)), default=None)
     return [

@@ -23,11 +23,16 @@ _HEAD = """# Benchmarks
 <!-- made by `python -m benchmarks.page` from benchmarks/results/*.json -->
 
 All measured figures, from the newest result file of each benchmark and hardware. Compare figures only within a table,
-because the speed of shared machines varies. `make bench` repeats the CPU benchmarks.
+because the speed of shared machines varies.
+
+**To repeat them**, in a clone of the repository: `make bench` installs aliquot and DeepSpeed into `.venv`, and runs the
+CPU benchmarks. It takes two to three hours and 20 GB of disk. `hosts.py` also needs root, for network namespaces. To
+repeat one benchmark, run the command above its table in `.venv` after `make install` and
+`.venv/bin/pip install -c constraints.txt -e '.[dev,deepspeed]'`. Peers that are not installed get a line that says so.
 
 - **host**, **fsdp**: engines of aliquot. **125m**, **500m**, **1b**: Llama models with that many parameters.
 - **MFU**: model FLOP/s divided by the rate of plain matrix products on all ranks at once, measured in the same run.
-- **packed**: documents of 65 tokens on average, isolated from each other. In other rows, documents fill sequences.
+- **packed**: documents of 65 tokens on average, isolated from each other. In other cases, documents fill sequences.
 - **tuned**: the peer runs with tcmalloc and one core per rank, as aliquot by default. DeepSpeed runs under HF Trainer.
 - **ratio**: how many times aliquot is better than the peer: faster, or smaller in seconds, bytes and memory.
 - **PSS**: private memory of a process plus its share of shared memory. **RSS** counts shared memory in full.
@@ -89,13 +94,13 @@ COMPARISONS = (
     ),
     Comparison(
         "seed_job",
-        "training 125m on rows of wikitext-2",
+        "training 125m on records of wikitext-2",
         {"real_tokens_per_s": "real tokens/s"},
         {"who": "aliquot, packed"},
-        ("DeepSpeed, padded to 512", "DeepSpeed, each row at its length", "DeepSpeed, concatenated and split"),
+        ("DeepSpeed, padded to 512", "DeepSpeed, each record at its length", "DeepSpeed, concatenated and split"),
     ),
     Comparison(
-        "moe", "training a mixture of experts, {shape}", _TOKENS, {"who": "host, full rows"}, _PEERS, ("shape",)
+        "moe", "training a mixture of experts, {shape}", _TOKENS, {"who": "host, full sequences"}, _PEERS, ("shape",)
     ),
     Comparison(
         "lora",
@@ -107,7 +112,7 @@ COMPARISONS = (
     ),
     Comparison(
         "gpu",
-        "training {shape} on one GPU, rows per step: {rows}, documents {documents}",
+        "training {shape} on one GPU, sequences per step: {rows}, documents {documents}",
         {"tokens_per_s_synchronised": "tokens/s, synchronised"},
         {"who": "aliquot"},
         ("FSDP2 + flex_attention", "HF Trainer", "DeepSpeed ZeRO-3"),
@@ -158,22 +163,22 @@ SECTIONS = {
     "step": ("Optimizer steps", "Whole steps of two ranks with one thread each: 4,096 tokens, AdamW, clipping."),
     "breakdown": ("Parts of a step", "Engine `host`, rank 0 of two. *Alone*: the same products outside a step."),
     "parts": ("Operations of a step", "Each operation against its alternative."),
-    "memory": ("Memory", "500 M parameters on two ranks. *Frugal*: `train.optimizer_states: int8`."),
+    "memory": ("Memory", "500 M parameters on two ranks. *Compressed*: `train.optimizer_states: int8`."),
     "hosts": ("Several hosts", "Hosts are network namespaces of one core and one rank each, with limited links."),
     "wire": ("Bytes sent", "Bytes that two ranks send in one step, on one host and on two."),
     "disk_tier": ("Models larger than memory", "`shard.offload: disk`. *Of matmul*: rate relative to plain products."),
     "disk_tier_resume": ("Resuming from disk", "A run with `shard.offload: disk`, killed and resumed."),
-    "seed_job": ("Padding and packing", "Rows of 67.6 tokens on average, 13 % of 512. Real tokens exclude padding."),
+    "seed_job": ("Padding and packing", "Records of 67.6 tokens on average, 13 % of 512. Real tokens exclude padding."),
     "moe": ("Mixtures of experts", "Two ranks, 2,048 tokens per rank and step. MFU counts active parameters."),
     "moe_curve": ("Loss of a mixture", "Held-out loss of a mixture and of a dense model of the same active size."),
     "lora": ("LoRA", "Rank 16 on all linear layers, about 1,024 real tokens per rank and step."),
-    "gpu": ("One GPU", "Sequences of 8,192 tokens, compiled layers."),
+    "gpu": ("One GPU", "Sequences of 8,192 tokens, compiled layers. *Rows*: sequences per step, each a micro-batch."),
     "load": ("Loading", "A Hugging Face checkpoint, loaded into a sharded model."),
     "checkpoint": ("Saving and exporting", "Two ranks."),
     "prepare": ("Preparing data", "Short documents. Memory is private memory beyond imports."),
     "large_text": ("Preparing large texts", "Memory is private memory beyond imports."),
     "index": ("Indexing many documents", "*Of a core*: processor time. Memory is private memory beyond imports."),
-    "states": ("Frugal optimizer states", "Evaluation loss of a fine-tuning by `train.optimizer_states`."),
+    "states": ("Compressed optimizer states", "Evaluation loss of a fine-tuning by `train.optimizer_states`."),
     "reduce_dtype": (
         "Gradients in bf16",
         "Evaluation loss by `shard.reduce_dtype`. *Nudged*: learning rate + 0.0001 %.",

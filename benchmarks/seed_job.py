@@ -1,11 +1,11 @@
-"""Measure *real* tokens per second of the seed's job: rows of wikitext-2, 125 M parameters, four rows per step.
+"""Measure *real* tokens per second of the seed's job: records of wikitext-2, 125 M parameters, four per step.
 
 python benchmarks/seed_job.py --text wikitext.txt --tokenizer DIRECTORY --json seed_job.json
 
-DeepSpeed ZeRO-3 runs with the seed's JSON and a preloaded allocator, in three ways: rows padded to 512 as in the seed,
-each row at its own length, and rows concatenated and split, which mixes documents. aliquot packs isolated documents.
-Every optimizer step learns from about the same number of real tokens. Tokens are random, because only the lengths of
-the rows matter.
+DeepSpeed ZeRO-3 runs with the seed's JSON and a preloaded allocator, in three ways: records padded to 512 as in the
+seed, each record at its own length, and records concatenated and split, which mixes documents. aliquot packs isolated
+documents. Every optimizer step learns from about the same number of real tokens. Tokens are random, because only the
+lengths of the records matter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = smoke.choose(LLAMA_125M, smoke.TINY)
 WHO = {
     "aliquot, packed": "host",
     "DeepSpeed, padded to 512": "padded",
-    "DeepSpeed, each row at its length": "dynamic",
+    "DeepSpeed, each record at its length": "dynamic",
     "DeepSpeed, concatenated and split": "concatenated",
 }
 
@@ -87,7 +87,7 @@ def main() -> None:
         target("seed_job_padded", ours / padded, 15, "higher"),
         target("seed_job_best", ours / max(others), 2.0, "higher"),
     ]
-    finish("rows of wikitext-2, real tokens per second", rows, targets, given.json)
+    finish("records of wikitext-2, real tokens per second", rows, targets, given.json)
 
 
 def row_lengths(text: Path, tokenizer: Path) -> list[int]:

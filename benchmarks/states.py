@@ -1,4 +1,4 @@
-"""Measure the effect of frugal optimizer states on the loss: the same fine-tuning with fp32, bf16 and int8 states.
+"""Measure the effect of compressed optimizer states on the loss: the same fine-tuning with fp32, bf16 and int8 states.
 
 python benchmarks/states.py --model DIRECTORY --text FILE --json states.json
 

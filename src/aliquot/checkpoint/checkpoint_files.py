@@ -145,7 +145,8 @@ class _CodedPart:
     def __init__(self, store: PartSource, part: Part, block_numel: int) -> None:
         if part.start % block_numel or part.stop % block_numel:
             raise ResumeError(
-                f"{part.name}: this checkpoint has frugal moments, which engine deepspeed cannot load: it divides rows"
+                f"{part.name}: this checkpoint has compressed moments, which engine deepspeed cannot load:"
+                " it divides rows"
             )
         self._store = store
         self._part = part
