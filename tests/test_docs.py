@@ -21,7 +21,7 @@ from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError, user_error_types
 from aliquot.distributed.signals import Terminated
 from aliquot.doctor.examine import CHECKS
-from tests.tools import docs_data, docs_reference
+from tests.tools import docs_data, docs_python, docs_reference
 from tests.tools.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, links
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -136,6 +136,11 @@ def test_examples_can_be_planned(example: Path, tmp_path: Path) -> None:
 def test_reference_is_that_of_the_code() -> None:
     for page, text in docs_reference.pages().items():
         assert page.read_text() == text, "run `python -m tests.tools.docs_reference`"
+
+
+def test_the_python_page_is_that_of_the_code() -> None:
+    assert sorted(docs_python.names()) == sorted(aliquot.__all__)
+    assert docs_python.PAGE.read_text() == docs_python.page(), "run `python -m tests.tools.docs_python`"
 
 
 @pytest.mark.long

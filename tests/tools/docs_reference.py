@@ -6,6 +6,7 @@ tests/test_docs.py fails when a page is not what this would write.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -122,7 +123,8 @@ def _default(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """Escape `|`, and `<` outside of code."""
+    return re.sub(r"`[^`]*`|<", lambda found: found[0].replace("<", "&lt;", found[0] == "<"), text).replace("|", "\\|")
 
 
 def _commands() -> Iterator[str]:
