@@ -38,6 +38,14 @@ def test_summary_shows_plain_text_on_request() -> None:
     ]  # fmt: skip
 
 
+def test_summary_begins_at_the_example_that_is_asked_for() -> None:
+    tokenizer = byte_level()
+    store = memory_store([tokenizer.encode(text) for text in ("one", "two", "three")])
+    source = TrainStore(store)
+    shown = list(examples(source, tokenizer, text=True, first=3))
+    assert shown[0].startswith("example 3: ") and shown[-1].endswith("three")
+
+
 def test_the_header_counts_epochs_as_the_metrics_do() -> None:
     """The last step of the run is smaller: three epochs of five sequences are four steps of four."""
     source = TrainStore(memory_store([[1, 2, 3]] * 5))

@@ -277,7 +277,7 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("files", "settings", "message"),
     [
-        ({"a.txt": " \n\n"}, {}, r"data.path .*: no usable document: there is only blank text"),
+        ({"a.txt": " \n\n"}, {}, r"data.path .*: no usable document: all are blank"),
         ({"a.txt": "", "b.jsonl": ""}, {}, r"data.path .*: no usable document: there are 0 bytes. Check the path"),
         ({"a.csv": ""}, {}, r"data.path .*: no usable document: there are 0 bytes. Check the path"),
         ({"a.txt": "x"}, {"add_bos": False, "add_eos": False}, "no usable document: none has a token to learn from"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from aliquot.cli.options import ConfigCommand, ConfigFile, Debug, Overrides
@@ -17,7 +19,12 @@ def data() -> None:
 
 
 @app.command("show", cls=ConfigCommand)
-def show(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+def show(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    example: Annotated[int, typer.Option(min=1, help="Number of the first example to show, counted from 1.")] = 1,
+    debug: Debug = False,
+) -> None:
     """Show two examples of each source, with their learned parts marked, and statistics of all documents.
 
     Tokenises documents that are not in the cache yet, as `aliquot train` does; loads no weights.
@@ -53,7 +60,7 @@ def show(config: ConfigFile, overrides: Overrides = None, debug: Debug = False) 
         steps = batches.total_steps(train.max_steps)
         evaluated = [TrainStore(data.store, f"{name} (evaluation)".strip()) for name, data in held_out.items()]
         for source_tokens in [*batches.sources, *evaluated]:
-            for line in examples(source_tokens, tokenizer, text=True):
+            for line in examples(source_tokens, tokenizer, text=True, first=example):
                 print(printable(line))
         lines = [day_line(prepared.day)] if prepared.day else []
         for line in [*lines, *header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:

@@ -133,9 +133,9 @@ _LEARNED, _READ = "learned > ", "        | "
 
 
 def examples(
-    source: TrainStore, tokenizer: Any, max_characters: int | None = None, text: bool = False
+    source: TrainStore, tokenizer: Any, max_characters: int | None = None, text: bool = False, first: int = 1
 ) -> Iterator[str]:
-    """Yield the first documents of a source as lines for the terminal; a prefix marks learned text.
+    """Yield two documents of a source, from number `first` on, as lines for the terminal; a prefix marks learned text.
 
     Plain text, which is learned as a whole, is shown only if `text` is true. `max_characters` shortens each stretch of
     learned or unlearned text and limits the number of stretches. None shows the first 8,192 tokens in full.
@@ -144,7 +144,7 @@ def examples(
     if store.mask is None and not text:
         return
     name = f" of {source.name}" if source.name else ""
-    for document in range(min(_EXAMPLES, store.documents)):
+    for document in range(first - 1, min(first - 1 + _EXAMPLES, store.documents)):
         start, stop = int(store.offsets[document]), int(store.offsets[document + 1])
         # The first token has no context to be predicted from.
         learned = stop - start - 1 if store.mask is None else int(store.mask[start + 1 : stop].sum())

@@ -204,8 +204,8 @@ class _Builder:
         first = next((document for document in source.documents() if not document.blank), None)
         if first is None:
             raise DataError(
-                "no usable document: there is only blank text, or too few documents for data.eval_fraction to divide."
-                " A text file is one document, unless data.document is line or block",
+                "no usable document: all are blank, or data.eval_fraction leaves none; for few documents, set"
+                " data.eval_fraction=0. A text file is one document, unless data.document is line or block",
                 source.label,
             )
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"

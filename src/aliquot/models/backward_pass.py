@@ -58,7 +58,7 @@ def enable_checkpointing(model: nn.Module, mode: Literal["none", "selective", "f
             )
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)  # type: ignore[operator]
     except ValueError as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no activation checkpointing: set train.gradient_checkpointing to none"

@@ -78,14 +78,15 @@ class Dashboard:
         """Wait a limited time until the process has sent all metrics."""
         assert self._process.stdin is not None
         self._process.stdin.close()  # signals the end of the run
+        limit_s, reason = _LAST_WORDS_S + 5.0, "its client failed"
         try:
-            complete = self._process.wait(_LAST_WORDS_S + 5.0) == 0
+            complete = self._process.wait(limit_s) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
-            complete = False
+            complete, reason = False, f"its client had not finished {limit_s:g} s after the end"
         self.write({})
         if not complete:
-            self._warn(f"{self._service} does not have all of this run; metrics.jsonl has ({self._log})")
+            self._warn(f"{self._service} does not have all of this run: {reason}; metrics.jsonl has ({self._log})")
 
 
 class WandbRun:

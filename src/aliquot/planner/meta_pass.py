@@ -7,7 +7,6 @@ layer of each kind, and further passes with one more layer of a kind show what e
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -241,10 +240,8 @@ def _prepared(shaped: ShapedModel, step: Step) -> Iterator[Callable[[list[int]],
     model = shaped.built.model
     _cast(model, _dtype(step))
     copy_in_backward(model, step.copies_transposed)  # the layers that count as compiled do this, too
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers is about to rename these methods
-        model.gradient_checkpointing_disable()
-        enable_checkpointing(model, step.checkpointing)
+    model.activation_checkpointing_disable()
+    enable_checkpointing(model, step.checkpointing)
     model.train()
     layers = decoder_layers(model)
     holder = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is layers[0])
