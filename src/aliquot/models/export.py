@@ -123,7 +123,7 @@ def export_checkpoint(
     base: str | None = None,
     options: ExportOptions = ExportOptions(),
 ) -> None:
-    """Export the weights of a checkpoint as a Hugging Face model directory. Collective.
+    """Export the weights of a checkpoint as a Hugging Face model directory. Collective over `ranks`.
 
     Each rank writes its share, and needs memory for a few buffers only. An adapter is exported as an adapter of peft.
 
