@@ -58,6 +58,42 @@ def test_render(run_file: Path, tmp_path: Path) -> None:
     assert aliquot("cluster", "check", tmp_path / "out").exit_code == 0
 
 
+def test_errors_are_not_rendered(run_file: Path, tmp_path: Path) -> None:
+    result = aliquot("cluster", "render", run_file, "-o", tmp_path / "out", "checkpoint.resume=never")
+    assert result.exit_code == 1 and "error: checkpoint.resume" in result.output
+    assert "nothing was written" in result.output and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "directory"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", None),
+        ("meta-llama/Llama-3.1-8B-Instruct", None),
+        ("/fsx/models/Qwen3-8B", None),
+        ("/fsx/models/mine", "mine"),
+        ("/fsx/models/mine", None),
+    ],
+)
+def test_models_are_planned_without_network(
+    path: str, directory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A well-known name is enough, and for a directory of the cluster its config.json."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048} | TINY))
+    section = cluster_section(**({} if directory is None else {"model_directory": directory}))
+    values = {"model": {"path": path}, "data": {"path": "/fsx/data"}, "checkpoint": {"every": 9}, "cluster": section}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    result = aliquot("cluster", "render", "run.yaml", "-o", "out", "launch.device=cpu")
+    if path.endswith("mine") and directory is None:
+        assert result.exit_code == 2 and "cluster.model_directory" in result.stderr
+        return
+    assert result.exit_code == 0, result.output
+    shipped = yaml.safe_load((tmp_path / "out" / "config-map.yaml").read_text())["data"]["config.yaml"]
+    assert yaml.safe_load(shipped)["model"] == {"path": path}
+
+
 def test_check_a_config(run_file: Path) -> None:
     result = aliquot("cluster", "check", run_file)
     assert (result.exit_code, result.output.strip()) == (0, "9 objects, nothing found")

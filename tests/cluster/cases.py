@@ -25,6 +25,7 @@ def cluster_section(**changes: Any) -> dict[str, Any]:
             "file_system_id": "fs-0199e5a63bd90f796",
             "dnsname": "fs-0199e5a63bd90f796.fsx.us-east-1.amazonaws.com",
             "mountname": "fsx",
+            "deployment_type": "PERSISTENT_2",
         },
         **changes,
     }

@@ -13,8 +13,9 @@ from moto import mock_aws
 
 from aliquot.catalogue.instances import _type, instance, instances, live_instances
 from aliquot.cluster.aws_account import ask_account
+from aliquot.cluster.job import describe
 from aliquot.cluster.render import parsed
-from tests.cluster.cases import cpu_job, dynamic_storage
+from tests.cluster.cases import cluster_section, config, cpu_job, dynamic_storage, gpu_job, plan
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr("aliquot.cluster.aws_account.ask_resources", lambda session, section: ())
     with mock_aws():
         yield boto3.client("ec2")
 
@@ -52,10 +54,44 @@ def test_all_in_order(ec2: Any) -> None:
     assert found() == {}
 
 
+@pytest.mark.parametrize("nodes", [4, 64])
+def test_addresses(ec2: Any, nodes: int) -> None:
+    """A /24 has 251 addresses: enough for four nodes, and not for 64."""
+    group = network(ec2)
+    allow(ec2, group, "-1", group)
+    job = describe(config(cluster_section(nodes=nodes)), plan(nodes=nodes))
+    messages = [each.message for each in ask_account(parsed(job), job.section)]
+    assert messages == ([] if nodes == 4 else ["64 nodes take about 3840 addresses, and 251 are free"])
+
+
 def test_the_group_does_not_trust_itself(ec2: Any) -> None:
     group = network(ec2)
     allow(ec2, group, "tcp", group, 988, 988)
     assert group in found()["security-group"]
+
+
+def egress(ec2: Any, group: str, allowed: bool, **pair: Any) -> None:
+    change = ec2.authorize_security_group_egress if allowed else ec2.revoke_security_group_egress
+    change(GroupId=group, IpPermissions=[{"IpProtocol": "-1", "FromPort": -1, "ToPort": -1, **pair}])
+
+
+def test_egress(ec2: Any) -> None:
+    """TCP leaves by a rule for all addresses; EFA leaves only by a rule for the group itself."""
+    group = network(ec2)
+    allow(ec2, group, "-1", group)
+    efa_job = gpu_job()
+
+    def messages() -> list[str]:
+        return [each.message for each in ask_account(parsed(efa_job), efa_job.section)]
+
+    assert found() == {}
+    (message,) = messages()
+    assert "no egress rule" in message and "EFA" in message
+    egress(ec2, group, True, UserIdGroupPairs=[{"GroupId": group}])
+    assert messages() == []
+    egress(ec2, group, False, UserIdGroupPairs=[{"GroupId": group}])
+    egress(ec2, group, False, IpRanges=[{"CidrIp": "0.0.0.0/0"}])
+    assert "no egress rule" in found()["security-group"]
 
 
 def test_another_group_is_not_itself(ec2: Any) -> None:
@@ -105,7 +141,7 @@ def test_missing_ids_do_not_stop_other_checks(ec2: Any) -> None:
     messages = sorted(f"{each.rule}: {each.message}" for each in all_found)
     assert len(messages) == 4, messages
     assert "sg-00000000000000000" in messages[0] or "sg-00000000000000000" in messages[1]
-    assert any(f"{group}: no rule allows all traffic" in message for message in messages)
+    assert any(f"{group}: no ingress rule allows all traffic" in message for message in messages)
     assert any("subnet-00000000000000000" in message for message in messages)
     assert any("us-east-1a" in message for message in messages)
 

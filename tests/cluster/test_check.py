@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -236,6 +237,19 @@ def runtime_pod(found: Documents) -> dict[str, Any]:
     return spec
 
 
+def directories_pod(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = found["directories-job.yaml"]["spec"]["template"]["spec"]
+    return spec
+
+
+def deny(direction: str) -> dict[str, Any]:
+    """Return the NetworkPolicy with which guides begin: no pod of the namespace sends or receives anything."""
+    return {
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "deny"},
+        "spec": {"podSelector": {}, "policyTypes": [direction]},
+    }  # fmt: skip
+
+
 TYPE = "node.kubernetes.io/instance-type"
 MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a misspelt field": ("unknown-field", lambda d: pool(d).update(limit={})),
@@ -366,6 +380,28 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
         volumeName="x")),
     "another class": ("storage-binding", lambda d: d["persistent-volume-claim.yaml"]["spec"].update(
         storageClassName="gp3")),
+    "a file system of another region": ("region", lambda d: d["persistent-volume.yaml"]["spec"]["csi"][
+        "volumeAttributes"].update(dnsname="fs-0199e5a63bd90f796.fsx.eu-west-1.amazonaws.com")),
+    "zones of another region": ("region", lambda d: requirement(d, "topology.kubernetes.io/zone").update(
+        values=["eu-west-1a"])),
+    "an image of another region": ("region", lambda d: trainer(d).update(
+        image="123456789012.dkr.ecr.eu-west-1.amazonaws.com/aliquot:0.1.0")),
+    "reserved without a reservation": ("reservation", lambda d: requirement(d, "karpenter.sh/capacity-type").update(
+        values=["reserved"])),
+    "arm64 nodes": ("architecture", lambda d: (requirement(d, TYPE).update(values=["r8g.8xlarge"]),
+                                             requirement(d, "kubernetes.io/arch").update(values=["arm64"]))),
+    "an arm64 image": ("architecture", lambda d: trainer(d).update(image="aliquot:0.1.0-arm64")),
+    "huge pages": ("request-too-large", lambda d: both(d, "hugepages-2Mi", "5120Mi")),
+    "a namespace without outgoing traffic": ("network-policy", lambda d: d.update(x=deny("Egress"))),
+    "a namespace without incoming traffic": ("network-policy", lambda d: (
+        d.pop("network-policy.yaml"), d.update(x=deny("Ingress")))),
+    "a Job that never ends": ("restart-policy", lambda d: directories_pod(d).update(restartPolicy="Always")),
+    "a Job that mounts nothing": ("reference", lambda d: directories_pod(d).pop("volumes")),
+    "another runtime than that of the directory": ("runtime", lambda d: d["train-job.yaml"]["spec"][
+        "runtimeRef"].update(name="llama3-8")),
+    "no subnet": ("storage-subnet", lambda d: d.update(x={
+        "apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "x"},
+        "provisioner": "fsx.csi.aws.com", "mountOptions": ["flock"]})),
     "no lock": ("storage-lock", lambda d: d["persistent-volume.yaml"]["spec"].pop("mountOptions")),
     "an odd size": ("storage-size", lambda d: d["persistent-volume-claim.yaml"]["spec"]["resources"]["requests"].update(
         storage="1000Gi")),
@@ -381,7 +417,68 @@ def test_check_finds_a_mistake(mistake: str) -> None:
     assert rule in rules(check_manifests(manifests_of(found), job))
 
 
+def node_class(found: Documents) -> dict[str, Any]:
+    spec: dict[str, Any] = found["node-class.yaml"]["spec"]
+    return spec
+
+
+GPU_MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
+    "the default limit of locked memory": ("locked-memory", lambda d: node_class(d).pop("userData")),
+    "a script without a limit": ("locked-memory", lambda d: node_class(d).update(userData="#!/bin/bash\ntrue\n")),
+    "four processes on one GPU": ("processes", lambda d: trainer(d).update(numProcPerNode=4)),
+    "no label of GPU nodes": ("gpu-label", lambda d: pool(d)["template"]["metadata"]["labels"].pop(
+        "nvidia.com/gpu.present")),
+    "a disk as small as its default": ("volume-size", lambda d: node_class(d).pop("blockDeviceMappings")),
+    "TCP without a message": ("efa-unused", lambda d: trainer(d).update(
+        env=[each for each in trainer(d)["env"] if each["name"] != "NCCL_NET"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", GPU_MISTAKES)
+def test_check_finds_a_mistake_on_gpu_nodes(mistake: str) -> None:
+    rule, make = GPU_MISTAKES[mistake]
+    job = gpu_job()
+    found = documents(job)
+    make(found)
+    assert rule in rules(check_manifests(manifests_of(found), job))
+
+
+def test_reserved_nodes() -> None:
+    job = cpu_job(capacity=["reserved"], capacity_reservation="cr-0123456789abcdef0")
+    found = documents(job)
+    assert node_class(found)["capacityReservationSelectorTerms"] == [{"id": "cr-0123456789abcdef0"}]
+    assert check_job_of_config(job) == []
+    for changes in ({"capacity": ["reserved"]}, {"capacity_reservation": "cr-0123456789abcdef0"}):
+        with pytest.raises(ValueError, match="belong together"):
+            cpu_job(**changes)
+
+
+def test_storage_class_with_s3() -> None:
+    storage = dynamic_storage() | {"deployment_type": "SCRATCH_2", "s3_import_path": "s3://chats/data"}
+    job = cpu_job(storage={**storage, "s3_export_path": "s3://chats/results"})
+    assert documents(job)["storage-class.yaml"]["parameters"]["s3ExportPath"] == "s3://chats/results"
+    assert not errors(check_job_of_config(job))
+    for wrong in ({"s3_export_path": "s3://other/x"}, {"deployment_type": "PERSISTENT_2"}):
+        with pytest.raises(ValueError, match="s3_"):
+            cpu_job(storage={**storage, **wrong})
+
+
+def test_node_config_of_a_node_class() -> None:
+    """nodeadm reads numbers as floating point: the limits must be exact, and one of the two lists would replace."""
+    values = yaml.safe_load(node_class(documents(gpu_job()))["userData"])
+    limits = values["spec"]["containerd"]["baseRuntimeSpec"]["process"]["rlimits"]
+    assert {each["type"] for each in limits} == {"RLIMIT_NOFILE", "RLIMIT_MEMLOCK"}
+    assert all(int(float(each[key])) == each[key] < 2**63 for each in limits for key in ("soft", "hard"))
+    assert node_class(documents(gpu_job(user_data="#!/bin/sh\n")))["userData"] == "#!/bin/sh\n"
+    assert "userData" not in node_class(documents(gpu_job(ami="bottlerocket@v1.50.0")))
+
+
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "checkpoints on one disk": (
+        "storage-safety",
+        {"storage": {**cluster_section()["storage"], "deployment_type": "SCRATCH_2"}},
+        {},
+    ),
     "never resumes": ("resume", {}, {"checkpoint": {"resume": "never", "every": 10}}),
     "never saves": ("no-checkpoints", {}, {"checkpoint": {"every": 0}}),
     "data beside the config": ("not-shared", {}, {"data": {"path": "texts/*.txt"}}),
@@ -566,10 +663,20 @@ def test_job_names_leave_room_for_pod_names(nodes: int | str, most: int) -> None
         config(cluster_section(nodes=nodes, name=(most + 1) * "a"), train={"global_batch_size": 202})
 
 
+def test_check_reports_concerns_of_the_plan() -> None:
+    """Random weights of 8 B parameters, and a step that mostly waits for the network."""
+    made = plan(disk_read_bytes=0, waiting_factor=109.2, bottleneck="network-bound 109.2x")
+    messages = [each.message for each in check_job_of_config(describe(config(), made)) if each.rule == "plan"]
+    assert len(messages) == 2 and "random weights" in messages[0] and "109.2x" in messages[1]
+    assert plan().concerns == [] and plan(disk_read_bytes=0, parameters=10**7).concerns == []
+
+
 def test_every_rule_has_a_test_or_asks_live() -> None:
     live = {"security-group", "subnet", "secret", "operator", "versions", "refused-by-server", "quota", "permission"}
-    tested = {rule for rule, _ in MISTAKES.values()} | {rule for rule, _, _ in CONFIGS.values()}
-    elsewhere = {"nodes-that-go", "discontinued", "efa-unused", "not-judged"}
+    live |= {"addresses", "vcpu-quota", "aws-resource", "queue", "service-account"}
+    tested = {rule for rule, _ in [*MISTAKES.values(), *GPU_MISTAKES.values()]}
+    tested |= {rule for rule, _, _ in CONFIGS.values()}
+    elsewhere = {"nodes-that-go", "discontinued", "not-judged", "plan"}
     assert set(RULES) - live - tested == elsewhere
 
 

@@ -190,3 +190,31 @@ def test_versions_from_images() -> None:
 def test_version_rules(installed: Versions, queue: str | None, rules: list[str]) -> None:
     manifests: list[ManifestObject] = parsed(cpu_job(queue=queue))
     assert [each.rule for each in check_versions(installed, manifests)] == rules
+
+
+class Named(Kubectl):
+    """Answers with the objects that exist, by `resource/name`, and refuses others as kubectl does."""
+
+    def __init__(self, *objects: str) -> None:
+        object.__setattr__(self, "objects", objects)
+
+    def get(self, *arguments: str) -> list[dict[str, Any]]:
+        name = f"{arguments[0].partition('.')[0]}/{arguments[1]}"
+        if name not in self.objects:  # type: ignore[attr-defined]
+            raise Refused(f'Error from server (NotFound): {arguments[0]} "{arguments[1]}" not found')
+        return [{"spec": {"clusterQueue": "all"}}]
+
+
+@pytest.mark.parametrize(
+    ("objects", "rules"),
+    [
+        (("localqueues/gpus", "clusterqueues/all", "serviceaccount/trainer"), []),
+        (("localqueues/gpus", "serviceaccount/trainer"), ["queue"]),
+        (("clusterqueues/all", "serviceaccount/trainer"), ["queue"]),
+        (("localqueues/gpus", "clusterqueues/all"), ["service-account"]),
+    ],
+    ids=str,
+)
+def test_queue_and_service_account(objects: tuple[str, ...], rules: list[str]) -> None:
+    job = cpu_job(queue="gpus", service_account="trainer")
+    assert [each.rule for each in live_cluster._named_objects(Named(*objects), job)] == rules

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         cpu_job,
         {"storage": {"kind": "claim", "claim": "mine"}, "capacity": ["spot", "on-demand"]},
     ),
+    "cpu, reserved": (cpu_job, {"capacity": ["reserved"], "capacity_reservation": "cr-0123456789abcdef0"}),
     "cpu, Graviton": (cpu_job, {"instance_types": ["r8g.8xlarge"]}),
     "cpu, states on disk": (disk_job, {}),
     "gpu": (gpu_job, {}),

@@ -157,6 +157,24 @@ def test_another_render_makes_another_job() -> None:
     assert len(longest) <= 63, "it becomes a label of its pods"
 
 
+def test_gpu_image_opens_its_plugin() -> None:
+    """The plugin belongs to CUDA 13, lies on the library path (a Debian package in its own directory) and opens."""
+    text = (REPOSITORY / "deploy" / "Dockerfile.cuda").read_text()
+    release = re.search(r"^ARG EFA_INSTALLER=(\d+)\.(\d+)\.", text, re.MULTILINE)
+    assert release is not None and (int(release[1]), int(release[2])) >= (1, 47)
+    path = re.search(r"LD_LIBRARY_PATH=(\S+)", text)
+    assert path is not None
+    for directory in ("/opt/amazon/ofi-nccl/lib", "/opt/amazon/efa/lib"):
+        assert {directory, f"{directory}/x86_64-linux-gnu"} <= set(path[1].split(":"))
+    opened = text.index("CDLL('libnccl-net-ofi.so')")
+    assert text.index("torch==") < text.index("/opt/cudart/libcudart.so") < opened < text.index("USER 1000")
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_images_name_no_default_index(name: str) -> None:
+    assert "pypi.org" not in (REPOSITORY / "deploy" / name).read_text()
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 def test_image_inputs_are_verified(name: str) -> None:
     text = re.sub(r"\\\n", " ", (REPOSITORY / "deploy" / name).read_text())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aliquot.cli.terminal import one_line_errors
 from aliquot.config.key_hints import known_keys
-from aliquot.config.read_config import dump_config, read_config
+from aliquot.config.read_config import dump_config, read_config, read_with_locations
 from aliquot.core.errors import UserError
 from aliquot.data.workload import batch_size
 
@@ -96,8 +96,17 @@ def test_errors_of_overrides_name_the_override(file: Path) -> None:
     assert "expected section.key=value" in failure(file, "train.max_steps")
 
 
+def test_published_weights_replace_a_model_from_scratch(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {config: {model_type: llama, hidden_size: 64}}\ndata: {path: a.txt}\n")
+    config, locations = read_with_locations(file, ["model.path=meta-llama/Meta-Llama-3-8B"])
+    assert config.model.path == "meta-llama/Meta-Llama-3-8B" and config.model.config is None
+    assert not [keys for keys in locations if keys[:2] == ("model", "config")]
+
+
 def test_contradictions(file: Path) -> None:
     assert "exactly one of model.path" in failure(file, "model.config={model_type: llama}")
+    assert "exactly one of model.path" in failure(file, "model.config.hidden_size=64", "model.path=x/y")
     assert "exactly one of data.path" in failure(file, "data.dataset=wikitext")
     assert failure(file, "model.config={}").endswith(f"; {file}:2 sets model.path")
     assert failure(file, "train.max_steps=1", "data.prompt=q").startswith("override 'data.prompt=q': prompt and")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.core.errors import LaunchError
+from aliquot.distributed.topology import check_locked_memory
 from aliquot.doctor import cpu_checks, memory_checks, storage_checks
 from aliquot.doctor.finding import Finding, Subject
 from tests.doctor.machines import GIB_KB, lay_out, machine, said, subject
@@ -191,9 +193,17 @@ def test_open_files(files: int, level: str) -> None:
 
 def test_locked_memory(tmp_path: Path) -> None:
     assert memory_checks.check_locked_memory(subject(tmp_path)).level == "ok"
-    (tmp_path / "sys/class/infiniband/rdmap0").mkdir(parents=True)
-    unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
-    assert memory_checks.check_locked_memory(subject(tmp_path)).level == ("ok" if unlimited else "problem")
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/uverbs0").touch()
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, hard))
+    try:
+        assert memory_checks.check_locked_memory(subject(tmp_path)).level == "problem"
+        with pytest.raises(LaunchError, match="may lock 8 MiB"):
+            check_locked_memory(tmp_path)
+        check_locked_memory(tmp_path / "no-such-card")
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
 def test_storage_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import codecs
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from aliquot.config.schema import ModelSection
+from aliquot.config.schema import ModelSection, RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.tokenizer import load_tokenizer
-from aliquot.models import meta
+from aliquot.models import meta, source
+from aliquot.models.shaped_model import shaped_model
 from aliquot.models.source import model_on_meta, resolve
 from aliquot.models.stored_weights import fingerprint
 from aliquot.tensor_io.bytemap import ByteMap
@@ -250,3 +252,20 @@ def test_positions_equal_those_of_the_model_code(config: dict[str, object], long
     if longest is not None:
         with pytest.raises(UserError, match=f"but the model has {longest} positions"):
             source.check_length(longest + 1)
+
+
+SHAPES = sorted((Path(source.__file__).parent / "shapes").iterdir())
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [pytest.param(each, marks=() if each.name == "Meta-Llama-3-8B" else pytest.mark.long) for each in SHAPES],
+    ids=lambda path: path.name,
+)
+def test_shipped_shapes_have_the_size_in_their_name(directory: Path) -> None:
+    """A name such as Qwen3-8B gives the parameters, rounded; an offline plan must not be of another model."""
+    config = RunConfig.model_validate({"model": {"path": f"owner/{directory.name}"}, "data": {"path": "stdlib"}})
+    shape = shaped_model(config).shape
+    number, unit = re.findall(r"-([0-9.]+)([BM])\b", directory.name)[0]
+    promised = float(number) * {"B": 1e9, "M": 1e6}[unit]
+    assert abs(shape.numel / promised - 1) < 0.25, f"{shape.numel:,}"

@@ -18,8 +18,18 @@ from aliquot.cli.instances_command import _gbit
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
 from aliquot.data.workload import BatchSize, Workload, batch_size
-from aliquot.planner.offers import Offer, OfferRequest, Spot, _restart_s, offers, undominated
+from aliquot.planner.offers import (
+    Offer,
+    OfferRequest,
+    Spot,
+    _best_interval,
+    _restart_s,
+    _undominated_types,
+    offers,
+    undominated,
+)
 from aliquot.planner.pictures import offers_svg, pareto_optimal
+from aliquot.planner.settings_search import with_settings
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "examples" / "llama3-8b-cpu.yaml"
@@ -50,11 +60,44 @@ def test_sorted_and_whole(found: list[Offer]) -> None:
 def test_spot_offer_is_cheaper_and_slower(found: list[Offer]) -> None:
     by = {(each.plan.nodes, each.capacity): each for each in found}
     spot, sure = by[2, "spot"], by[2, "on-demand"]
-    assert (sure.restarts, sure.total_s) == (0.0, sure.plan.total_s)
-    assert spot.restarts == pytest.approx(0.2 * 2 * spot.total_s / (30 * 86400))
+    for offer, losses in ((sure, 0.1), (spot, 0.2)):
+        assert offer.restarts == pytest.approx(losses * 2 * offer.total_s / (30 * 86400))
     lost_s = spot.total_s - spot.plan.total_s
     assert 300 * spot.restarts < lost_s  # a new node, and the checkpoint is read
-    assert spot.usd == pytest.approx(0.4 * spot.plan.usd_per_hour * spot.total_s / 3600)
+    hourly = 0.4 * spot.plan.usd_per_hour + spot.plan.fees_usd_per_hour
+    assert spot.usd == pytest.approx(hourly * spot.total_s / 3600) and spot.plan.fees_usd_per_hour > 0.1
+
+
+def test_interval_is_the_best_of_its_neighbours(found: list[Offer]) -> None:
+    """Young and Daly: half and twice the interval cost more, by saves and by repeated steps."""
+    plan = replace(found[0].plan, steps=100_000, step_s=10.0, save_s=300.0)
+    losses = 1e-4  # so frequent that no bound applies
+    best = _best_interval(plan, losses)
+    assert 1 < best < 2160
+
+    def lost(every: int) -> float:
+        return 300.0 / (every * 10.0) + losses * every * 10.0 / 2
+
+    assert lost(best) < min(lost(best // 2), lost(best * 2))
+    assert _best_interval(plan, losses / 1e9) * 10.0 == 6 * 3600
+    assert _best_interval(plan, losses * 1e9) * 10.0 == 600  # a save takes at most half of the time
+    assert _best_interval(replace(plan, steps=100), losses / 1e9) == 50  # once before the end
+
+
+def test_both_kinds_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch.device: auto` has both in one table, and offers of CPU nodes end with the price of GPU nodes."""
+    types = {kind: [ec2.name for ec2 in _undominated_types(kind)] for kind in ("cpu", "cuda", "auto")}
+    assert set(types["auto"]) == {*types["cpu"], *types["cuda"]}
+    few = {"cpu": ["c7i.24xlarge"], "cuda": ["p4d.24xlarge"], "auto": ["c7i.24xlarge", "p4d.24xlarge"]}
+    monkeypatch.setattr(
+        "aliquot.planner.offers._undominated_types", lambda kind: [instance(name) for name in few[kind]]
+    )
+    request = OfferRequest(TOKENS, "cost", SPOT, [32], [1], [8])
+    config = with_settings(SETTINGS, {"launch.device": "auto"})
+    assert {offer.plan.device for offer in offers(config, Workload.assumed(config), request)} == {"cpu", "cuda"}
+    words = ["plan", str(CONFIG), "--tokens", "100M", "--nodes", "1", "--ranks-per-node", "8"]
+    told = CliRunner().invoke(app, words).stdout
+    assert re.search(r"^on GPUs from [\d.]+ USD \(1 x p4d.24xlarge, spot, [\d.]+ hours\)", told, re.M), told
 
 
 def test_lost_node_costs_unsaved_steps(found: list[Offer]) -> None:
@@ -64,8 +107,8 @@ def test_lost_node_costs_unsaved_steps(found: list[Offer]) -> None:
     def lost_s(every: int, step_s: float = 10.0) -> float:
         saving = SETTINGS.checkpoint.model_copy(update={"every": every, "grace_s": 90.0})
         one = replace(plan, step_s=step_s)
-        return _restart_s(SETTINGS.model_copy(update={"checkpoint": saving}), one) - _restart_s(
-            SETTINGS.model_copy(update={"checkpoint": saving}), plan
+        return _restart_s(SETTINGS.model_copy(update={"checkpoint": saving}), one, True) - _restart_s(
+            SETTINGS.model_copy(update={"checkpoint": saving}), plan, True
         )
 
     assert lost_s(100) == 0
@@ -223,16 +266,16 @@ def test_fitting_instances_sort_by_token_cost() -> None:
 
 
 def test_hours_that_are_saves_are_told() -> None:
-    for every, many in ((1, True), (0, False)):
-        more = [f"checkpoint.every={every}", "--tokens", "100M", "--instance", "c7i.24xlarge", "--nodes", "1"]
+    for tokens, many in (("100K", True), ("100M", False)):
+        more = ["--tokens", tokens, "--instance", "c7i.24xlarge", "--nodes", "1"]
         told = CliRunner().invoke(app, ["plan", str(CONFIG), *more, "--ranks-per-node", "2"]).stdout
         found = re.search(
-            r"^saves take ([\d.,]+) of ([\d.,]+) hours of the first offer: a larger checkpoint.every", told, re.M
+            r"^saves take ([\d.,]+) of ([\d.,]+) hours of the first offer: a faster file system", told, re.M
         )
         assert bool(found) == many, told
         if found:
             saves, hours = (float(number.replace(",", "")) for number in found.groups())
-            assert 0.1 * hours < saves < hours
+            assert 0.1 * hours < saves <= hours
 
 
 def test_offer_arguments_name_the_instance_type(tmp_path: Path) -> None:

@@ -180,7 +180,8 @@ def told_of(file: Path, *more: str) -> dict[str, Any]:
 )
 def test_search_tries_idle_gpus_and_offload(type_: str, wanted: str) -> None:
     """The others of a node fit, or else what is beside them; what is proposed can be pasted, and fits."""
-    machine = ["--instance", type_, "--nodes", "1"]
+    small = ["train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=4", "shard.offload=none"]
+    machine = ["--instance", type_, "--nodes", "1", *small]
     told = told_of(GPU_RUN, *machine)
     ways = [way.rpartition(" (")[0] for way in told["advice"].removeprefix("What fits: ").split("; ")]
     assert not told["fits"] and any(wanted in way.split() for way in ways), told["advice"]
@@ -221,7 +222,7 @@ def test_nodes_are_proposed_by_the_name_that_counts(
 
 @pytest.mark.parametrize("more", [[], ["launch.ranks=2"], ["--ranks-per-node", "2"]], ids=str)
 def test_idle_gpus_get_arguments_that_use_them(more: list[str]) -> None:
-    machine = ["--instance", "p5.48xlarge", "model.config.num_hidden_layers=1"]
+    machine = ["--instance", "p5.48xlarge", "model.path=Qwen/Qwen3-0.6B"]
     told = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more]).stdout
     found = re.search(rf"^idle            uses {2 if more else 1} of 8 GPUs of each node: (.+) for all$", told, re.M)
     assert found, told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,26 +38,27 @@ def render(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Write the manifests of a run (nodes, storage, config, job) for `kubectl apply --server-side -k DIR`."""
+    """Write the manifests of a run (nodes, storage, config, job) for `kubectl apply --server-side -k DIR`.
+
+    Exit code 1: the check found an error, and nothing was written.
+    """
     with one_line_errors(debug):
         from aliquot.cluster import render as rendering
         from aliquot.cluster.check import check_job_of_config, check_manifests
 
         job = _job(config, overrides)
         directory = out_dir or Path("manifests") / job.name
-        if runtime:
-            rendering.write(rendering.render(job, __version__, runtime=True), directory)
-            print(f"wrote {directory}")
-            _print(check_manifests(rendering.parsed(job, runtime=True)))
-            print(f"\n# apply\nkubectl apply --server-side -k {shlex.quote(str(directory))}")
-            return
-        rendering.write(rendering.render(job, __version__), directory)
-        print(rendering.plan_line(job))
+        findings = check_manifests(rendering.parsed(job, runtime=True)) if runtime else check_job_of_config(job)
+        if not runtime:
+            print(rendering.plan_line(job))
+        _print(findings)
+        if any(finding.level == "error" for finding in findings):
+            print("nothing was written: correct the errors first")
+            raise typer.Exit(1)
+        rendering.write(rendering.render(job, __version__, runtime), directory)
         print(f"wrote {directory}")
-        _print(check_job_of_config(job))
-        print()
-        for what, line in rendering.commands(job, directory):
-            print(f"# {what}\n{line}")
+        for what, line in rendering.commands(job, directory)[: 1 if runtime else None]:
+            print(f"\n# {what}\n{line}")
 
 
 @app.command("check", cls=ConfigCommand)

@@ -257,12 +257,12 @@ def _print(result: _Result, names: dict[str, str]) -> None:
 
 
 def _with_cluster_layout(config: RunConfig) -> RunConfig:
-    """Take nodes and ranks from the section `cluster` unless the section `launch` sets them."""
+    """Take nodes, ranks and the model from the section `cluster` unless the section `launch` sets them."""
     from aliquot.cluster.job import placed
 
-    launch = placed(config).launch
+    moved = placed(config)
     update = {name: getattr(config.launch, name) for name in _set_in_launch(config)}
-    return config.model_copy(update={"launch": launch.model_copy(update=update)})
+    return moved.model_copy(update={"launch": moved.launch.model_copy(update=update)})
 
 
 def _set_in_launch(config: RunConfig) -> set[str]:

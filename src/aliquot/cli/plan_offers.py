@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars
 from aliquot.cli.terminal import progress, show_table
-from aliquot.core.errors import UsageError
+from aliquot.core.errors import UsageError, UserError
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig
     from aliquot.planner.offers import Offer, OfferRequest, Spot
 
 _MAX_ROWS = 12
-_OPTIONAL_COLUMNS = ("checkpointing", "restarts", "micro", "batch", "ranks")  # omitted on a narrow terminal
+_OPTIONAL_COLUMNS = ("checkpointing", "restarts", "micro", "batch", "ranks", "save every")  # omitted if narrow
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MANY_SAVES = 0.1  # above this fraction of the time of a run, saves are worth a note
+_GPU_TYPES = 3  # types that are planned with all settings, for a note beside offers of CPU nodes
 _MAX_BATCHES = 4  # each batch size is planned on every instance type
 
 
@@ -54,10 +55,27 @@ def print_offers(
         _print_table(results, f"{title}, least {request.goal} first")
         _print_notes(results, request.spot)
         more = [] if document_tokens is None else ["--document-tokens", str(document_tokens)]
+        if config.launch.device == "cpu" and request.instance is None:
+            print(_gpu_note(config, document_tokens, request))
         print(f"command for the first offer: {results[0].command(run, more)}")
     if picture is not None:
         with writing(picture):
             picture.write_text(offers_svg(results, title))
+
+
+def _gpu_note(config: RunConfig, document_tokens: int | None, request: OfferRequest) -> str:
+    """Return a line with the best offer of GPU nodes, for a config that asks for CPU nodes."""
+    from aliquot.data.workload import Workload
+    from aliquot.planner.offers import offers
+    from aliquot.planner.settings_search import with_settings
+
+    try:
+        on_gpus = with_settings(config, {"launch.device": "cuda"})
+        best = offers(on_gpus, Workload.assumed(on_gpus, document_tokens), request, types_searched=_GPU_TYPES)[0]
+    except UserError as error:
+        return f"on GPUs: {error}"
+    what = f"{best.plan.nodes} x {best.plan.instance}, {best.capacity}, {best.total_s / 3600:,.1f} hours"
+    return f"on GPUs from {dollars(best.usd)} USD ({what}); launch.device=auto offers both kinds"
 
 
 def _print_table(results: Sequence[Offer], title: str) -> None:
@@ -74,20 +92,19 @@ def _print_table(results: Sequence[Offer], title: str) -> None:
         "batch": [str(offer.global_batch) for offer in shown],
         "micro": [str(offer.micro_batch) for offer in shown],
         "checkpointing": [str(offer.checkpointing) for offer in shown],
+        "save every": [f"{offer.every:,} steps" for offer in shown],
     }
     show_table(columns, _OPTIONAL_COLUMNS, ("type",), title)
 
 
 def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
-    from aliquot.planner.report import advise_saves
-
     best = results[0]
     off_by = max(offer.plan.off_by for offer in results[:_MAX_ROWS])
     if off_by > 1:
         print(f"tokens/s, hours and USD are estimates: a factor of {off_by:g} either way")
     if best.plan.saving_s > _MANY_SAVES * best.plan.total_s:
         hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"
-        print(f"saves take {hours} of the first offer: {advise_saves(best.plan)}")
+        print(f"saves take {hours} of the first offer: a faster file system (cluster.storage) takes less")
     print(f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}")
     print(
         f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot.price:g} of them, {100 * spot.lost_a_month:g} % of"

@@ -6,12 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aliquot.cluster.aws_resources import ask_resources
 from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.job import EFA
+from aliquot.cluster.job_view import job_views
 from aliquot.cluster.manifests import ManifestObject, mapping, select_kinds
 from aliquot.cluster.node_pool_view import ZONE, pool_view
 from aliquot.config.cluster_section import ClusterSection
 
 _LUSTRE_PORT = 988
+_ADDRESSES_A_NODE = 60  # the VPC CNI keeps a spare network interface: two with 30 addresses on large types
+_ALL_ADDRESSES = "0.0.0.0/0"
 _NOT_ALLOWED = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 
 
@@ -36,6 +41,8 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
             where = "cluster.storage.security_group_ids"
             groups = account.groups([{"id": identity} for identity in identities], where)
             account.findings.extend(_lustre(groups, where) if groups else [])
+        if section is not None:
+            account.findings.extend(ask_resources(boto3, section))
         return account.findings
     except BotoCoreError as error:
         reason = " ".join(str(error).split())
@@ -112,16 +119,14 @@ def _node_class(
     if groups == []:
         fix = "tag one, or correct the terms"
         yield finding("security-group", node_class, "no security group meets its terms", fix)
-    elif groups and not any(_allows_itself(group, groups) for group in groups):
-        names = ", ".join(group["GroupId"] for group in groups)
-        first = groups[0]["GroupId"]
-        fix = f"aws ec2 authorize-security-group-ingress --group-id {first} --protocol -1 --source-group {first}"
-        message = f"{names}: no rule allows all traffic from the group itself"
-        yield finding("security-group", node_class, message, fix)
+    elif groups:
+        needs_efa = any(view.count(EFA) for view in job_views(manifests))
+        yield from _open_among_nodes(node_class, groups, needs_efa)
     subnets = account.subnets(node_class.items("spec", "subnetSelectorTerms"), node_class)
     if subnets == []:
         fix = "tag the private subnets, or correct the terms"
         yield finding("subnet", node_class, "no subnet meets its terms", fix)
+    yield from _addresses(node_class, subnets or [], manifests)
     zones = {subnet["AvailabilityZone"] for subnet in subnets or []}
     for pool in select_kinds(manifests, "NodePool"):
         for zone in pool_view(pool).values(ZONE):
@@ -129,9 +134,47 @@ def _node_class(
                 yield finding("subnet", pool, f"none of its subnets is in {zone}", f"one of {', '.join(sorted(zones))}")
 
 
+def _addresses(
+    node_class: ManifestObject, subnets: Sequence[dict[str, Any]], manifests: Sequence[ManifestObject]
+) -> Iterator[RuleFinding]:
+    """Check that the subnets of the job's zone have addresses for all nodes."""
+    pools = [pool_view(pool) for pool in select_kinds(manifests, "NodePool")]
+    zones = {zone for pool in pools if pool.node_class_name == node_class.name for zone in pool.values(ZONE)}
+    usable = [subnet for subnet in subnets if not zones or subnet["AvailabilityZone"] in zones]
+    free = sum(int(subnet.get("AvailableIpAddressCount", 0)) for subnet in usable)
+    nodes = max((view.nodes for view in job_views(manifests)), default=0)
+    if usable and free < nodes * _ADDRESSES_A_NODE:
+        message = f"{nodes} nodes take about {nodes * _ADDRESSES_A_NODE} addresses, and {free} are free"
+        fix = "a larger subnet, or WARM_IP_TARGET of the VPC CNI"
+        yield finding("addresses", node_class, message, fix)
+
+
+def _open_among_nodes(
+    node_class: ManifestObject, groups: Sequence[dict[str, Any]], needs_efa: bool
+) -> Iterator[RuleFinding]:
+    """Check both directions. A node has all groups, so the rules of all groups apply to every node.
+
+    Outgoing TCP may be open by addresses; EFA passes only a rule that names a group of the nodes.
+    """
+    names = ", ".join(group["GroupId"] for group in groups)
+    last = groups[-1]["GroupId"]
+    for direction, rules in (("ingress", "IpPermissions"), ("egress", "IpPermissionsEgress")):
+        any_address = direction == "egress" and not needs_efa
+        if any(_allows_itself(group, groups, rules, any_address=any_address) for group in groups):
+            continue
+        pair = f"IpProtocol=-1,UserIdGroupPairs=[{{GroupId={last}}}]"
+        fix = f"aws ec2 authorize-security-group-{direction} --group-id {last} --ip-permissions '{pair}'"
+        message = f"{names}: no {direction} rule allows all traffic among the nodes"
+        yield finding("security-group", node_class, f"{message}{', which EFA needs' if needs_efa else ''}", fix)
+
+
 def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFinding]:
-    if not any(_allows_itself(group, groups, _LUSTRE_PORT) for group in groups):
-        message = f"TCP {_LUSTRE_PORT} is not open among the nodes and the file system"
+    directions = ("IpPermissions", False), ("IpPermissionsEgress", True)
+    if not all(
+        any(_allows_itself(group, groups, rules, _LUSTRE_PORT, any_address) for group in groups)
+        for rules, any_address in directions
+    ):
+        message = f"TCP {_LUSTRE_PORT} is not open in both directions among the nodes and the file system"
         yield finding("security-group", where, message, "all traffic from the group itself, or TCP 988 and 1018-1023")
 
 
@@ -143,15 +186,22 @@ def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _allows_itself(group: dict[str, Any], groups: Sequence[dict[str, Any]], port: int | None = None) -> bool:
-    """Return whether an inbound rule of `group` allows all traffic from one of `groups`.
+def _allows_itself(
+    group: dict[str, Any], groups: Sequence[dict[str, Any]], rules: str, port: int | None = None,
+    any_address: bool = False,
+) -> bool:  # fmt: skip
+    """Return whether a rule of `group` allows all traffic with one of `groups`.
 
-    With `port`, a rule that allows TCP to that port is enough.
+    Args:
+        rules: the key of the rules of one direction.
+        port: a rule that allows TCP to this port is enough.
+        any_address: a rule for all addresses is enough.
     """
     group_ids = {candidate["GroupId"] for candidate in groups}
-    for rule in group.get("IpPermissions", []):
+    for rule in group.get(rules, []):
         protocol, pairs = rule.get("IpProtocol"), rule.get("UserIdGroupPairs", [])
         tcp = port is not None and protocol == "tcp" and rule.get("FromPort", 1) <= port <= rule.get("ToPort", 0)
-        if (protocol == "-1" or tcp) and any(pair.get("GroupId") in group_ids for pair in pairs):
+        everywhere = any_address and any(item.get("CidrIp") == _ALL_ADDRESSES for item in rule.get("IpRanges", []))
+        if (protocol == "-1" or tcp) and (everywhere or any(pair.get("GroupId") in group_ids for pair in pairs)):
             return True
     return False

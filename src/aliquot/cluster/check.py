@@ -13,6 +13,7 @@ from aliquot.cluster.manifests import ManifestObject, dig, select_kinds
 from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
+from aliquot.cluster.rules_environment import check_environment, check_hugepages
 from aliquot.cluster.rules_job import check_elastic, check_job
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
 from aliquot.cluster.rules_scheduling import check_together
@@ -43,6 +44,7 @@ def check_manifests(
     findings.extend(check_storage(views, manifests))
     findings.extend(check_pods_references(views, manifests))
     findings.extend(check_security(views, manifests))
+    findings.extend(check_environment(views, pools, manifests))
     for view in views:
         if job is not None:
             findings.extend(check_job(view, job.section.trainer, job.plan, job.config.checkpoint.grace_s))
@@ -50,6 +52,8 @@ def check_manifests(
             findings.extend(check_job(view, None, None, _grace_s(view, manifests)))
         findings.extend(check_elastic(view, manifests))
         findings.extend(check_together(view, pools, manifests))
+        if pools:
+            findings.extend(check_hugepages(view))
     findings.extend(check_secrets(views, manifests))
     if job is not None:
         findings.extend(check_config(job))

@@ -15,13 +15,29 @@ import re
 
 from aliquot.cluster import pod, security
 from aliquot.cluster.job import GPU, POOL_LABEL, Job
-from aliquot.cluster.manifests import Document, compact, literal
+from aliquot.cluster.manifests import Document, compact, literal, to_yaml
 
 _DISCOVERY = "karpenter.sh/discovery"
 _GPU_LABELS = {"nvidia.com/gpu.present": "true"}  # NVIDIA's device plugin selects its nodes by this label
 # Settings of a gp3 volume that holds offloaded optimizer states. The default throughput of 125 MiB/s is a quarter of
 # the rate that the planner assumes. One I/O operation transfers at most 256 KiB, so the throughput needs these IOPS.
 _FAST_VOLUME = {"throughput": 1000, "iops": 4000}
+# User data of Amazon Linux 2023. Pods inherit containerd's limit of 8 MiB of locked memory, and pods of user 1000 have
+# no capability that lifts the limit. The list replaces the image's, so it repeats the limit of open files. nodeadm
+# reads numbers as floating point, so "unlimited" (2^64 - 1) would become invalid; 2^62 is exact. Both documents are
+# merged with Karpenter's (amazon-eks-ami, nodeadm/doc/examples.md).
+_LIMITS = [
+    {"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 1 << 20},
+    {"type": "RLIMIT_MEMLOCK", "soft": 1 << 62, "hard": 1 << 62},
+]
+_NODE_CONFIG = {
+    "apiVersion": "node.eks.aws/v1alpha1",
+    "kind": "NodeConfig",
+    "spec": {
+        "kubelet": {"config": {"cpuManagerPolicy": "static"}},  # the whole CPUs of a pod belong to the pod alone
+        "containerd": {"baseRuntimeSpec": {"process": {"rlimits": _LIMITS}}},
+    },
+}
 _DRIVER = "fsx.csi.aws.com"
 _PROGRAM = ["python3", "-P", "-m", "aliquot.cluster.make_directories"]
 _WAIT_S = 900  # init containers wait this long, because the Job may need a new node, which pulls the image
@@ -89,11 +105,12 @@ def node_class(job: Job) -> Document:
         amiSelectorTerms=[{"alias": section.ami}],
         subnetSelectorTerms=discovered,
         securityGroupSelectorTerms=discovered,
+        capacityReservationSelectorTerms=section.capacity_reservation and [{"id": section.capacity_reservation}],
         placementGroupSelector=group and {"id" if re.fullmatch(r"pg-[0-9a-z]+", group) else "name": group},
         blockDeviceMappings=[{"deviceName": "/dev/xvdb" if bottlerocket else "/dev/xvda", "ebs": volume}],
         instanceStorePolicy="RAID0" if job.local_disks else None,  # combines the local disks for the pods
         metadataOptions={"httpEndpoint": "enabled", "httpPutResponseHopLimit": 1, "httpTokens": "required"},
-        userData=section.user_data,
+        userData=section.user_data or (None if bottlerocket else to_yaml(_NODE_CONFIG)),
     )
     return job.manifest("karpenter.k8s.aws/v1", "EC2NodeClass", namespaced=False, spec=spec)
 
@@ -152,6 +169,8 @@ def _storage_class(job: Job) -> Document:
             subnetId=settings.subnet_id,
             securityGroupIds=",".join(settings.security_group_ids),
             deploymentType=settings.deployment_type,
+            s3ImportPath=settings.s3_import_path,
+            s3ExportPath=settings.s3_export_path,
             perUnitStorageThroughput=str(settings.throughput_mb_per_tib) if persistent else None,
             fileSystemTypeVersion="2.15",
         ),

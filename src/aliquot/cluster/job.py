@@ -155,12 +155,19 @@ def cluster_section(config: RunConfig) -> ClusterSection:
 
 
 def placed(config: RunConfig) -> RunConfig:
-    """Return `config` with the nodes and ranks per node that its cluster section sets, instead of those of `launch`."""
+    """Return `config` for plans on this machine.
+
+    It has the nodes and ranks per node that its cluster section sets, instead of those of `launch`, and a model that
+    this machine can read.
+    """
     section = cluster_section(config)
+    model = config.model
+    if model.path is not None and section.model_directory is not None:
+        model = model.model_copy(update={"path": str(section.model_directory)})
     update: dict[str, object] = {"nodes": section.nodes, "node_rank": 0}
     if section.ranks_per_node != "auto":
         update["ranks"] = section.ranks_per_node
-    return config.model_copy(update={"launch": config.launch.model_copy(update=update)})
+    return config.model_copy(update={"launch": config.launch.model_copy(update=update), "model": model})
 
 
 def job_name(run_name: str) -> str:

@@ -26,6 +26,7 @@ class JobView:
 
     manifest: ManifestObject
     runtime: ManifestObject | None
+    other_runtimes: list[str]  # names of runtimes among the manifests, if none of them is the job's
     nodes: int
     processes: object  # numProcPerNode: an integer, or a word such as `auto`
     image: str
@@ -107,6 +108,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     return JobView(
         manifest=job,
         runtime=runtime,
+        other_runtimes=[item.name for item in runtimes] if runtime is None else [],
         nodes=nodes if isinstance(nodes, int) else 1,
         processes=trainer.get("numProcPerNode", runtime and runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")),
         image=str(trainer.get("image") or base_container.get("image") or ""),

@@ -81,6 +81,8 @@ def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[Ru
     """Run all checks that ask the cluster and AWS. Raises UserError if kubectl is not installed."""
     kubectl = kubectl_here()
     findings = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
+    if job is not None:
+        findings += _named_objects(kubectl, job)
     return [*findings, *_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job else None)]
 
 
@@ -140,6 +142,28 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
                 continue
             if key not in keys:
                 yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
+
+
+def _named_objects(kubectl: Kubectl, job: Job) -> Iterator[RuleFinding]:
+    """Check that the LocalQueue with its ClusterQueue and the service account of the config exist."""
+    section, space = job.section, ("-n", job.section.namespace)
+    if section.queue is not None:
+        try:
+            (queue,) = kubectl.get("localqueues.kueue.x-k8s.io", section.queue, *space)
+            kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(queue, "spec", "clusterQueue")))
+        except Refused as refused:
+            yield _missing("queue", "cluster.queue", "clusterqueues", refused, "kubectl apply -f QUEUES")
+    if section.service_account is not None:
+        fix = f"kubectl create serviceaccount {section.service_account} -n {section.namespace}"
+        try:
+            kubectl.get("serviceaccount", section.service_account, *space)
+        except Refused as refused:
+            yield _missing("service-account", "cluster.service_account", "serviceaccounts", refused, fix)
+
+
+def _missing(rule: str, where: str, resource: str, refused: Refused, fix: str) -> RuleFinding:
+    absent = "NotFound" in str(refused) or "doesn't have a resource type" in str(refused)
+    return finding(rule, where, refused.last_line, fix) if absent else _permission("get", resource, refused)
 
 
 def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:

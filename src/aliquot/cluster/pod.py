@@ -104,7 +104,10 @@ def environment(job: Job) -> list[Document]:
         variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"
     if job.efa_interfaces:
         # Without huge pages, because a pod would have to request them, and no other program could use them.
-        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "NCCL_DEBUG": "WARN"}
+        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"}
+        # With NCCL_NET, a missing plugin ends the job; without it, NCCL would use TCP without a message. The log of
+        # INIT and NET names the network at the start.
+        variables |= {"NCCL_NET": "AWS Libfabric", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
     entries: list[Document] = [{"name": name, "value": literal(value)} for name, value in variables.items()]
     if (secret := job.section.huggingface_secret) is not None:
         entries.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})

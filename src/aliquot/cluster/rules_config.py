@@ -25,6 +25,9 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
     if "spot" in section.capacity and job.grace_s > _SPOT_NOTICE_S:
         message = f"{config.checkpoint.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice"
         yield finding("grace", "checkpoint.grace_s", message, "at most 90 on spot nodes", "warning")
+    for concern in job.plan.concerns:
+        fix = f"aliquot plan CONFIG --instance {job.types[0].name} --optimize time"
+        yield finding("plan", "the plan", concern, fix)
     yield from _saves(job)
     yield from _processors(job)
     yield from _credentials(job)
@@ -42,6 +45,9 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
         yield finding("grace", "checkpoint.grace_s", message, fix, "warning")
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
+    if storage.kind != "claim" and storage.deployment_type == "SCRATCH_2" and settings.mirror is None:
+        fix = "checkpoint.mirror: s3://..., or storage.deployment_type: PERSISTENT_2"
+        yield finding("storage-safety", "cluster.storage", "SCRATCH_2, and checkpoints are nowhere else", fix)
     if storage.kind != "claim" and needed_bytes > storage.size_gib * GIB:
         message = f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}"
         fix = "a larger file system, or a smaller checkpoint.keep"

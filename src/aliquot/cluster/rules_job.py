@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
@@ -67,7 +67,8 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
     if job.runtime is None:
         name = job.manifest.get("spec", "runtimeRef", "name")
         message = f"runtimeRef names {name!r}: what it holds is not known here"
-        yield finding("runtime", job.manifest, message, "check its manifest, too")
+        fix = did_you_mean(name, job.other_runtimes, "check its manifest, too", similarity=0.0)
+        yield finding("runtime", job.manifest, message, fix, "error" if job.other_runtimes else None)
     for patch in job.patches:
         for container in patch.get("containers") or []:
             name = mapping(container).get("name")
@@ -90,6 +91,9 @@ def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
         shown = "not set" if processes is None else repr(processes)
         yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
         return
+    if (gpus := job.count(GPU)) and processes > gpus:
+        message = f"{processes} processes on {gpus} GPU{'' if gpus == 1 else 's'}"
+        yield finding("processes", job.manifest, message, "numProcPerNode: one process for each GPU")
     millicores = job.cpu_millicores
     cpus = f"{(millicores or 0) / 1000:g} CPUs"
     if plan is not None:
@@ -164,6 +168,9 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
     if job.count(EFA) == 0 and job.count(GPU) > 0 and job.nodes > 1:
         fix = f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)"
         yield finding("efa-unused", job.manifest, "GPUs on several nodes without EFA", fix)
+    if job.count(EFA) > 0 and not any(variable.get("name") == "NCCL_NET" for variable in job.env):
+        message = "without NCCL_NET, an image whose EFA plugin does not load trains over TCP without a message"
+        yield finding("efa-unused", job.manifest, message, 'env NCCL_NET: "AWS Libfabric"')
 
 
 def _restarting(job: JobView) -> Iterator[RuleFinding]:

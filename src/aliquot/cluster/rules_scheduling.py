@@ -51,6 +51,18 @@ def check_together(
         yield from _limits(job, pool, node_class)
         yield from _zones(job, pool)
         yield from _drained(job, pool)
+        yield from _locked_memory(job, node_class)
+
+
+def _locked_memory(job: JobView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
+    """Check that nodes of Amazon Linux 2023 raise the limit of locked memory; Bottlerocket does without user data."""
+    if node_class is None or not job.count(EFA):
+        return
+    aliases = [str(term.get("alias") or "") for term in node_class.items("spec", "amiSelectorTerms")]
+    is_al2023 = node_class.get("spec", "amiFamily") == "AL2023" or any(name.startswith("al2023@") for name in aliases)
+    if is_al2023 and "MEMLOCK" not in str(node_class.get("spec", "userData")):
+        fix = "the NodeConfig that `render` writes without cluster.user_data, with RLIMIT_MEMLOCK"
+        yield finding("locked-memory", node_class, "userData does not raise the limit of locked memory", fix)
 
 
 def _selects(job: JobView, pool: PoolView) -> bool:

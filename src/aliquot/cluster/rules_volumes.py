@@ -66,7 +66,7 @@ def _storage_class(storage_class: ManifestObject) -> Iterator[RuleFinding]:
     for key in ("subnetId", "securityGroupIds"):
         if not parameters.get(key):
             fix = "the nodes' own, of one zone"
-            yield finding("storage-address", storage_class, f"parameters.{key} is missing", fix)
+            yield finding("storage-subnet", storage_class, f"parameters.{key} is missing", fix)
     if "flock" not in listed(storage_class.get("mountOptions")):
         yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
 

@@ -5,18 +5,23 @@ The plan and the instance types determine sizes, resource requests, processes an
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from aliquot.config.section import NodeCount, Section, SectionWithNodes
+from aliquot.config.section import PATH, NodeCount, Section, SectionWithNodes
 
 _MIB = 1 << 20
 # Mount paths that pods use already.
 _POD_PATHS = ["/tmp", "/etc/aliquot", "/offload", "/dev/shm", "/opt/aliquot", "/proc", "/sys", "/usr", "/lib", "/bin"]
 _MAX_POD_NAME = 63  # letters of a DNS label
 _SCRATCH_MB_PER_TIB = 100  # of writing; reading has 200
+# USD in us-east-1, 2026-07: an EKS control plane in standard support per hour, and a GiB of FSx for Lustre per month,
+# for SCRATCH_2 (None) and for PERSISTENT_2 by MB/s per TiB.
+_CONTROL_PLANE_USD = 0.10
+_FSX_USD = {None: 0.140, 125: 0.145, 250: 0.210, 500: 0.340, 1000: 0.600}
+_HOURS_A_MONTH = 730
 
 # RFC 1123 labels and subdomains; a TrainJob's name begins with a letter and becomes part of pod names and DNS names.
 Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
@@ -56,6 +61,11 @@ class StorageSection(Section):
     throughput_mb_per_tib: Literal[125, 250, 500, 1000] = 125
     """PERSISTENT_2 only."""
 
+    s3_import_path: Annotated[str, Field(pattern=r"^s3://.+")] | None = None
+    """fsx-dynamic with SCRATCH_2: objects below this URL appear as files."""
+    s3_export_path: Annotated[str, Field(pattern=r"^s3://.+")] | None = None
+    """fsx-dynamic with s3_import_path, in the same bucket: where `lfs hsm_archive` copies files to."""
+
     @property
     def written_bytes_per_s(self) -> float | None:
         """Return the sustained write speed for all nodes together; None for an existing claim, whose speed is unknown.
@@ -66,6 +76,14 @@ class StorageSection(Section):
             return None
         per_tib = self.throughput_mb_per_tib if self.deployment_type == "PERSISTENT_2" else _SCRATCH_MB_PER_TIB
         return per_tib * 1e6 * self.size_gib / 1024
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Return the price of the file system on demand; 0 for an existing claim, whose kind is unknown."""
+        if self.kind == "claim":
+            return 0.0
+        rate = self.throughput_mb_per_tib if self.deployment_type == "PERSISTENT_2" else None
+        return _FSX_USD[rate] * self.size_gib / _HOURS_A_MONTH
 
     @model_validator(mode="after")
     def check_mount_path(self) -> Self:
@@ -89,6 +107,14 @@ class StorageSection(Section):
         missing = [name for name in needed if not getattr(self, name)]
         if missing:
             raise ValueError(f"storage of kind {self.kind} needs {', '.join(missing)}")
+        if self.s3_import_path is not None and (self.kind, self.deployment_type) != ("fsx-dynamic", "SCRATCH_2"):
+            raise ValueError(
+                "storage.s3_import_path is for fsx-dynamic with SCRATCH_2; PERSISTENT_2 has repository associations"
+            )
+        if self.s3_export_path is not None:
+            buckets = {path.split("/")[2] for path in (self.s3_import_path, self.s3_export_path) if path is not None}
+            if self.s3_import_path is None or len(buckets) > 1:
+                raise ValueError("storage.s3_export_path needs storage.s3_import_path in the same bucket")
         if self.kind == "fsx-dynamic" and self.size_gib != 1200 and self.size_gib % 2400:
             raise ValueError(f"storage.size_gib is {self.size_gib}; FSx for Lustre has 1200, or multiples of 2400")
         return self
@@ -120,7 +146,10 @@ class ClusterSection(SectionWithNodes):
     """auto: the planned number."""
     instance_types: list[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.[a-z0-9-]+$")]] = Field(min_length=1)
     """Instance types to choose from, equal in cores, memory and GPUs. The plan is for the first."""
-    capacity: list[Literal["on-demand", "spot"]] = Field(["on-demand"], min_length=1)
+    capacity: list[Literal["on-demand", "spot", "reserved"]] = Field(["on-demand"], min_length=1)
+    """reserved: nodes of capacity_reservation, as p5 and p6 types are usually had."""
+    capacity_reservation: Annotated[str, Field(pattern=r"^cr-[0-9a-z]+$")] | None = None
+    """Id of an On-Demand Capacity Reservation or of a Capacity Block for ML."""
     zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = None
     """Zone of all nodes, which must be the zone of FSx. Default: any single zone."""
     placement_group: Annotated[str, Field(pattern=r"^\S+$", max_length=255)] | None = None
@@ -134,7 +163,7 @@ class ClusterSection(SectionWithNodes):
     volume_gib: PositiveInt = 100
     """Size of the EBS root volume (gp3), for image and logs."""
     user_data: str | None = None
-    """User data for nodes at boot; software that pods need belongs in the image."""
+    """User data for nodes at boot. Default on al2023: a NodeConfig with unlimited locked memory and static CPUs."""
     efa: Literal["auto", "none"] = "auto"
     """auto: NCCL over EFA if the instance types have EFA."""
     daemonset_cpu_millicores: NonNegativeInt = 500
@@ -149,13 +178,26 @@ class ClusterSection(SectionWithNodes):
     """The token for gated models and data."""
     queue: Subdomain | None = None
     """Name of a Kueue LocalQueue."""
+    model_directory: Annotated[Path | None, PATH] = None
+    """A directory on this machine with the config.json of model.path, if only the pods see model.path."""
     storage: StorageSection
+
+    @model_validator(mode="after")
+    def check_reservation(self) -> Self:
+        if ("reserved" in self.capacity) != (self.capacity_reservation is not None):
+            raise ValueError("cluster.capacity: [reserved] and cluster.capacity_reservation belong together")
+        return self
 
     @model_validator(mode="after")
     def check_name_length(self) -> Self:
         if self.name is not None and len(self.name) > (limit := max_job_name_length(self.most_nodes)):
             raise ValueError(f"cluster.name has {len(self.name)} letters; with {self.nodes} nodes at most {limit}")
         return self
+
+    @property
+    def fees_usd_per_hour(self) -> float:
+        """Return what the cluster costs beside the nodes of jobs: the control plane and the file system."""
+        return _CONTROL_PLANE_USD + self.storage.usd_per_hour
 
     def pod_cpus(self, allocatable_millicores: int) -> int:
         """Return the whole CPUs that a pod can have beside the daemonsets of its node; 0 or less if there are none."""

@@ -100,7 +100,18 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPat
         if not isinstance(section, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[:depth])} is not a section")
     section[keys[-1]] = value
+    if keys == ("model", "path") and value is not None:
+        _replace_model_from_scratch(section, locations)
     locations[keys] = f"{OVERRIDE}{override!r}"
+
+
+def _replace_model_from_scratch(model: dict[str, Any], locations: dict[KeyPath, Location]) -> None:
+    """Remove the file's `model.config`, because an override sets `model.path`; an override of both is an error."""
+    places = [keys for keys in locations if keys[:2] == ("model", "config")]
+    if not any(locations[keys].startswith(OVERRIDE) for keys in places):
+        model.pop("config", None)
+        for keys in places:
+            del locations[keys]
 
 
 def _expected(name: str, value: str | None) -> str:

@@ -26,7 +26,7 @@ from aliquot.distributed.gloo_interface import address_of, check_interface, choo
 from aliquot.distributed.numa_binding import bind_memory, pin_process, set_preferred_node
 from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
-from aliquot.distributed.topology import Topology, check_gpus
+from aliquot.distributed.topology import Topology, check_gpus, check_locked_memory
 from aliquot.machine.allocator import tune_glibc
 
 # Any value that json writes and reads back unchanged.
@@ -68,6 +68,8 @@ class Ranks:
         backend = "gloo"
         if topology.device == "cuda":
             check_gpus(topology.local_world_size)
+            if topology.nodes > 1 and os.environ.get("NCCL_NET", "").lower() != "socket":
+                check_locked_memory()
             torch.cuda.set_device(topology.local_rank)
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from aliquot.config.schema import LaunchSection
@@ -17,6 +18,7 @@ from aliquot.core.number_format import count_of
 from aliquot.distributed.numa_binding import core_sets, cores_of_single_rank, cores_per_rank
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.machine.cpu import CpuFacts, format_cpu_list
+from aliquot.machine.memory import too_little_lockable
 
 _CORES = "physical cores"
 _LARGEST_PORT = 65535
@@ -163,6 +165,17 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
     if setting == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return "cuda"
+
+
+def check_locked_memory(root: Path = Path("/")) -> None:
+    """Raise LaunchError if NCCL could not register memory with this node's RDMA cards, and would fail or take TCP."""
+    limit = too_little_lockable(root)
+    if limit is not None:
+        raise LaunchError(
+            f"this process may lock {limit >> 20} MiB of memory, which is too little for EFA or InfiniBand: raise the"
+            " limit of the container runtime (LimitMEMLOCK=infinity; render the node class again on EKS), or set"
+            " NCCL_NET=Socket"
+        )
 
 
 def check_gpus(local_ranks: int) -> None:

@@ -10,7 +10,7 @@ from aliquot.core.number_format import gib
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
 from aliquot.machine.cgroup import control_groups, read_text
-from aliquot.machine.memory import memory_limit
+from aliquot.machine.memory import memory_limit, too_little_lockable
 
 _LEAST_BYTES, _GOOD_BYTES = 2 << 30, 6 << 30
 _SHM_BYTES = 1 << 30
@@ -114,10 +114,8 @@ def check_open_files(subject: Subject) -> Verdict:
 def check_locked_memory(subject: Subject) -> Verdict:
     """Check the limit of locked memory, which network cards with RDMA need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
-    observed = "unlimited" if unlimited else f"{soft / 2**20:g} MiB"
-    rdma = any((subject.root / "sys/class/infiniband").glob("*"))
-    if rdma and not unlimited:
-        fix = "ulimit -l unlimited; LimitMEMLOCK=infinity"
+    observed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
+    if too_little_lockable(subject.root) is not None:
+        fix = "ulimit -l unlimited; LimitMEMLOCK=infinity for the container runtime"
         return "problem", observed, "EFA and InfiniBand register memory and fail without", fix
-    return "ok", observed, "used by RDMA" if rdma else "only RDMA needs any"
+    return "ok", observed, "enough for RDMA, or no RDMA card"

@@ -10,6 +10,7 @@ from pathlib import Path
 from aliquot.machine.cgroup import control_groups, read_text
 
 _SELF = Path("/proc/self")
+_LEAST_LOCKABLE_BYTES = 1 << 30  # NCCL's and libfabric's buffers in host memory; systemd's default limit is 8 MiB
 _PAUSE = 100  # pause between readings, in multiples of a reading's duration: readings take at most 1 % of the time
 
 
@@ -97,6 +98,18 @@ def memory_limit(root: Path = Path("/")) -> int:
             if text is not None and text != "max":
                 limits.append(int(text))  # version 1 writes "no limit" as a number near 2^63
     return min(limits)
+
+
+def too_little_lockable(root: Path = Path("/")) -> int | None:
+    """Return the limit of locked memory in bytes if it is too low for this machine's RDMA cards, such as EFA.
+
+    None: the limit is high enough, or the container has no RDMA card. Each rank registers its network buffers with the
+    card, and the kernel counts registered memory as locked.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= _LEAST_LOCKABLE_BYTES:
+        return None
+    return soft if any((root / "dev/infiniband").glob("uverbs*")) else None
 
 
 def _kib_fields(file: Path) -> dict[str, int]:

@@ -25,6 +25,7 @@ DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # config and toke
 HUB_FILES = [*DESCRIPTION_FILES, "*.safetensors"]
 _OTHER_FORMS = ["consolidated*.safetensors", "*/*.safetensors"]  # the same weights in formats for other programs
 CONFIG_FILES = ["config.json"]
+_SHAPES = Path(__file__).parent / "shapes"  # the config.json of well-known models, for plans without network
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Model types derived from RoBERTa, whose first position is the id of the padding token plus 1.
 _FROM_PADDING = {
@@ -178,7 +179,8 @@ def model_on_meta(directory: Path) -> PreTrainedModel:
 def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     """Return the local directory of a model; `path` is a directory or a hub id.
 
-    For a hub id, this is the cached snapshot of the repository, downloaded if needed. Raises ModelFilesError.
+    For a hub id, this is the cached snapshot of the repository, downloaded if needed. If `hub_files` are only
+    CONFIG_FILES, well-known models need neither network nor access. Raises ModelFilesError.
     """
     directory = with_home(path)
     if directory.is_dir():
@@ -188,8 +190,13 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
             f"model.path {path}: a file, not the directory or hub id of a model. To train from scratch,"
             f" write model.config: {path} instead of model.path"
         )
+    if list(hub_files) == CONFIG_FILES and (shipped := _shipped_shape(path)).is_dir():
+        return shipped
     if looks_local(path):
-        raise ModelFilesError(f"model.path {path}: no such directory (nor does it look like a hub id, owner/name)")
+        raise ModelFilesError(
+            f"model.path {path}: no such directory (nor does it look like a hub id, owner/name). To plan or render for"
+            " a directory of the cluster, copy its config.json here: cluster.model_directory"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -202,6 +209,15 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
         raise ModelFilesError(
             f"model.path {path}: no such directory, and the hub could not serve it: {reason}. {hub_advice(path)}"
         ) from error
+
+
+def _shipped_shape(path: str) -> Path:
+    """Return the directory of the config.json that aliquot ships for a model of this name; it may not exist.
+
+    A copy on a cluster's file system has the name of its hub repository, and tuned variants have the shape of the base.
+    """
+    name = path.rstrip("/").rpartition("/")[2]
+    return _SHAPES / name.removesuffix("-Instruct").removesuffix("-Base")
 
 
 def _first_line(error: Exception) -> str:

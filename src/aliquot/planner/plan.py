@@ -12,6 +12,8 @@ from pydantic import TypeAdapter
 from aliquot.core.number_format import count_of, short
 from aliquot.engines.engine_plan import Counts, OnDisk, Unsharded
 
+_LARGE_MODEL = 100_000_000  # parameters from which on training from random weights is more often a mistake than a wish
+_MUCH_WAITING = 10.0  # times the time of matrix products: a step that waits so long is a mistake of the settings
 DISK_PART = 0.05  # waiting for disks below this fraction of a step is negligible
 
 
@@ -80,6 +82,8 @@ class Plan:
     disk_s: float = 0.0  # the part of `step_s` that waits for disks
     kernel_shapes: int | None = None  # upper bound on matrix product shapes of a rank; None: no bound, or on GPUs
     disk_batch: int | None = None  # smallest global batch that waits at most DISK_PART for disks; None: no batch
+    waiting_factor: float = 1.0  # the wait for network or disk, in times of matrix products, if it is the bottleneck
+    fees_usd_per_hour: float = 0.0  # of the file system and the control plane of `cluster`
 
     @property
     def peak(self) -> PhaseMemory:
@@ -169,11 +173,23 @@ class Plan:
         return f"; {DISK_PART:.0%} with {self.disk_batch:,} sequences a step"
 
     @property
+    def concerns(self) -> list[str]:
+        """Lines about settings that are rarely meant: random weights of a large model, steps that mostly wait."""
+        lines = []
+        if not self.disk_read_bytes and self.parameters > _LARGE_MODEL:
+            lines.append(
+                f"training begins from random weights (model.config, {self.size}): for published weights set model.path"
+            )
+        if self.waiting_factor > _MUCH_WAITING:
+            lines.append(f"a step mostly waits: {self.bottleneck}")
+        return lines
+
+    @property
     def cost_usd(self) -> float | None:
-        """On-demand price of the whole run; None if the price or the number of steps is unknown."""
+        """On-demand price of the whole run with its fees; None if the price or the number of steps is unknown."""
         if self.usd_per_hour is None or not self.steps:
             return None
-        return self.usd_per_hour * self.total_s / 3600
+        return (self.usd_per_hour + self.fees_usd_per_hour) * self.total_s / 3600
 
     @property
     def allocator_cache_bytes(self) -> int:
@@ -214,6 +230,7 @@ class Plan:
             "saving_s",
             "disk_words",
             "cost_usd",
+            "concerns",
         )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}
 

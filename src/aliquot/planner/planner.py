@@ -232,6 +232,7 @@ class _RunPlan:
             tokens_per_step=size.total * workload.tokens,
             step_s=step.total_s,
             bottleneck=step.bottleneck,
+            waiting_factor=step.waiting_factor,
             evaluations=evaluations if evaluated else 0,
             uncounted_evaluations=evaluations if evaluates(config) and not evaluated else 0,
             evaluation_s=evaluation_time(setting, self.whole_micro_batch, evaluated, moved, self.rates),
@@ -255,6 +256,7 @@ class _RunPlan:
             off_by=self.rates.off_by,
             kernel_shapes=kernel_shapes(config, self.shape, self.cost, size, machine.isa),
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
+            fees_usd_per_hour=0.0 if hourly is None or config.cluster is None else config.cluster.fees_usd_per_hour,
         )
 
     def _step(self) -> Step:

@@ -109,6 +109,8 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         if fit_check.cannot_fit(smallest) and not force:
             raise DoesNotFitError(f"this run would not fit: {with_few}; raise MIN (--force starts the run anyway)")
         warn(f"this run may not fit: {with_few}")
+    for concern in plan.concerns:
+        warn(concern)
     if (unsaved := unsaved_work(config, plan)) is not None:
         warn(unsaved)
     return plan

@@ -65,6 +65,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
         f"speed           {plan.speed} ({assumed})",
         *_run_lines(plan),
+        *(f"note            {line}" for line in plan.concerns),
         *(
             [f"estimates       of time and money may be off by a factor of {plan.off_by:g} either way"]
             if plan.off_by > 1
@@ -167,9 +168,11 @@ def _run_lines(plan: Plan) -> list[str]:
     if plan.saving_s > plan.steps * plan.step_s:
         lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {advise_saves(plan)}")
     if plan.cost_usd is not None:
-        spot = f", about {dollars(plan.cost_usd * SPOT_FACTOR)} on spot (factor {SPOT_FACTOR}, assumed)"
+        saved = (1 - SPOT_FACTOR) * (plan.usd_per_hour or 0.0) * plan.total_s / 3600
+        spot = f", about {dollars(plan.cost_usd - saved)} on spot (factor {SPOT_FACTOR}, assumed)"
         sold = plan.instance is not None and instance(plan.instance).on_spot
-        cost = f"{dollars(plan.cost_usd)} USD on demand ({PRICES_REGION}, {PRICES_DATE})"
+        fees = f", with {plan.fees_usd_per_hour:.2f} USD/h for EKS and FSx" if plan.fees_usd_per_hour else ""
+        cost = f"{dollars(plan.cost_usd)} USD on demand ({PRICES_REGION}, {PRICES_DATE}{fees})"
         lines.append(f"cost            {cost}{spot if sold else ''}")
     return lines
 

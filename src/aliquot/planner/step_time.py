@@ -56,12 +56,23 @@ class StepTime:
     @property
     def bottleneck(self) -> str:
         """The largest part of the step, and its ratio to the matrix products: `network-bound 4.1x`."""
+        name, factor = self._largest_part
+        return f"{name}-bound" if name == "compute" else f"{name}-bound {factor:.1f}x"
+
+    @property
+    def waiting_factor(self) -> float:
+        """The wait for network or disk, divided by the time of the matrix products, if no other part is larger."""
+        name, factor = self._largest_part
+        return factor if name in ("network", "disk") else 1.0
+
+    @property
+    def _largest_part(self) -> tuple[str, float]:
         network = self.wire_s + self.local_s
         if self.overlaps and network <= self.matmul_s + self.memory_s:
             network = 0.0  # overlaps completely with computation
         parts = {"compute": self.matmul_s, "memory": self.memory_s, "network": network, "disk": self.disk_s}
         name = max(parts, key=lambda part: parts[part])
-        return f"{name}-bound" if name == "compute" else f"{name}-bound {parts[name] / self.matmul_s:.1f}x"
+        return name, parts[name] / self.matmul_s
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""Check with boto3 that an AWS account has what a config names: quota, role, images and file system."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from aliquot.catalogue.instances import InstanceType, instance
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.manifests import dig, listed, mapping
+from aliquot.config.cluster_section import ClusterSection
+
+# Quotas of running vCPUs by the letter of a family, (on demand, spot). Source: EC2's user guide, "Service quotas".
+_STANDARD = "L-1216C47A", "L-34B43A08"
+_VCPU_QUOTAS = {
+    "g": ("L-DB2E81BA", "L-3819A6DF"),
+    "p": ("L-417A185B", "L-7212CCBC"),
+    **dict.fromkeys("acdhimrtz", _STANDARD),
+}
+_P5_SPOT = "L-C4BD4855"
+_ECR = re.compile(r"(\d{12})\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com/([^:@]+)(?::([^@]+))?(?:@(sha256:[0-9a-f]+))?")
+_ABSENT = ("NoSuchEntity", "NotFound")  # parts of the codes with which AWS says that something does not exist
+
+
+def ask_resources(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
+    """Check each thing that `section` names. A refused or failed query becomes a finding.
+
+    Args:
+        session: the module boto3, or a boto3.Session.
+    """
+    from botocore.exceptions import ClientError
+
+    for check in (_quota, _role, _node_image, _container_image, _file_system):
+        try:
+            yield from check(session, section)
+        except ClientError as error:
+            code = str(mapping(error.response.get("Error")).get("Code"))
+            if any(word in code for word in _ABSENT):
+                yield finding("aws-resource", "cluster", f"{error.operation_name}: {code}", "create it, or correct it")
+            else:
+                message = f"{error.operation_name} was refused: {code}"
+                yield finding("permission", "AWS", message, "a policy that allows it, or check by hand")
+
+
+def _quota(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
+    client = session.client("service-quotas")
+    ec2 = instance(section.instance_types[0])
+    for capacity in section.capacity:
+        code = _quota_code(ec2, capacity)
+        if code is None:
+            continue
+        value = client.get_service_quota(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"]
+        needed = section.most_nodes * ec2.vcpus
+        if value < needed:
+            nodes = f"{section.most_nodes} x {ec2.name}"
+            message = f"{nodes} have {needed} vCPUs; the account may run {value:g} ({capacity})"
+            fix = (
+                f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code}"
+                f" --desired-value {2 * needed}"
+            )
+            yield finding("vcpu-quota", "cluster.instance_types", message, fix)
+
+
+def _quota_code(ec2: InstanceType, capacity: str) -> str | None:
+    """Return the code of the quota that nodes count against; None for reservations and rare families."""
+    codes = _VCPU_QUOTAS.get(ec2.family[0])
+    if codes is None or capacity == "reserved" or ec2.family.startswith(("hpc", "trn", "inf", "dl", "vt", "u")):
+        return None
+    if capacity == "spot":
+        return _P5_SPOT if ec2.family.startswith("p5") else codes[1]
+    return codes[0]
+
+
+def _role(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
+    role = session.client("iam").get_role(RoleName=section.node_role)["Role"]
+    if "ec2.amazonaws.com" not in str(role.get("AssumeRolePolicyDocument")):
+        message = f"{section.node_role} is no role for EC2, so nodes cannot take it"
+        yield finding("aws-resource", "cluster.node_role", message, "KarpenterNodeRole-CLUSTER")
+
+
+def _node_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
+    family, _, version = section.ami.partition("@")
+    if family != "al2023":
+        return
+    arch = {"amd64": "x86_64"}.get(instance(section.instance_types[0]).arch, "arm64")
+    kind = "nvidia" if instance(section.instance_types[0]).gpus else "standard"
+    name = f"amazon-eks-node-al2023-{arch}-{kind}-*-{version}"
+    answer = session.client("ec2").describe_images(Owners=["amazon"], Filters=[{"Name": "name", "Values": [name]}])
+    if not answer["Images"]:
+        fix = f"aws ec2 describe-images --owners amazon --filters 'Name=name,Values={name.removesuffix(version)}*'"
+        yield finding("aws-resource", "cluster.ami", f"no image of Amazon is named {name}", fix)
+
+
+def _container_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
+    match = _ECR.fullmatch(section.image)
+    if match is None:  # another registry
+        return
+    account, repository, tag, digest = match.groups()
+    image = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
+    answer = session.client("ecr").batch_get_image(
+        registryId=account, repositoryName=repository, imageIds=[image], acceptedMediaTypes=_INDEXES + _MANIFESTS
+    )
+    if not answer["images"]:
+        fix = f"docker build --platform linux/amd64 ... -t {section.image} . && docker push {section.image}"
+        yield finding("aws-resource", "cluster.image", f"{section.image} is not in the registry", fix)
+    arch = instance(section.instance_types[0]).arch
+    for item in answer["images"]:
+        manifests = listed(mapping(json.loads(item.get("imageManifest") or "{}")).get("manifests"))
+        architectures = {dig(manifest, "platform", "architecture") for manifest in manifests} - {None, "unknown"}
+        if architectures and arch not in architectures:
+            message = f"{section.image} is built for {', '.join(sorted(architectures))}, the nodes are {arch}"
+            yield finding("aws-resource", "cluster.image", message, f"docker build --platform linux/{arch}")
+
+
+_INDEXES = ["application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"]
+_MANIFESTS = ["application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json"]
+
+
+def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
+    storage, where = section.storage, "cluster.storage"
+    if storage.kind != "fsx-static":
+        return
+    answer = session.client("fsx").describe_file_systems(FileSystemIds=[storage.file_system_id])
+    for actual in answer["FileSystems"]:
+        lustre = mapping(actual.get("LustreConfiguration"))
+        facts = {
+            "dnsname": (storage.dnsname, actual.get("DNSName")),
+            "mountname": (storage.mountname, lustre.get("MountName")),
+            "deployment_type": (storage.deployment_type, lustre.get("DeploymentType")),
+            "size_gib": (storage.size_gib, actual.get("StorageCapacity")),
+        }
+        for key, (written, value) in facts.items():
+            if value is not None and written != value:
+                yield finding("aws-resource", f"{where}.{key}", f"{written}, but FSx says {value}", f"{key}: {value}")
+        if (state := actual.get("Lifecycle")) != "AVAILABLE":
+            yield finding("aws-resource", where, f"the file system is {state}", "wait until it is AVAILABLE")
+        if section.zone is not None and (subnets := actual.get("SubnetIds")):
+            known = session.client("ec2").describe_subnets(SubnetIds=subnets[:1])["Subnets"]
+            zone = known[0]["AvailabilityZone"] if known else section.zone
+            if zone != section.zone:
+                message = f"{section.zone}, but the file system is in {zone}"
+                yield finding("aws-resource", "cluster.zone", message, f"zone: {zone}")
