@@ -70,11 +70,16 @@ def test_chat_remembers_messages_until_reset(model: Path) -> None:
     assert result.stdout == f"{once}\n{again}\n{once}\n"
 
 
+def test_reply_is_no_longer_than_the_model_can_read(model: Path) -> None:
+    result = talk(model, "hello", "--temperature", "0", "--max-new-tokens", "1000")
+    assert result.returncode == 0 and "/reset" not in result.stderr
+    assert result.stdout.startswith(plain(model, [{"role": "user", "content": "hello"}])[:8])
+
+
 def test_chat_continues_after_a_too_long_conversation(model: Path) -> None:
     result = talk(model, "x" * 300 + "\nhello\n", "--temperature", "0")
     assert result.returncode == 0
-    assert "tokens, and with 12 new ones it is longer than the 256 that this model can read: type " in result.stderr
-    assert result.stderr.endswith("/reset, or lower --max-new-tokens [usage]\n")
+    assert "tokens, and this model can read 256: type /reset to begin a new one [usage]" in result.stderr
     assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
 
 

@@ -271,15 +271,17 @@ class Chat:
         check_text(text)
         messages = [*self._messages, {"role": "user", "content": text}]
         ids = chat_ids(self._loaded.tokenizer, messages, self._loaded.chat_prefix)
-        context_length = self._loaded.context_length
-        if context_length is not None and len(ids) + self._max_new_tokens > context_length:
+        longest, context_length = self._max_new_tokens, self._loaded.context_length
+        if context_length is not None:
+            longest = min(longest, context_length - len(ids))
+        if longest < 1:
             raise UsageError(
-                f"the conversation has {len(ids)} tokens, and with {self._max_new_tokens} new ones it is longer than"
-                f" the {context_length} that this model can read: type /reset, or lower --max-new-tokens"
+                f"the conversation has {len(ids)} tokens, and this model can read {context_length}: type /reset to"
+                " begin a new one"
             )
         streamer = TextIteratorStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stop, failed = _Stop(), []
-        options = {"streamer": streamer, "stopping_criteria": [stop], **self._options}
+        options = {"streamer": streamer, "stopping_criteria": [stop], **self._options, "max_new_tokens": longest}
 
         def generate() -> None:
             try:

@@ -48,7 +48,9 @@ def varlen(
     return kernel(q, k, v, offsets, longest, scale, window_size[0])
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qwen3", "mistral"))]
+)
 @torch.compiler.config.patch(dynamic_sources=DYNAMIC_SOURCES)
 def test_layer_is_one_graph_for_all_documents(kind: str) -> None:
     torch._dynamo.reset()
