@@ -408,13 +408,15 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_check_finds_a_mistake(mistake: str) -> None:
-    rule, make = MISTAKES[mistake]
-    job = cpu_job()
+def assert_found(job: Job, rule: str, make: Callable[[Documents], Any]) -> None:
     found = documents(job)
     make(found)
     assert rule in rules(check_manifests(manifests_of(found), job))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_check_finds_a_mistake(mistake: str) -> None:
+    assert_found(cpu_job(), *MISTAKES[mistake])
 
 
 def node_class(found: Documents) -> dict[str, Any]:
@@ -436,11 +438,7 @@ GPU_MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
 
 @pytest.mark.parametrize("mistake", GPU_MISTAKES)
 def test_check_finds_a_mistake_on_gpu_nodes(mistake: str) -> None:
-    rule, make = GPU_MISTAKES[mistake]
-    job = gpu_job()
-    found = documents(job)
-    make(found)
-    assert rule in rules(check_manifests(manifests_of(found), job))
+    assert_found(gpu_job(), *GPU_MISTAKES[mistake])
 
 
 def test_reserved_nodes() -> None:
