@@ -86,7 +86,8 @@ def cut_of(tokenizer: str) -> Cut | None:
     spaces = not any(" " in token for token in added)
     marks = set(_MARKS) - _marks_after_letters(added)
     if _is_byte_level(splitter) and normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []}):
-        # NFC decomposes some letters into a letter and a mark. The normalized text then ends in a mark, not a letter.
+        # NFC never composes a few letters, such as U+0958: it writes them as a letter and a mark. The normalized text
+        # then ends in a mark, not a letter.
         before = _LETTER if normalizer is None or normalizer["type"] != "NFC" else _STABLE
         digits = _character_class(marks, str.isdigit)
         signs = _character_class(marks, lambda mark: not mark.isspace() and not mark.isdigit())

@@ -60,14 +60,14 @@ class Peer:
         self.closed = self.closed or not read or len(self._partial_line) > longest
         return [message for message in messages if isinstance(message, dict)]
 
-    def see_off(self, until: float) -> None:
-        """Read until the peer has closed its end, at most until `until`, then close the connection.
+    def see_off(self, deadline: float) -> None:
+        """Read until the peer has closed its end, at most until `deadline`, then close the connection.
 
         Closing a socket with unread input at once would discard messages that the peer has not received yet.
         """
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
-        while not self.closed and time.monotonic() < until:
+        while not self.closed and time.monotonic() < deadline:
             self.receive(0.1)
         self.close()
 

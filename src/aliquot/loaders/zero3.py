@@ -212,7 +212,7 @@ def _prove(init: Any) -> None:
             ours.all_gather()
             if not torch.equal(ours.data.cpu(), torch.arange(float(math.prod(shape))).view(shape)):
                 raise DeepspeedConfigError(
-                    "the installed DeepSpeed gathers other partitions than load_zero3 makes: use 0.19.8"
+                    "the installed DeepSpeed partitions weights differently from load_zero3: install DeepSpeed 0.19.8"
                 )
             ours.partition()
     finally:  # reset DeepSpeed's counter, so that the ids of the model's parameters begin where they would have

@@ -107,7 +107,7 @@ class PeriodicRelease:
         self._released_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
-        """Whether enough steps and time have passed since the last release, for which all ranks have to wait."""
+        """Whether enough steps and time have passed since the last release. Each release makes all ranks wait."""
         return step - self._step >= _RELEASE_STEPS and time.monotonic() - self._released_at >= _RELEASE_S
 
     def release(self, step: int) -> None:

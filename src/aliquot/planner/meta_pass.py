@@ -223,7 +223,7 @@ class _ExpertsRing:
 
 
 class _TwoForAll(GradientRows):
-    """Two blocks of rows of the head's gradient, which the trace counts as all blocks of a large vocabulary."""
+    """Two blocks of rows of the head's gradient. The trace lets them stand for all blocks of a large vocabulary."""
 
     def __init__(self, live: MetaTrace, edges: tuple[int, ...], *how: Any) -> None:
         super().__init__(edges, *how)

@@ -111,7 +111,7 @@ class StepSetting:
     groups: int  # number of weight groups that engine fsdp gathers one by one
     patched_bytes: int  # of weights whose changes are sent to other hosts as patches
     disk_bytes_per_s: float  # per node, reads and writes together
-    offloaded: Unsharded | None  # the unsharded tensors of a GPU with offloaded states; None: no offload
+    offloaded: Unsharded | None  # unsharded tensors on a GPU whose states are in host memory; None: no offload
 
 
 def step_time(

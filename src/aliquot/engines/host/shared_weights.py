@@ -172,8 +172,8 @@ class GradientOrder:
         """Derive the order from the model.
 
         `head`: the weight whose gradient the fused loss computes. `looked_up`: the embedding whose gradient the engine
-        stages as rows. `packs`: the model takes several documents in one forward pass, and each expert stages its own
-        gradients.
+        stages as rows. `packs`: the model takes several documents in one forward pass; its experts then stage their
+        gradients themselves.
         """
         parameters = list(model.parameters())
         heads = [at for at, weight in enumerate(parameters) if weight is head and weight.requires_grad]
