@@ -16,6 +16,7 @@ from aliquot.core.errors import UsageError
 from aliquot.doctor import examine, network_checks, software_checks, two_ranks
 from aliquot.doctor.examine import CHECKS
 from aliquot.doctor.finding import Subject
+from aliquot.machine.torch_compile import cpp_compiler
 from tests.distributed.launcher import environment
 from tests.doctor.machines import lay_out, machine, said, subject
 from tests.runs import command
@@ -122,14 +123,14 @@ def test_compilers(tmp_path: Path) -> None:
     broken.chmod(0o755)
     finding = software_checks.check_compiler(replace(HERE, environ={"PATH": str(tmp_path), "CXX": str(broken)}))
     assert finding.level == "warning" and finding.found.endswith("fails: no assembler")
-    if software_checks.compiler(HERE.environ) is not None:
+    if cpp_compiler(HERE.environ) is not None:
         assert software_checks.check_compiler(HERE).level == "ok"
 
 
 def test_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(software_checks.sysconfig, "get_path", lambda name: str(tmp_path))
     assert "no Python.h" in software_checks.check_python_headers(HERE).found
-    if software_checks.compiler(HERE.environ) is None:
+    if cpp_compiler(HERE.environ) is None:
         pytest.skip("no compiler here")
     (tmp_path / "Python.h").write_text("#error of another version\n")
     assert "of another version" in software_checks.check_python_headers(HERE).found

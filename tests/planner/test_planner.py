@@ -88,6 +88,17 @@ def test_many_sources_cost_no_more_meta_passes_than_one() -> None:
     assert counts[0] == counts[1] > 0
 
 
+def test_layers_are_compiled_if_this_saves_minutes() -> None:
+    amx = Machine.from_numbers(64, 16, None, "amx")
+    without_compiler, model = replace(amx, can_compile=False), PlannedModel(planned_config(LLAMA))
+    choices = []
+    for steps, machine in ((10_000_000, amx), (10, amx), (10_000_000, without_compiler)):
+        config = planned_config(LLAMA, train={"max_steps": steps})
+        plan = Planner(model, machine).plan(config, RankLayout(1, 2, 8, "cpu"), Workload.assumed(config))
+        choices.append(plan.compile)
+    assert choices == ["layers", "none", "none"]
+
+
 def test_auto_is_what_fits() -> None:
     """Eight nodes: host's copy of the weights and sums for others do not fit, shards of all of it do."""
     config = planned_config(LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24})

@@ -59,6 +59,7 @@ def test_run_leaves_all_its_files(alone: Path) -> None:
     left = {path.name for path in alone.iterdir()}
     assert left >= {"config.yaml", "metrics.jsonl", "ledger.json", "checkpoints", "export", "logs", "tensorboard"}
     assert list((alone / "tensorboard").glob("events.*"))
+    assert read_config(alone / "config.yaml").train.compile == "none"  # the choice of `auto` for a short run
     lines = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -561,6 +562,14 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
     assert curve(tmp_path / "run") == curve(tmp_path / "same")
     again = read_config(tmp_path / "run" / "config.yaml")
     assert batch_size(again.train, 1) == BatchSize(8, 4)
+
+
+@pytest.mark.long
+def test_resumed_run_keeps_the_choice_of_compilation(tmp_path: Path) -> None:
+    trained(write_config(tmp_path, train={"max_steps": 1, "compile": "layers"}))
+    said = trained(write_config(tmp_path, train={"max_steps": 2}))
+    assert "compiled layers" in said and "train.compile" not in said
+    assert read_config(tmp_path / "run" / "config.yaml").train.compile == "layers"
 
 
 def test_too_long_sequences_are_refused_before_tokenising(tmp_path: Path) -> None:

@@ -219,8 +219,10 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
         update("measuring this machine")
         ensure_measured(machine, layout)
         update("planning the run")
+        plan = planner.plan(config, layout, workload)
+        config = with_settings(config, {"train.compile": plan.compile})
         search = Search(planner, config, layout, workload, names)
-        plan = with_advice(planner.plan(config, layout, workload), search)
+        plan = with_advice(plan, search)
         problems = fit_check.problems(plan, machine)
         fewest = planner.plan_on_fewest_nodes(config, layout, workload) if target.nodes is None else None
         failing = search

@@ -173,9 +173,9 @@ class TrainSection(Section):
     """Precision of forward and backward pass; master weights and moments follow optimizer_states."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype of moments. bf16, int8: compressed moments, and gradient sums in bf16; engine host only."""
-    compile: Literal["none", "layers"] = "none"
-    """layers: compile layers and update with torch.compile; the first step is slower, later steps 2 to 18 % (AMX)
-    faster."""
+    compile: Literal["auto", "none", "layers"] = "auto"
+    """layers: compile layers and update with torch.compile: the first step is slower, all others are faster. auto:
+    compile if the plan says that this saves more than five minutes; a resumed run keeps the choice."""
     freeze: list[str] = Field([])
     """Names of weights to freeze, with * and ?: they have no gradient, moments or fp32 master weights."""
     logging_steps: PositiveInt = 1

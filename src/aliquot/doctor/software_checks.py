@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,8 +14,8 @@ from pathlib import Path
 
 from aliquot.core.python_command import python_command
 from aliquot.doctor.finding import Finding, Level, Subject, Verdict, check
+from aliquot.machine.torch_compile import cpp_compiler
 
-_COMPILERS = ("g++", "clang++", "c++")
 _TIMEOUT_S = 180
 
 # Known problems: package, first version without the problem, level, consequence, version to install.
@@ -33,7 +32,7 @@ _GONE = {
 @check("compiler", "C++ compiler")
 def check_compiler(subject: Subject) -> Verdict:
     """Check that the C++ compiler compiles with OpenMP, for torch.compile and DeepSpeed's operators."""
-    name = compiler(subject.environ)
+    name = cpp_compiler(subject.environ)
     meaning = "train.compile: layers and DeepSpeed's CPU Adam cannot be built; nothing else needs one"
     fix = "apt-get install g++, or dnf install gcc-c++"
     if name is None:
@@ -52,7 +51,7 @@ def check_python_headers(subject: Subject) -> Verdict:
         meaning = "train.compile: layers and DeepSpeed's operators cannot be built"
         fix = "apt-get install python3-dev, or dnf install python3-devel"
         return "warning", f"no Python.h in {include}", meaning, fix
-    name = compiler(subject.environ)
+    name = cpp_compiler(subject.environ)
     failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
     if failure:
         fix = "install the headers of exactly this Python version"
@@ -100,12 +99,6 @@ def check_deepspeed(subject: Subject) -> Verdict:
     except subprocess.TimeoutExpired:
         return "warning", f"{observed}: not imported within {_TIMEOUT_S} s", meaning, fix
     return "ok", observed, "ZeRO-3 with transformers' own loading can be imported"
-
-
-def compiler(environ: Mapping[str, str]) -> str | None:
-    """Return the C++ compiler that torch would use, or None."""
-    names = (environ.get("CXX", ""), *_COMPILERS)
-    return next((name for name in names if name and shutil.which(name, path=environ.get("PATH"))), None)
 
 
 def installed(*packages: str) -> dict[str, str]:

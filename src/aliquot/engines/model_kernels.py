@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from aliquot.core.errors import MissingToolError
 from aliquot.engines.base import EngineSpec
 from aliquot.machine import matmul
 from aliquot.machine.matmul import caches_kernels, copies_transposed, copy_pays
-from aliquot.machine.torch_compile import compile_function, inductor_options
+from aliquot.machine.torch_compile import compile_function, cpp_compiler, inductor_options
 from aliquot.models.backward_pass import copy_in_backward
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.document_attention import DYNAMIC_SOURCES, AttentionBackend, register
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 _MANY = 1 << 20
 _PERMUTE, _MM = torch.ops.aten.permute.default, torch.ops.aten.mm.default
-_COMPILERS = ("g++", "clang++", "c++")
 
 
 def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
@@ -52,7 +50,7 @@ def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> N
 
 def compile_layers(model: nn.Module, topology: Topology) -> None:
     """Compile every decoder layer, before anything wraps the layers. Raises MissingToolError without a C++ compiler."""
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), *_COMPILERS) if name):
+    if cpp_compiler(os.environ) is None:
         raise MissingToolError(
             "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"
         )

@@ -121,7 +121,7 @@ def engine_spec(
         optimizer_states=train.optimizer_states,
         micro_batch_tokens=micro_batch_tokens(config, topology.world_size),
         document_tokens=config.data.sequence_length,
-        compile=train.compile,
+        compile="layers" if train.compile == "layers" else "none",
         collectives=config.shard.collectives,
         fused_loss=model.traits.plain_head,
         packs=model.traits.packs,

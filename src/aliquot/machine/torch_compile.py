@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import stat
+import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +22,18 @@ from aliquot.machine.cpu import read_cpu
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+def cpp_compiler(environ: Mapping[str, str]) -> str | None:
+    """Return the C++ compiler that torch would use, or None."""
+    names = (environ.get("CXX", ""), *_COMPILERS)
+    return next((name for name in names if name and shutil.which(name, path=environ.get("PATH"))), None)
+
+
+def can_compile(environ: Mapping[str, str]) -> bool:
+    """Whether this machine has what torch.compile needs beside torch: a C++ compiler and the headers of Python."""
+    return cpp_compiler(environ) is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
 def set_compile_cache() -> None:

@@ -29,8 +29,9 @@ def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -
     """Print model, engine and machine, then `lines`, then the plan."""
     machine, precision = record.machine, config.train.precision
     learned = "" if record.learned == record.parameters else f", of which {record.learned:,} learn"
+    compiled = ", compiled layers" if config.train.compile == "layers" else ""
     texts = (
-        f"{record.model}, {record.parameters:,} parameters{learned}, {precision}, engine {record.engine}",
+        f"{record.model}, {record.parameters:,} parameters{learned}, {precision}, engine {record.engine}{compiled}",
         f"{record.placement}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
         *(foreseen(record.plan) if record.plan else ()),

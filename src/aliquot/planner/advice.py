@@ -73,8 +73,6 @@ def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
         series += [_larger_batches(config, layout), _larger_micro_batches(config, layout)]
         if layout.device == "cpu" and plan.engine != "host":
             series.append(_set(config, "shard.engine", "host"))
-        if layout.device == "cpu" and config.train.compile == "none":
-            series.append(_set(config, "train.compile", "layers"))
         if layout.nodes > 1 and plan.engine == "host" and config.shard.reduce_dtype == "fp32":
             series.append(_set(config, "shard.reduce_dtype", "bf16"))
     return series

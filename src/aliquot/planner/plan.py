@@ -41,6 +41,7 @@ class Plan:
     parameters: int
     engine: str
     precision: str  # bf16 | fp32
+    compile: str  # layers | none
     device: str  # cpu | cuda
     nodes: int
     ranks_per_node: int

@@ -19,6 +19,7 @@ from aliquot.distributed.topology import RankLayout, threads_per_rank
 from aliquot.machine.allocator import training_allocator
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
+from aliquot.machine.torch_compile import can_compile
 
 GIB = 1 << 30
 _PROBE_PIECE_BYTES, _PROBE_PIECES = 4 << 20, 4  # written to measure a disk
@@ -63,6 +64,7 @@ class Machine:
     written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
     cpu: CpuFacts | None = None  # None: another machine than this one
     allocator: str = "tcmalloc"  # of training processes; the image of a cluster has tcmalloc
+    can_compile: bool = True  # whether torch.compile finds a C++ compiler; the images of a cluster have one
 
     @property
     def is_local(self) -> bool:
@@ -88,6 +90,7 @@ class Machine:
             gpu_memory_bytes=gpu_memory_bytes,
             cpu=cpu,
             allocator=training_allocator(os.environ),
+            can_compile=can_compile(os.environ),
         )
 
     @classmethod

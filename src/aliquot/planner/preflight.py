@@ -20,7 +20,7 @@ from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, measure_disks
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.settings_search import Search
+from aliquot.planner.settings_search import Search, with_settings
 
 _UNSAVED_S = 3600.0  # the planned time of a run without checkpoints from which on the run warns
 _SAVE_EVERY_S = 1800.0
@@ -82,6 +82,7 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         )
         planner = Planner(PlannedModel(config, request.vocabulary), machine)
         plan = planner.plan(config, layout, workload)
+        config = with_settings(config, {"train.compile": plan.compile})
         search = Search(planner, config, layout, workload)
         plan = with_advice(plan, search) if advise else plan
         problems = "; ".join(fit_check.problems(plan, machine))

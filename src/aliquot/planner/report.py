@@ -52,8 +52,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     """Format the run, whether it fits, its memory by phase, and lines for traffic, time and cost."""
     ranks, threads = plan.ranks_per_node, plan.threads_per_rank
     placement = f"{plan.nodes} x {count_of(ranks, 'rank')} x {count_of(threads, 'thread')}"
+    compiled = ", compiled layers" if plan.compile == "layers" else ""
     head = (
-        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine},"
+        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine}{compiled},"
         f" {placement} on {machine} ({plan.device})"
     )
     on_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"

@@ -81,7 +81,7 @@ class Evaluator:
     def compile(self) -> None:
         """With train.compile, compile the evaluation for every length of packed sequences."""
         run, ranks = self._training.run, self._training.run.ranks
-        if run.config.train.compile == "none" or not self._sets:
+        if run.config.train.compile != "layers" or not self._sets:
             return
         run.display.line("compiling the evaluation before the second step")
         run.activity.enter(Stage.COMPILE_EVALUATION)

@@ -17,6 +17,7 @@ from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig
+from aliquot.core.decode import read_json
 from aliquot.core.number_format import count_of
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, EvalBatches, Position
@@ -124,7 +125,7 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
         eval_sequences = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
         newest_checkpoint = newest(run.directory.checkpoints)
         return PlanRequest(
-            run.config, run.ranks.topology, run.ranks.allowed_cores,
+            with_recorded_choice(run.config, newest_checkpoint), run.ranks.topology, run.ranks.allowed_cores,
             replace(inputs.batches.workload(), eval_sequences=eval_sequences or None),
             vocabulary=inputs.source.config.vocab_size,
             steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
@@ -132,6 +133,27 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
 
     # Advice needs a dozen plans, for which all nodes wait some seconds. Later rounds of an elastic run get no advice.
     return plan_together(run.ranks, request, force, not follows_earlier_round(), run.display.warning)
+
+
+def with_choice_of_plan(run: RunContext, plan: Plan | None) -> RunContext:
+    """Return the run with `train.compile: auto` replaced by the choice of the plan; without a plan, by `none`.
+
+    The files of the run record the choice, so that a resumed run keeps it.
+    """
+    if run.config.train.compile != "auto":
+        return run
+    return replace(run, config=_with_compile(run.config, "none" if plan is None else plan.compile))
+
+
+def _with_compile(config: RunConfig, value: str) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": value})})
+
+
+def with_recorded_choice(config: RunConfig, checkpoint: Path | None) -> RunConfig:
+    """Return the config with `train.compile: auto` replaced by the value with which `checkpoint` was trained."""
+    if checkpoint is None or config.train.compile != "auto":
+        return config
+    return _with_compile(config, read_json(checkpoint / STATE)["config"]["train"].get("compile", "none"))
 
 
 def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Model:
