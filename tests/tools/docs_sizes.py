@@ -106,9 +106,9 @@ def model(name: str, trains: str) -> PlannedModel:
 
 
 def settings(name: str, trains: str, micro_batch: int) -> RunConfig:
-    shape = MODELS.get(name) or read_config(_QWEN).model.config
+    shape = MODELS.get(name)
     values: dict[str, Any] = {
-        "model": {"config": shape},
+        "model": {"path": read_config(_QWEN).model.path} if shape is None else {"config": shape},
         "data": {"path": "stdlib", "sequence_length": 2048},
         "train": {
             "max_steps": 100,
