@@ -41,7 +41,6 @@ class Plan:
     parameters: int
     engine: str
     precision: str  # bf16 | fp32
-    compile: str  # layers | none
     device: str  # cpu | cuda
     nodes: int
     ranks_per_node: int
@@ -60,6 +59,7 @@ class Plan:
     bottleneck: str  # "compute-bound", or "network-bound 4.1x: " and the change that helps most
     rates: str  # source of the machine's rates: measured on a date, or estimated
     usd_per_hour: float | None  # of all nodes, on demand
+    compile: str = "none"  # layers | none
     host_phases: tuple[PhaseMemory, ...] = ()  # phases of host memory, if ranks compute on GPUs
     host_limit_bytes_per_node: int = 0
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way
