@@ -22,12 +22,13 @@ from aliquot.cluster.findings import RULES, RuleFinding
 from aliquot.cluster.job import Job, describe, placed
 from aliquot.cluster.manifests import ManifestObject, parse_manifests, to_yaml
 from aliquot.cluster.render import documents
+from aliquot.cluster.trainjob import cluster_training_runtime
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError
 from aliquot.planner.plan import PhaseMemory
 from aliquot.planner.planned_machine import Machine, limit_to_pod
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
-from tests.cluster.crd import TRAINERS
+from tests.cluster.crd import TRAINERS, is_custom, needs_crds, problems
 from tests.conftest import REPOSITORY
 from tests.examples import examples
 from tests.planner.shapes import LLAMA
@@ -403,6 +404,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
         "apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "x"},
         "provisioner": "fsx.csi.aws.com", "mountOptions": ["flock"]})),
     "no lock": ("storage-lock", lambda d: d["persistent-volume.yaml"]["spec"].pop("mountOptions")),
+    "a PodGroup for the default scheduler": ("gang-scheduling", lambda d: d["training-runtime.yaml"]["spec"].update(
+        podGroupPolicy={"volcano": {}})),
     "an odd size": ("storage-size", lambda d: d["persistent-volume-claim.yaml"]["spec"]["resources"]["requests"].update(
         storage="1000Gi")),
 }  # fmt: skip
@@ -449,6 +452,28 @@ def test_reserved_nodes() -> None:
     for changes in ({"capacity": ["reserved"]}, {"capacity_reservation": "cr-0123456789abcdef0"}):
         with pytest.raises(ValueError, match="belong together"):
             cpu_job(**changes)
+
+
+@needs_crds
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "scheduler, policy, name",
+    [
+        ("coscheduling", {"scheduleTimeoutSeconds": 600}, "scheduler-plugins-scheduler"),
+        ("volcano", {}, "volcano"),
+    ],
+)
+def test_gang_scheduling(trainer: str, scheduler: str, policy: dict[str, int], name: str) -> None:
+    """The scheduler and the priority of the pods are in the runtime, for jobs of others, too."""
+    job = cpu_job(gang_scheduling=scheduler, priority_class="high", trainer=trainer)
+    assert check_job_of_config(job) == []
+    for found in (documents(job)["training-runtime.yaml"], cluster_training_runtime(job)):
+        assert found["spec"]["podGroupPolicy"] == {scheduler: policy}
+        spec = runtime_pod({"training-runtime.yaml": found})
+        assert (spec["schedulerName"], spec["priorityClassName"]) == (name, "high")
+        assert is_custom(found) and problems(found, trainer) == []
+    with pytest.raises(ValueError, match="all nodes or none, and"):
+        cpu_job(gang_scheduling=scheduler, nodes="2:4")
 
 
 def test_storage_class_with_s3() -> None:
@@ -671,7 +696,7 @@ def test_check_reports_concerns_of_the_plan() -> None:
 
 def test_every_rule_has_a_test_or_asks_live() -> None:
     live = {"security-group", "subnet", "secret", "operator", "versions", "refused-by-server", "quota", "permission"}
-    live |= {"addresses", "vcpu-quota", "aws-resource", "queue", "service-account"}
+    live |= {"addresses", "vcpu-quota", "aws-resource", "queue", "priority-class", "service-account"}
     tested = {rule for rule, _ in [*MISTAKES.values(), *GPU_MISTAKES.values()]}
     tested |= {rule for rule, _, _ in CONFIGS.values()}
     elsewhere = {"nodes-that-go", "discontinued", "not-judged", "plan"}

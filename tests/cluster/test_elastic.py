@@ -70,6 +70,13 @@ def test_policies_that_end_the_job_are_findings(case: str) -> None:
     assert "launch.nodes is 2:4" in finding.message and re.search(told, finding.message)
 
 
+def test_a_pod_group_would_wait_for_all_nodes() -> None:
+    found = documents(elastic())
+    found["training-runtime.yaml"]["spec"]["podGroupPolicy"] = {"volcano": {}}
+    (finding,) = [each for each in check_manifests(manifests_of(found)) if each.rule == "nodes-that-go"]
+    assert finding.message == "launch.nodes is 2:4, and podGroupPolicy waits for all 4 nodes"
+
+
 def test_how_many_nodes_is_read_in_the_command_first() -> None:
     found = documents(elastic())
     found["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"].pop(

@@ -24,7 +24,8 @@ GOLDEN = Path(__file__).parent / "golden"
 JOBS = {
     "cpu": cpu_job,
     "gpu-trainer-2.1": lambda: gpu_job(trainer="2.1", storage=dynamic_storage(), zone=None, create_namespace=True,
-                                       namespace="training", queue="gpus"),
+                                       namespace="training", queue="gpus", gang_scheduling="coscheduling",
+                                       priority_class="training"),
 }  # fmt: skip
 
 

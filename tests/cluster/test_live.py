@@ -19,6 +19,7 @@ from aliquot.cluster.live_cluster import Kubectl, Refused, Versions, ask_cluster
 from aliquot.cluster.manifests import ManifestObject
 from aliquot.cluster.render import parsed
 from tests.cluster.cases import cpu_job
+from tests.cluster.crd import TRAINERS
 
 # As EKS answers a user whose role has no binding.
 _GROUPS = {
@@ -129,6 +130,8 @@ def test_missing_operators() -> None:
     )
     found = list(live_cluster._operators(kubectl, parsed(cpu_job())))
     assert {each.where for each in found} == {"karpenter.k8s.aws", "trainer.kubeflow.org"}
+    found = list(live_cluster._operators(kubectl, parsed(cpu_job(gang_scheduling="volcano"))))
+    assert {each.where for each in found} == {"karpenter.k8s.aws", "trainer.kubeflow.org", "scheduling.volcano.sh"}
 
 
 class WithoutNamespace(Kubectl):
@@ -208,13 +211,14 @@ class Named(Kubectl):
 @pytest.mark.parametrize(
     ("objects", "rules"),
     [
-        (("localqueues/gpus", "clusterqueues/all", "serviceaccount/trainer"), []),
-        (("localqueues/gpus", "serviceaccount/trainer"), ["queue"]),
-        (("clusterqueues/all", "serviceaccount/trainer"), ["queue"]),
-        (("localqueues/gpus", "clusterqueues/all"), ["service-account"]),
+        (("localqueues/gpus", "clusterqueues/all", "serviceaccount/trainer", "priorityclass/high"), []),
+        (("localqueues/gpus", "serviceaccount/trainer", "priorityclass/high"), ["queue"]),
+        (("clusterqueues/all", "serviceaccount/trainer", "priorityclass/high"), ["queue"]),
+        (("localqueues/gpus", "clusterqueues/all"), ["priority-class", "service-account"]),
     ],
     ids=str,
 )
-def test_queue_and_service_account(objects: tuple[str, ...], rules: list[str]) -> None:
-    job = cpu_job(queue="gpus", service_account="trainer")
-    assert [each.rule for each in live_cluster._named_objects(Named(*objects), job)] == rules
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_queue_priority_and_service_account(objects: tuple[str, ...], rules: list[str], trainer: str) -> None:
+    job = cpu_job(queue="gpus", service_account="trainer", priority_class="high", trainer=trainer)
+    assert [each.rule for each in live_cluster._named_objects(Named(*objects), parsed(job))] == rules

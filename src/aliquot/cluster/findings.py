@@ -79,6 +79,7 @@ RULES: dict[str, Rule] = {
         "error", "the API server refuses a Job with podFailurePolicy whose pods restart by themselves"
     ),
     "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
+    "gang-scheduling": Rule("error", "a PodGroup has no effect on pods of the default scheduler"),
     "nodes-that-go": Rule("error", "the run goes on without a lost node, but Kubernetes ends or restarts its job"),
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
     "architecture": Rule("error", "a container runs only on the architecture that its image was built for"),
@@ -108,6 +109,7 @@ RULES: dict[str, Rule] = {
     "vcpu-quota": Rule("error", "EC2 starts no node beyond the account's quota of running vCPUs"),
     "aws-resource": Rule("error", "nodes or pods that need it never start"),
     "queue": Rule("error", "Kueue keeps a job suspended whose LocalQueue or ClusterQueue is missing"),
+    "priority-class": Rule("error", "a pod whose PriorityClass is missing is never created"),
     "service-account": Rule("error", "a pod whose service account is missing is never created"),
     "subnet": Rule("error", "Karpenter needs a subnet of the zone with the discovery tag"),
     "secret": Rule("error", "a pod whose Secret is missing never starts"),

@@ -17,7 +17,7 @@ from typing import Any
 from aliquot.cluster.aws_account import ask_account
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
-from aliquot.cluster.job_view import JobView, job_views
+from aliquot.cluster.job_view import JobView, job_views, pod_spec
 from aliquot.cluster.kind_schemas import KindSchema, schemas_of
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, to_yaml
 from aliquot.cluster.quantity import parse
@@ -28,7 +28,11 @@ _OPERATORS = {
     "karpenter.sh": ("Karpenter", "docs/tutorials/eks.md, Install Karpenter"),
     "karpenter.k8s.aws": ("Karpenter's AWS provider", "docs/tutorials/eks.md, Install Karpenter"),
     "trainer.kubeflow.org": ("Kubeflow Trainer", "docs/tutorials/eks.md, Install Kubeflow Trainer"),
+    "scheduling.x-k8s.io": ("the coscheduling plugin", "docs/guides/eks-jobs.md, Start all nodes or none"),
+    "scheduling.volcano.sh": ("Volcano", "docs/guides/eks-jobs.md, Start all nodes or none"),
 }
+_POD_GROUPS = {"coscheduling": "scheduling.x-k8s.io", "volcano": "scheduling.volcano.sh"}  # podGroupPolicy -> API group
+_QUEUE = "kueue.x-k8s.io/queue-name"
 _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?: in API group "(?P<group>[^"]*)")?')
 
 Version = tuple[int, int]
@@ -80,9 +84,8 @@ class Kubectl:
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
     """Run all checks that ask the cluster and AWS. Raises UserError if kubectl is not installed."""
     kubectl = kubectl_here()
-    findings = [*_operators(kubectl, manifests), *_secrets(kubectl, manifests), *_quotas(kubectl, manifests)]
-    if job is not None:
-        findings += _named_objects(kubectl, job)
+    checks = (_operators, _secrets, _quotas, _named_objects)
+    findings = [found for check in checks for found in check(kubectl, manifests)]
     return [*findings, *_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job else None)]
 
 
@@ -109,6 +112,8 @@ def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterato
         return
     groups = {str(dig(item, "spec", "group")) for item in crds.values()}
     needed = {str(item.document.get("apiVersion")).partition("/")[0] for item in manifests}
+    policies = (mapping(item.get("spec", "podGroupPolicy")) for item in manifests)
+    needed |= {_POD_GROUPS[name] for policy in policies for name in policy if name in _POD_GROUPS}
     for group, (name, where) in _OPERATORS.items():
         if group in needed and group not in groups:
             yield finding("operator", group, f"{name} is not installed", f"install it: {where}")
@@ -144,24 +149,32 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
                 yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
 
 
-def _named_objects(kubectl: Kubectl, job: Job) -> Iterator[RuleFinding]:
-    """Check that the LocalQueue with its ClusterQueue and the service account of the config exist."""
-    section, space = job.section, ("-n", job.section.namespace)
-    if section.queue is not None:
-        try:
-            (queue,) = kubectl.get("localqueues.kueue.x-k8s.io", section.queue, *space)
-            kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(queue, "spec", "clusterQueue")))
-        except Refused as refused:
-            yield _missing("queue", "cluster.queue", "clusterqueues", refused, "kubectl apply -f QUEUES")
-    if section.service_account is not None:
-        fix = f"kubectl create serviceaccount {section.service_account} -n {section.namespace}"
-        try:
-            kubectl.get("serviceaccount", section.service_account, *space)
-        except Refused as refused:
-            yield _missing("service-account", "cluster.service_account", "serviceaccounts", refused, fix)
+def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """Check that the LocalQueue with its ClusterQueue, the PriorityClass and the service account of a job exist."""
+    for view in job_views(manifests):
+        job, pod = view.manifest, pod_spec(view)
+        space = ("-n", job.namespace)
+        if (name := job.get("metadata", "labels", _QUEUE)) is not None:
+            try:
+                (queue,) = kubectl.get("localqueues.kueue.x-k8s.io", name, *space)
+                kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(queue, "spec", "clusterQueue")))
+            except Refused as refused:
+                yield _missing("queue", job, "clusterqueues", refused, "kubectl apply -f QUEUES")
+        if (name := pod.get("priorityClassName")) is not None:
+            try:
+                kubectl.get("priorityclass", name)
+            except Refused as refused:
+                fix = f"kubectl create priorityclass {name} --value=1000"
+                yield _missing("priority-class", job, "priorityclasses", refused, fix)
+        if (name := pod.get("serviceAccountName")) is not None:
+            try:
+                kubectl.get("serviceaccount", name, *space)
+            except Refused as refused:
+                fix = f"kubectl create serviceaccount {name} -n {job.namespace}"
+                yield _missing("service-account", job, "serviceaccounts", refused, fix)
 
 
-def _missing(rule: str, where: str, resource: str, refused: Refused, fix: str) -> RuleFinding:
+def _missing(rule: str, where: ManifestObject, resource: str, refused: Refused, fix: str) -> RuleFinding:
     absent = "NotFound" in str(refused) or "doesn't have a resource type" in str(refused)
     return finding(rule, where, refused.last_line, fix) if absent else _permission("get", resource, refused)
 
@@ -259,7 +272,7 @@ def check_versions(installed: Versions, manifests: Sequence[ManifestObject]) -> 
     if installed.karpenter is not None and installed.karpenter < (1, 0):
         fix = "Karpenter 1.x"
         yield finding("versions", "Karpenter", f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1", fix)
-    queued = any(manifest.get("metadata", "labels", "kueue.x-k8s.io/queue-name") for manifest in manifests)
+    queued = any(manifest.get("metadata", "labels", _QUEUE) for manifest in manifests)
     if queued and trainer is not None and installed.kueue is not None:
         new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, installed.kueue >= (0, 17)
         if new_trainer != new_kueue:

@@ -8,7 +8,7 @@ from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job import EFA, GPU
-from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs
+from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs, pod_spec
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import max_job_name_length
@@ -45,6 +45,7 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     yield from _shm(job, plan)
     yield from _lifetime(job, grace_s)
     yield from _restarting(job)
+    yield from _gang(job)
 
 
 def _name(job: JobView) -> Iterator[RuleFinding]:
@@ -183,9 +184,20 @@ def _restarting(job: JobView) -> Iterator[RuleFinding]:
             yield finding("restart-policy", job.runtime, message, "restartPolicy: Never")
 
 
+def _gang(job: JobView) -> Iterator[RuleFinding]:
+    policy = job.runtime.get("spec", "podGroupPolicy") if job.runtime is not None else None
+    if policy and pod_spec(job).get("schedulerName") in (None, "default-scheduler"):
+        message = f"podGroupPolicy is {', '.join(policy)}, and the pods have no schedulerName"
+        fix = "schedulerName in the pod template: volcano, or scheduler-plugins-scheduler"
+        yield finding("gang-scheduling", job.runtime, message, fix)
+
+
 def check_elastic(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     if job.runtime is None or (nodes := _node_range(job, manifests)) is None:
         return
+    if job.runtime.get("spec", "podGroupPolicy"):
+        message = f"launch.nodes is {nodes}, and podGroupPolicy waits for all {job.nodes} nodes"
+        yield finding("nodes-that-go", job.runtime, message, "no podGroupPolicy, or a fixed number of nodes")
     spec = next((spec for name, spec in job_specs(job.runtime) if name == NODE), {})
     for event, code, disrupted in _POD_ENDS:
         action = _failure_action(mapping(spec.get("podFailurePolicy")), code, disrupted)

@@ -18,6 +18,10 @@ _MANAGER = "aliquot.io/render"
 _ANCESTOR = {pod.ANCESTOR: "trainer"}
 _FRAMEWORK = {"trainer.kubeflow.org/framework": "torch"}
 
+# A PodGroup has no effect on pods of the default scheduler. These are the names that the schedulers' Helm charts give.
+_SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
+_GANG_TIMEOUT_S = 600  # pods wait this long for the others, because nodes come one after another
+
 # Exit codes of the trainer (see aliquot.core.errors and aliquot.distributed.signals).
 _BAD_INPUT, _STOPPED = 2, 143
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # in seconds, for torchrun, which runs functions of the SDK
@@ -48,6 +52,7 @@ def training_runtime(job: Job) -> Document:
         restartPolicy="Never",  # JobSet restarts all nodes, because a single rank cannot rejoin its peers
         terminationGracePeriodSeconds=job.grace_s if _old_dialect(job) else None,
         securityContext=security.pod_security() if _old_dialect(job) else None,
+        **_scheduling(job),
         automountServiceAccountToken=False,  # an IAM role and Trainer's status have separate tokens
         initContainers=wait_containers(job),
         containers=[_node_container(job, securityContext=security.container_security())],
@@ -86,6 +91,7 @@ def cluster_training_runtime(job: Job) -> Document:
         nodeSelector=pod.node_selector(job),
         tolerations=pod.tolerations(job),
         affinity=pod.affinity(job, any_job=True),
+        **_scheduling(job),
         serviceAccountName=job.section.service_account,
         automountServiceAccountToken=False,
         initContainers=wait_containers(job, any_run=True),
@@ -103,7 +109,19 @@ def _node_container(job: Job, **fields: object) -> Document:
 
 
 def _runtime_spec(job: Job, torch: Document, job_set: Document) -> Document:
-    return {"mlPolicy": {"numNodes": job.plan.nodes, "torch": torch}, "template": {"spec": job_set}}
+    seconds = {"scheduleTimeoutSeconds": _GANG_TIMEOUT_S} if job.section.gang_scheduling == "coscheduling" else {}
+    return compact(
+        mlPolicy={"numNodes": job.plan.nodes, "torch": torch},
+        podGroupPolicy={job.section.gang_scheduling: seconds} if job.section.gang_scheduling else None,
+        template={"spec": job_set},
+    )
+
+
+def _scheduling(job: Job) -> Document:
+    return {
+        "schedulerName": _SCHEDULERS.get(job.section.gang_scheduling or ""),
+        "priorityClassName": job.section.priority_class,
+    }
 
 
 def _job_set(job: Job, pod_spec: Document, pod_labels: dict[str, str], elastic: bool) -> Document:

@@ -178,6 +178,10 @@ class ClusterSection(SectionWithNodes):
     """The token for gated models and data."""
     queue: Subdomain | None = None
     """Name of a Kueue LocalQueue."""
+    gang_scheduling: Literal["coscheduling", "volcano"] | None = None
+    """Start all nodes or none, by a scheduler that the cluster has: the plugin coscheduling, or Volcano."""
+    priority_class: Subdomain | None = None
+    """Name of the PriorityClass of the pods."""
     model_directory: Annotated[Path | None, PATH] = None
     """A directory on this machine with the config.json of model.path, if only the pods see model.path."""
     storage: StorageSection
@@ -186,6 +190,12 @@ class ClusterSection(SectionWithNodes):
     def check_reservation(self) -> Self:
         if ("reserved" in self.capacity) != (self.capacity_reservation is not None):
             raise ValueError("cluster.capacity: [reserved] and cluster.capacity_reservation belong together")
+        return self
+
+    @model_validator(mode="after")
+    def check_gang_scheduling(self) -> Self:
+        if self.gang_scheduling is not None and self.is_elastic:
+            raise ValueError(f"cluster.gang_scheduling starts all nodes or none, and cluster.nodes is {self.nodes}")
         return self
 
     @model_validator(mode="after")
