@@ -16,11 +16,10 @@ from functools import cache, lru_cache
 from typing import Any
 
 import kubernetes_validate
-from cel_expr_python import cel
-from cel_expr_python.ext import ext_optional, ext_strings
 from jsonschema import Draft202012Validator, FormatChecker, SchemaError, ValidationError, validators
 from jsonschema.protocols import Validator
 
+from aliquot.cluster.cel_rules import NotJudgedError, holds
 from aliquot.cluster.findings import did_you_mean
 from aliquot.cluster.kind_schemas import EXPECTED, KindSchema, Violation, expected_kind, is_core
 from aliquot.core.errors import ManifestError
@@ -239,49 +238,3 @@ def _path(keys: Iterable[Any]) -> str:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-class NotJudgedError(Exception):
-    """A CEL rule cannot be evaluated: it needs a function that Kubernetes adds to CEL, or the previous object."""
-
-
-def holds(rule: dict[str, Any], value: Any) -> bool:
-    """Return whether `value` satisfies a CEL rule, an item of x-kubernetes-validations. Raises NotJudgedError.
-
-    A rule about changes of an object (`oldSelf`) is satisfied, because the object is new.
-    """
-    text = str(rule.get("rule"))
-    if re.search(r"\boldSelf\b", text):
-        if rule.get("optionalOldSelf"):
-            raise NotJudgedError("it compares with the object as it was")
-        return True
-    result = _compiled(text).eval(data={"self": value})
-    if result.type() != cel.Type.ERROR:
-        return result.plain_value() is True
-    if _NO_MEMBER.search(str(result)):
-        raise NotJudgedError(str(result))
-    return False  # an error, such as a missing key, counts as a violation, as in the API server
-
-
-@cache
-def _compiled(rule: str) -> cel.Expression:
-    try:
-        return _environment().compile(rule)
-    except RuntimeError as error:
-        first = str(error).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ERROR: ")
-        raise NotJudgedError(first) from None
-
-
-@cache
-def _environment() -> cel.Env:
-    string = cel.Type.STRING
-    # `find` is a CEL function that Kubernetes adds and that Karpenter's rules use.
-    overload = cel.Overload("string_find", string, [string, string], is_member=True, impl=_find)
-    find = cel.FunctionDecl("find", [overload])
-    extensions = [ext_strings.ExtStrings(), ext_optional.ExtOptional()]
-    return cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=extensions, functions=[find])
-
-
-def _find(text: str, pattern: str) -> str:
-    match = re.search(pattern, text)
-    return match.group() if match else ""
