@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 from aliquot.cli.instances_command import instance_planner
 from aliquot.cluster.check import check_job_of_config, check_manifests
-from aliquot.cluster.findings import RULES, RuleFinding
+from aliquot.cluster.findings import RULES
 from aliquot.cluster.job import Job, describe, placed
 from aliquot.cluster.manifests import ManifestObject, parse_manifests, to_yaml
 from aliquot.cluster.render import documents
@@ -29,12 +27,32 @@ from aliquot.planner.plan import PhaseMemory
 from aliquot.planner.planned_machine import Machine, limit_to_pod
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.crd import TRAINERS, is_custom, needs_crds, problems
+from tests.cluster.edits import (
+    TYPE,
+    Documents,
+    both,
+    deny,
+    directories_pod,
+    errors,
+    job_set,
+    manifests_of,
+    node_class,
+    node_spec,
+    pod,
+    pool,
+    requirement,
+    rules,
+    runtime_pod,
+    shm,
+    trainer,
+    volume,
+)  # fmt: skip
+from tests.cluster.test_situations import SITUATIONS
 from tests.conftest import REPOSITORY
 from tests.examples import examples
 from tests.planner.shapes import LLAMA
 
 GIB = 1 << 30
-Documents = dict[str, dict[str, Any]]
 
 # The hand-written NodePool that most guides begin with, and a job for it.
 HAND_WRITTEN = """
@@ -97,24 +115,6 @@ spec:
         containers:
           - name: trainer
 """
-
-
-def rules(findings: list[RuleFinding]) -> set[str]:
-    return {each.rule for each in findings}
-
-
-def errors(findings: list[RuleFinding]) -> set[str]:
-    return {each.rule for each in findings if each.level == "error"}
-
-
-def manifests_of(found: Documents) -> list[ManifestObject]:
-    return [each for name, document in found.items() for each in _manifests(json.dumps(document), name)]
-
-
-@cache
-def _manifests(document: str, name: str) -> tuple[ManifestObject, ...]:
-    """Most tests change one document of a render, and to write and read the others again takes most of their time."""
-    return tuple(parse_manifests(to_yaml(json.loads(document)), name))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -187,71 +187,6 @@ def smaller() -> Job:
     )
 
 
-def pool(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["node-pool.yaml"]["spec"]
-    return spec
-
-
-def pod(found: Documents) -> dict[str, Any]:
-    patch = found["train-job.yaml"]["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]
-    spec: dict[str, Any] = patch["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    return spec
-
-
-def trainer(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["train-job.yaml"]["spec"]["trainer"]
-    return spec
-
-
-def both(found: Documents, resource: str, value: str) -> None:
-    for part in ("requests", "limits"):
-        trainer(found)["resourcesPerNode"][part][resource] = value
-
-
-def shm(found: Documents, **empty_dir: Any) -> None:
-    pod(found)["volumes"].append({"name": "shm", "emptyDir": empty_dir})
-    pod(found)["containers"][0]["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
-
-
-def requirement(found: Documents, key: str) -> dict[str, Any]:
-    requirements: list[dict[str, Any]] = pool(found)["template"]["spec"]["requirements"]
-    return next(each for each in requirements if each["key"] == key)
-
-
-def node_spec(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = pool(found)["template"]["spec"]
-    return spec
-
-
-def job_set(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["training-runtime.yaml"]["spec"]["template"]["spec"]
-    return spec
-
-
-def volume(found: Documents, kind: str) -> dict[str, Any]:
-    volumes: list[dict[str, Any]] = [each[kind] for each in pod(found)["volumes"] if kind in each]
-    return volumes[0]
-
-
-def runtime_pod(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = job_set(found)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    return spec
-
-
-def directories_pod(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["directories-job.yaml"]["spec"]["template"]["spec"]
-    return spec
-
-
-def deny(direction: str) -> dict[str, Any]:
-    """Return the NetworkPolicy with which guides begin: no pod of the namespace sends or receives anything."""
-    return {
-        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "deny"},
-        "spec": {"podSelector": {}, "policyTypes": [direction]},
-    }  # fmt: skip
-
-
-TYPE = "node.kubernetes.io/instance-type"
 MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a misspelt field": ("unknown-field", lambda d: pool(d).update(limit={})),
     "a field deep in a patch": ("unknown-field", lambda d: pod(d).update(nodeSelectors={})),
@@ -422,11 +357,6 @@ def test_check_finds_a_mistake(mistake: str) -> None:
     assert_found(cpu_job(), *MISTAKES[mistake])
 
 
-def node_class(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["node-class.yaml"]["spec"]
-    return spec
-
-
 GPU_MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "the default limit of locked memory": ("locked-memory", lambda d: node_class(d).pop("userData")),
     "a script without a limit": ("locked-memory", lambda d: node_class(d).update(userData="#!/bin/bash\ntrue\n")),
@@ -554,6 +484,10 @@ def test_check_finds_mistake_of_the_config(case: str) -> None:
 def test_check_uses_planned_saves() -> None:
     slow = check_job_of_config(describe(config(), plan(save_s=80.0)))
     assert [(each.rule, each.level) for each in slow] == [("grace", "warning")]
+    often = check_job_of_config(describe(config(), plan(save_s=60.0, step_s=0.5)))
+    assert [(each.rule, each.fix) for each in often] == [
+        ("storage-speed", "checkpoint.every: at least 120, or a faster file system")
+    ]
     large = check_job_of_config(describe(config(), plan(checkpoint_bytes=500 * GIB)))
     assert rules(large) == {"storage-size"}
 
@@ -571,6 +505,18 @@ def test_saves_are_as_fast_as_the_file_system(type_: str, per_tib: int) -> None:
     claimed = cluster_section(storage={"kind": "claim", "claim": "own"})
     own = placed(config(claimed, model=SMALL, data=STDLIB))
     assert instance_planner(own)("r7i.8xlarge", 4).storage_bytes_per_s == 2e9
+
+
+@pytest.mark.parametrize("nodes", [64, 256])
+def test_many_nodes(nodes: int) -> None:
+    """A step of 256 nodes is short, so that saves follow each other faster than the file system writes them."""
+    planned = plan(nodes=nodes, step_s=12.5 * 4 / nodes, save_s=80.0)
+    job = describe(config(cluster_section(nodes=nodes)), planned)
+    assert {each.where for each in check_job_of_config(job)} == {"checkpoint.every"}
+    found = documents(job)
+    assert check_manifests(manifests_of(found)) == []  # the limits of the pool are large enough
+    pool(found)["limits"].update(cpu=str((nodes - 1) * 32))
+    assert rules(check_manifests(manifests_of(found))) == {"pool-limit"}
 
 
 def test_absent_objects_are_no_finding() -> None:
@@ -696,10 +642,10 @@ def test_check_reports_concerns_of_the_plan() -> None:
 
 def test_every_rule_has_a_test_or_asks_live() -> None:
     live = {"security-group", "subnet", "secret", "operator", "versions", "refused-by-server", "quota", "permission"}
-    live |= {"addresses", "vcpu-quota", "aws-resource", "queue", "priority-class", "service-account"}
+    live |= {"addresses", "vcpu-quota", "aws-resource", "queue", "priority-class", "service-account", "image-pull"}
     tested = {rule for rule, _ in [*MISTAKES.values(), *GPU_MISTAKES.values()]}
-    tested |= {rule for rule, _, _ in CONFIGS.values()}
-    elsewhere = {"nodes-that-go", "discontinued", "not-judged", "plan"}
+    tested |= {rule for rule, _, _ in [*CONFIGS.values(), *SITUATIONS.values()]}
+    elsewhere = {"nodes-that-go", "discontinued", "not-judged", "plan", "storage-speed"}
     assert set(RULES) - live - tested == elsewhere
 
 

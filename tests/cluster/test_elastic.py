@@ -15,7 +15,7 @@ from aliquot.cluster.trainjob import _all_together, cluster_training_runtime, tr
 from aliquot.core.errors import UserError
 from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import GIB, cluster_section, config, cpu_job, plan
-from tests.cluster.test_check import manifests_of
+from tests.cluster.edits import manifests_of
 
 
 def elastic(**changes: Any) -> Job:

@@ -18,6 +18,7 @@ from aliquot.cluster.job_view import job_views
 from aliquot.cluster.live_cluster import Kubectl, Refused, Versions, ask_cluster, check_versions
 from aliquot.cluster.manifests import ManifestObject
 from aliquot.cluster.render import parsed
+from aliquot.cluster.rules_scheduling import quota_findings
 from tests.cluster.cases import cpu_job
 from tests.cluster.crd import TRAINERS
 
@@ -151,14 +152,12 @@ def test_namespace_not_yet_created() -> None:
 
 
 def test_quota() -> None:
-    quota = {
-        "metadata": {"name": "team"},
-        "status": {"hard": {"requests.cpu": "100", "limits.memory": "4Ti"}, "used": {"requests.cpu": "8"}},
-    }
     (view,) = job_views(parsed(cpu_job()))
-    (found,) = live_cluster._quota(view, quota)
+    hard = {"requests.cpu": "100", "limits.memory": "4Ti"}
+    quota = {"metadata": {"name": "team"}, "status": {"hard": hard, "used": {"requests.cpu": "8"}}}
+    (found,) = live_cluster._quotas(answers(resourcequotas=[quota]), parsed(cpu_job()))
     assert found.message == "4 x 31 of requests.cpu; ResourceQuota team has 100, 8 in use"
-    assert list(live_cluster._quota(view, {"status": {"hard": {"requests.cpu": "124"}}})) == []
+    assert list(quota_findings(view, "team", {"requests.cpu": "124"}, {})) == []
 
 
 def deployment(image: str) -> dict[str, Any]:

@@ -110,7 +110,12 @@ def allocatable_memory_bytes(memory_bytes: int, max_pods: int, arch: str) -> int
     Source: Karpenter AWS provider, pkg/providers/instancetype/types.go.
     """
     visible = memory_bytes // _MIB - (64 if arch == "arm64" else 0)
-    return (visible - -(-visible * 75 // 1000) - (255 + 11 * max_pods) - 100) * _MIB
+    return (visible - -(-visible * 75 // 1000) - 100) * _MIB - kubelet_memory_bytes(max_pods)
+
+
+def kubelet_memory_bytes(max_pods: int) -> int:
+    """Return the memory that kubelet reserves for itself by default."""
+    return (255 + 11 * max_pods) * _MIB
 
 
 def allocatable_cpu_millicores(vcpus: int) -> int:

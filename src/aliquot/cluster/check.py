@@ -15,11 +15,13 @@ from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
 from aliquot.cluster.rules_environment import check_environment, check_hugepages
 from aliquot.cluster.rules_job import check_elastic, check_job
+from aliquot.cluster.rules_mounted_config import check_mounted_config
 from aliquot.cluster.rules_nodes import check_node_class, check_pool, check_references
+from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together
 from aliquot.cluster.rules_schemas import check_schemas
 from aliquot.cluster.rules_security import check_secrets, check_security
-from aliquot.cluster.rules_volumes import check_pods_references, check_storage
+from aliquot.cluster.rules_volumes import check_storage
 
 
 def check_manifests(
@@ -51,6 +53,7 @@ def check_manifests(
         else:
             findings.extend(check_job(view, None, None, _grace_s(view, manifests)))
         findings.extend(check_elastic(view, manifests))
+        findings.extend(check_mounted_config(view, manifests))
         findings.extend(check_together(view, pools, manifests))
         if pools:
             findings.extend(check_hugepages(view))

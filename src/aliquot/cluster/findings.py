@@ -39,6 +39,8 @@ RULES: dict[str, Rule] = {
     "node-image-drift": Rule("warning", "the image changes under the pool, and Karpenter replaces nodes as drifted"),
     "user-data-packages": Rule("warning", "packages on a node are not available in containers"),
     "discontinued": Rule("warning", "the package is no longer maintained, or is part of PyTorch"),
+    "node-role": Rule("error", "Karpenter makes an instance profile of a role by its name"),
+    "idle-nodes": Rule("warning", "nodes without pods cost money until somebody deletes them"),
     "node-expiry": Rule("warning", "Karpenter replaces a node at that age even while a job runs on it"),
     "consolidation": Rule("warning", "Karpenter may move pods to save money, and a moved rank ends the run"),
     "spot": Rule("warning", "a reclaimed node costs everything since the last checkpoint"),
@@ -59,15 +61,24 @@ RULES: dict[str, Rule] = {
     "processes": Rule("error", "`auto` starts one process per CPU; a plan needs an integer"),
     "threads": Rule("error", "more threads than CPUs delay each other"),
     "name-too-long": Rule("error", "JobSet's webhook refuses a job whose pods' names would have more than 63 letters"),
-    "no-trainer": Rule("error", "without spec.trainer the controller sets no PET_* variables: every node trains alone"),
+    "no-trainer": Rule(
+        "error", "without spec.trainer and mlPolicy.torch nobody sets the PET_* variables: every node trains alone"
+    ),
     "trainer-dialect": Rule("error", "2.1 knows podTemplateOverrides only, 2.2 and later runtimePatches only"),
-    "container-name": Rule("error", "Trainer only knows the container `node` of the job `node`"),
+    "container-name": Rule(
+        "error", "Trainer knows only the container `node` of the one job that has the trainer's label"
+    ),
     "node-env": Rule("error", "the webhook refuses variables of the container `node` outside spec.trainer.env"),
     "reserved-env": Rule("error", "the controller sets these itself, and the webhook refuses them"),
     "runtime": Rule("warning", "the runtime that the TrainJob refers to is not among the manifests"),
     "reference": Rule("error", "a pod that names what is not there, or not in its namespace, never starts"),
     "memory-limit": Rule("error", "the plan needs more than the pod may have: it is killed for memory"),
     "requests-and-limits": Rule("warning", "a pod with unequal requests and limits is evicted and throttled first"),
+    "resource-amount": Rule("error", "Kubernetes refuses such a pod, or kills it at once"),
+    "image-tag": Rule("warning", "a pod that starts later, or again, may run another image under the same name"),
+    "suspended": Rule("warning", "a suspended job has no pods until somebody resumes it"),
+    "deadline": Rule("warning", "Kubernetes ends a job at its deadline, whether it has finished or not"),
+    "gpu-unused": Rule("warning", "GPU nodes cost many times more than CPU nodes"),
     "shm": Rule(
         "error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL end without a message if they need more"
     ),
@@ -94,20 +105,26 @@ RULES: dict[str, Rule] = {
     "credentials": Rule("warning", "nothing gives the pods an identity in AWS, and without one S3 refuses them"),
     "no-checkpoints": Rule("error", "a lost node costs the whole run"),
     "plan": Rule("warning", "the plan of the run says so, and nodes cost money while it is true"),
+    "config-file": Rule("error", "the pods end with exit code 2 if they do not find a valid config"),
     # storage
     "network-policy": Rule("error", "without a rule that allows them, the ranks of the job never meet"),
-    "storage-address": Rule("error", "the driver mounts by dnsname and mountname; a missing mountname becomes `fsx`"),
+    "storage-address": Rule("error", "the driver mounts DNSNAME:/MOUNTNAME as the volume names them"),
+    "storage-parameters": Rule(
+        "error", "the driver ignores unknown names, and FSx refuses values that it does not offer"
+    ),
     "storage-subnet": Rule("error", "FSx creates a file system in one subnet, behind security groups"),
-    "storage-safety": Rule("warning", "SCRATCH_2 is not replicated: a failed disk takes the checkpoints on it away"),
+    "storage-safety": Rule("warning", "checkpoints are lost with the only file system that holds them"),
     "storage-access": Rule("error", "several nodes can only mount a ReadWriteMany volume"),
     "storage-binding": Rule("error", "claim and volume do not find each other"),
     "storage-lock": Rule("warning", "without flock nothing keeps a second run out of the run directory"),
     "storage-size": Rule("warning", "FSx for Lustre comes in multiples of 1200 GiB"),
+    "storage-speed": Rule("warning", "training waits for the file system when a save is due before the last one ended"),
     # the account and the cluster, asked only with --live
     "security-group": Rule("error", "gloo, NCCL and EFA need all traffic, Lustre TCP 988, among the nodes"),
     "addresses": Rule("warning", "nodes and pods take addresses of the subnet, and start only if some are left"),
     "vcpu-quota": Rule("error", "EC2 starts no node beyond the account's quota of running vCPUs"),
     "aws-resource": Rule("error", "nodes or pods that need it never start"),
+    "image-pull": Rule("warning", "the NAT gateway costs money for every byte, and all nodes pull at the same time"),
     "queue": Rule("error", "Kueue keeps a job suspended whose LocalQueue or ClusterQueue is missing"),
     "priority-class": Rule("error", "a pod whose PriorityClass is missing is never created"),
     "service-account": Rule("error", "a pod whose service account is missing is never created"),

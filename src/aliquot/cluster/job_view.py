@@ -14,6 +14,7 @@ from aliquot.cluster.quantity import parse_bytes, parse_millicores
 from aliquot.core.decode import BoundedTextLoader, TooDeepError
 
 NODE = "node"
+_QUEUE = "kueue.x-k8s.io/queue-name"
 DEFAULT_GRACE_S = 30  # the default of Kubernetes
 
 
@@ -26,7 +27,7 @@ class JobView:
 
     manifest: ManifestObject
     runtime: ManifestObject | None
-    other_runtimes: list[str]  # names of runtimes among the manifests, if none of them is the job's
+    other_runtimes: list[str]  # kind/name of the runtimes among the manifests, if none of them is the job's
     nodes: int
     processes: object  # numProcPerNode: an integer, or a word such as `auto`
     image: str
@@ -43,6 +44,11 @@ class JobView:
     limits: dict[str, Any]  # resource limits of the container `node`
     sidecars: list[dict[str, Any]]  # resources of the containers that run at the same time as the container `node`
     init_containers: list[dict[str, Any]]  # resources of the init containers, which run before, one after another
+
+    @property
+    def queue(self) -> object:
+        """The name of Kueue's LocalQueue, or None."""
+        return self.manifest.get("metadata", "labels", _QUEUE)
 
     @property
     def cpu_millicores(self) -> int | None:
@@ -89,6 +95,14 @@ def pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any
     return [(mapping(dig(template, "metadata")), mapping(dig(template, "spec"))) for template in templates]
 
 
+def patched_jobs(job: ManifestObject) -> list[object]:
+    """Return the names of the replicated jobs that the patches of a TrainJob are for."""
+    targets = [item for patch in job.items("spec", "podTemplateOverrides") for item in listed(patch.get("targetJobs"))]
+    for patch in job.items("spec", "runtimePatches"):
+        targets += listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs"))
+    return [mapping(target).get("name") for target in targets]
+
+
 def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
     runtime_key = (kind, job.get("spec", "runtimeRef", "name"))
@@ -104,11 +118,11 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     trainer = mapping(job.get("spec", "trainer"))
     resources = [mapping(base_container.get("resources")), mapping(trainer.get("resourcesPerNode"))]
     grace = [spec["terminationGracePeriodSeconds"] for spec in specs if "terminationGracePeriodSeconds" in spec]
-    nodes = trainer.get("numNodes") or (runtime and runtime.get("spec", "mlPolicy", "numNodes")) or 1
+    nodes = trainer.get("numNodes", runtime and runtime.get("spec", "mlPolicy", "numNodes"))
     return JobView(
         manifest=job,
         runtime=runtime,
-        other_runtimes=[item.name for item in runtimes] if runtime is None else [],
+        other_runtimes=[f"{item.kind}/{item.name}" for item in runtimes] if runtime is None else [],
         nodes=nodes if isinstance(nodes, int) else 1,
         processes=trainer.get("numProcPerNode", runtime and runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")),
         image=str(trainer.get("image") or base_container.get("image") or ""),

@@ -17,10 +17,10 @@ from typing import Any
 from aliquot.cluster.aws_account import ask_account
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
-from aliquot.cluster.job_view import JobView, job_views, pod_spec
+from aliquot.cluster.job_view import job_views, pod_spec
 from aliquot.cluster.kind_schemas import KindSchema, schemas_of
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, to_yaml
-from aliquot.cluster.quantity import parse
+from aliquot.cluster.rules_scheduling import quota_findings
 from aliquot.core.errors import MissingToolError
 
 _TIMEOUT_S = 60
@@ -32,7 +32,6 @@ _OPERATORS = {
     "scheduling.volcano.sh": ("Volcano", "docs/guides/eks-jobs.md, Start all nodes or none"),
 }
 _POD_GROUPS = {"coscheduling": "scheduling.x-k8s.io", "volcano": "scheduling.volcano.sh"}  # podGroupPolicy -> API group
-_QUEUE = "kueue.x-k8s.io/queue-name"
 _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?: in API group "(?P<group>[^"]*)")?')
 
 Version = tuple[int, int]
@@ -84,9 +83,9 @@ class Kubectl:
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
     """Run all checks that ask the cluster and AWS. Raises UserError if kubectl is not installed."""
     kubectl = kubectl_here()
-    checks = (_operators, _secrets, _quotas, _named_objects)
-    findings = [found for check in checks for found in check(kubectl, manifests)]
-    return [*findings, *_dry_run(kubectl, manifests), *ask_account(manifests, job.section if job else None)]
+    checks = (_operators, _secrets, _quotas, _named_objects, _dry_run)
+    findings = [item for check in checks for item in check(kubectl, manifests)]
+    return [*findings, *ask_account(manifests, job.section if job else None)]
 
 
 def kubectl_here() -> Kubectl:
@@ -151,22 +150,23 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
 
 def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Check that the LocalQueue with its ClusterQueue, the PriorityClass and the service account of a job exist."""
+    rendered = {(manifest.kind, manifest.name) for manifest in manifests}
     for view in job_views(manifests):
         job, pod = view.manifest, pod_spec(view)
         space = ("-n", job.namespace)
-        if (name := job.get("metadata", "labels", _QUEUE)) is not None:
+        if (name := view.queue) is not None and ("LocalQueue", name) not in rendered:
             try:
-                (queue,) = kubectl.get("localqueues.kueue.x-k8s.io", name, *space)
+                (queue,) = kubectl.get("localqueues.kueue.x-k8s.io", str(name), *space)
                 kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(queue, "spec", "clusterQueue")))
             except Refused as refused:
                 yield _missing("queue", job, "clusterqueues", refused, "kubectl apply -f QUEUES")
-        if (name := pod.get("priorityClassName")) is not None:
+        if (name := pod.get("priorityClassName")) is not None and ("PriorityClass", name) not in rendered:
             try:
                 kubectl.get("priorityclass", name)
             except Refused as refused:
                 fix = f"kubectl create priorityclass {name} --value=1000"
                 yield _missing("priority-class", job, "priorityclasses", refused, fix)
-        if (name := pod.get("serviceAccountName")) is not None:
+        if (name := pod.get("serviceAccountName")) is not None and ("ServiceAccount", name) not in rendered:
             try:
                 kubectl.get("serviceaccount", name, *space)
             except Refused as refused:
@@ -187,21 +187,8 @@ def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[R
             yield _permission("list", "resourcequotas", refused)
             return
         for quota in quotas:
-            yield from _quota(view, quota)
-
-
-def _quota(view: JobView, quota: dict[str, Any]) -> Iterator[RuleFinding]:
-    hard, used = mapping(dig(quota, "status", "hard")), mapping(dig(quota, "status", "used"))
-    for kind, pod_resources in (("requests", view.requests), ("limits", view.limits)):
-        for resource, value in pod_resources.items():
-            name = f"{kind}.{resource}"
-            limit = hard.get(name, hard.get(resource) if kind == "requests" else None)
-            per_node, allowed = parse(value), parse(limit)
-            taken = parse(used.get(name, used.get(resource, 0))) or 0
-            if per_node is not None and allowed is not None and taken + per_node * view.nodes > allowed:
-                has = f"ResourceQuota {dig(quota, 'metadata', 'name')} has {limit}, {float(taken):g} in use"
-                message = f"{view.nodes} x {value} of {name}; {has}"
-                yield finding("quota", view.manifest, message, "a larger quota, or fewer nodes")
+            name, status = dig(quota, "metadata", "name"), mapping(quota.get("status"))
+            yield from quota_findings(view, name, mapping(status.get("hard")), mapping(status.get("used")))
 
 
 def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -272,7 +259,7 @@ def check_versions(installed: Versions, manifests: Sequence[ManifestObject]) -> 
     if installed.karpenter is not None and installed.karpenter < (1, 0):
         fix = "Karpenter 1.x"
         yield finding("versions", "Karpenter", f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1", fix)
-    queued = any(manifest.get("metadata", "labels", _QUEUE) for manifest in manifests)
+    queued = any(view.queue is not None for view in job_views(manifests))
     if queued and trainer is not None and installed.kueue is not None:
         new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, installed.kueue >= (0, 17)
         if new_trainer != new_kueue:

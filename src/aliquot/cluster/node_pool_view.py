@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from aliquot.catalogue.instances import InstanceType, instances
+from aliquot.catalogue.instances import InstanceType, instances, kubelet_memory_bytes
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
-from aliquot.cluster.quantity import GIB, parse_bytes
+from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 
 _NUMBER = re.compile(r"^[0-9]{1,18}$")
 LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")  # at most 63 characters
@@ -124,6 +124,26 @@ def allocatable_disk_bytes(size_bytes: int) -> int:
     return size_bytes - -(-size_bytes // 10) - GIB
 
 
+def kubelet_reserves(node_class: ManifestObject | None, node_type: InstanceType) -> tuple[int, int]:
+    """Return (memory bytes, CPU millicores) that spec.kubelet of a node class takes beyond Karpenter's defaults."""
+    kubelet = {} if node_class is None else mapping(node_class.get("spec", "kubelet"))
+    reserved = [mapping(kubelet.get(key)) for key in ("kubeReserved", "systemReserved")]
+    memory = sum(parse_bytes(item.get("memory")) or 0 for item in reserved)
+    cpu = sum(parse_millicores(item.get("cpu")) or 0 for item in reserved)
+    # A value in kubeReserved replaces the kubelet's default.
+    if reserved[0].get("memory") is not None:
+        memory -= kubelet_memory_bytes(node_type.max_pods)
+    if reserved[0].get("cpu") is not None:
+        cpu -= node_type.vcpus * 1000 - node_type.allocatable_cpu_millicores
+    return memory, cpu
+
+
+def root_device(node_class: ManifestObject) -> str | None:
+    """Return the device with the pods' files in the image of a node class; None for an unknown image."""
+    alias = str(dig(node_class.items("spec", "amiSelectorTerms"), 0, "alias") or "")
+    return _ROOTS.get(str(node_class.get("spec", "amiFamily") or alias.partition("@")[0]).lower())
+
+
 def disk_bytes(node_class: ManifestObject, node: InstanceType) -> int | None:
     """Return the size of the disk with the pods' files; None if the devices of the node image are unknown."""
     if node_class.get("spec", "instanceStorePolicy") == "RAID0" and node.local_nvme_bytes:
@@ -131,11 +151,9 @@ def disk_bytes(node_class: ManifestObject, node: InstanceType) -> int | None:
     mappings = node_class.items("spec", "blockDeviceMappings")
     roots = [item for item in mappings if item.get("rootVolume") is True]
     if not roots:
-        alias = str(dig(node_class.items("spec", "amiSelectorTerms"), 0, "alias") or "")
-        family = str(node_class.get("spec", "amiFamily") or alias.partition("@")[0]).lower()
-        if family not in _ROOTS:
+        if (device := root_device(node_class)) is None:
             return None
-        roots = [item for item in mappings if item.get("deviceName") == _ROOTS[family]]
+        roots = [item for item in mappings if item.get("deviceName") == device]
     if not roots:
         return _DEFAULT_BYTES
     return parse_bytes(dig(roots, 0, "ebs", "volumeSize"))

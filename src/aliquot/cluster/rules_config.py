@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -37,17 +38,24 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
 def _saves(job: Job) -> Iterator[RuleFinding]:
     """Check that a checkpoint can be saved within the grace period, and that the kept checkpoints fit the storage."""
     plan, settings, storage = job.plan, job.config.checkpoint, job.section.storage
+    rate = f"{plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s"
     needed_s = plan.step_s + plan.save_s
     if needed_s > settings.grace_s:
-        rate = f"{plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s"
         message = f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan ({rate})"
         fix = "a longer checkpoint.grace_s where the nodes wait as long, or a faster file system (cluster.storage)"
         yield finding("grace", "checkpoint.grace_s", message, fix, "warning")
+    interval_s = settings.every * plan.step_s
+    if 0 < interval_s < plan.save_s:
+        message = f"a save takes {plan.save_s:.0f} s ({rate}), and the next one is due after {interval_s:.0f} s"
+        fix = f"checkpoint.every: at least {math.ceil(plan.save_s / plan.step_s)}, or a faster file system"
+        yield finding("storage-speed", "checkpoint.every", message, fix)
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
     if storage.kind != "claim" and storage.deployment_type == "SCRATCH_2" and settings.mirror is None:
         fix = "checkpoint.mirror: s3://..., or storage.deployment_type: PERSISTENT_2"
-        yield finding("storage-safety", "cluster.storage", "SCRATCH_2, and checkpoints are nowhere else", fix)
+        yield finding(
+            "storage-safety", "cluster.storage", "SCRATCH_2 is not replicated, and checkpoints are nowhere else", fix
+        )
     if storage.kind != "claim" and needed_bytes > storage.size_gib * GIB:
         message = f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}"
         fix = "a larger file system, or a smaller checkpoint.keep"

@@ -94,7 +94,10 @@ def _gpu_nodes(job: JobView, pools: Sequence[PoolView], manifests: Sequence[Mani
 
 
 def _network(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """Report policies that cut every pod of the namespace off, unless another policy opens the same direction."""
+    """Report policies that cut every pod of the namespace off, unless another policy opens the same direction.
+
+    Ranks connect on any port, so rules for certain ports, such as that of DNS, do not open a direction.
+    """
     policies = [
         policy
         for policy in select_kinds(manifests, "NetworkPolicy")
@@ -105,9 +108,9 @@ def _network(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[Rule
             continue
         for direction, needs in (("Egress", "DNS, the hub and other ranks"), ("Ingress", "other ranks")):
             rules = direction.lower()
-            closed = direction in listed(policy.get("spec", "policyTypes")) and not policy.get("spec", rules)
-            if closed and not any(other.get("spec", rules) for other in policies):
-                message = f"it denies all {rules} in the job's namespace, and the pods need {needs}"
+            is_restricted = direction in listed(policy.get("spec", "policyTypes"))
+            if is_restricted and all(rule.get("ports") for other in policies for rule in other.items("spec", rules)):
+                message = f"no policy of the job's namespace opens {rules} on all ports, and the pods need {needs}"
                 yield finding("network-policy", policy, message, f"a policy with an {rules} rule for the job's pods")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job import EFA, GPU
-from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs, pod_spec
+from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs, patched_jobs, pod_spec
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
-from aliquot.cluster.quantity import GIB, MIB, parse_bytes, parse_millicores
+from aliquot.cluster.pod import ANCESTOR
+from aliquot.cluster.quantity import GIB, MIB, parse, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import max_job_name_length
 from aliquot.planner.plan import Plan
 
@@ -19,6 +20,9 @@ RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "
 _SHM_DEFAULT_BYTES = 64 * MIB
 _GRACE_MARGIN_S = 30
 
+_CONTAINERS = ("template", "spec", "template", "spec", "containers")
+_EFA_VARIABLES = {"FI_PROVIDER": "efa", "NCCL_NET": "AWS Libfabric"}  # with others, NCCL uses TCP
+_DEADLINE = "activeDeadlineSeconds"
 _RANGE = re.compile(r"\d+:\d+")
 _STOPPED = 143
 # The ways in which a pod can end: description, exit code (None: the pod is lost without an exit code), and whether the
@@ -46,6 +50,7 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     yield from _lifetime(job, grace_s)
     yield from _restarting(job)
     yield from _gang(job)
+    yield from _ending(job, plan)
 
 
 def _name(job: JobView) -> Iterator[RuleFinding]:
@@ -66,10 +71,13 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
             fix = "one of the two: cluster.trainer of a config, or the version that is installed"
             yield finding("trainer-dialect", job.manifest, message, fix)
     if job.runtime is None:
-        name = job.manifest.get("spec", "runtimeRef", "name")
-        message = f"runtimeRef names {name!r}: what it holds is not known here"
-        fix = did_you_mean(name, job.other_runtimes, "check its manifest, too", similarity=0.0)
+        reference = mapping(job.manifest.get("spec", "runtimeRef"))
+        runtime = f"{reference.get('kind', 'ClusterTrainingRuntime')}/{reference.get('name')}"
+        message = f"runtimeRef names {runtime}, which is not among the manifests"
+        fix = did_you_mean(runtime, job.other_runtimes, "check its manifest, too", similarity=0.0)
         yield finding("runtime", job.manifest, message, fix, "error" if job.other_runtimes else None)
+    else:
+        yield from _runtime(job, job.runtime)
     for patch in job.patches:
         for container in patch.get("containers") or []:
             name = mapping(container).get("name")
@@ -82,8 +90,37 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
             yield finding("reserved-env", job.manifest, f"env has {variable['name']}", "leave it to the controller")
 
 
+def _runtime(job: JobView, runtime: ManifestObject) -> Iterator[RuleFinding]:
+    """Check what the controller and the webhooks of Trainer ask of a runtime beyond its schema.
+
+    Source: kubeflow/trainer, pkg/runtime/core/trainingruntime.go and pkg/webhooks/trainingruntime_webhook.go.
+    """
+    policy = mapping(runtime.get("spec", "mlPolicy"))
+    if not policy.keys() - {"numNodes"}:
+        yield finding("no-trainer", runtime, "spec.mlPolicy names no framework", "mlPolicy: {torch: {}}")
+    replicated = runtime.items("spec", "template", "spec", "replicatedJobs")
+    trainers = [item for item in replicated if dig(item, "template", "metadata", "labels", ANCESTOR) == "trainer"]
+    if not trainers:
+        fix = f"{ANCESTOR}: trainer in its template.metadata.labels"
+        yield finding("container-name", runtime, "no replicated job has the label of the trainer", fix)
+    for item in trainers:
+        names = [mapping(container).get("name") for container in listed(dig(item, *_CONTAINERS))]
+        if NODE not in names:
+            yield finding("container-name", runtime, f"the trainer has the containers {names}", f"name one {NODE!r}")
+        if item.get("replicas", 1) != 1:
+            message = f"the trainer has {item['replicas']} replicas; the nodes of a job are spec.trainer.numNodes"
+            yield finding("container-name", runtime, message, "replicas: 1")
+    known = [item.get("name") for item in replicated]
+    for name in patched_jobs(job.manifest):
+        if name not in known:
+            fix = did_you_mean(name, map(str, known), "the name of a replicated job of the runtime", similarity=0.0)
+            yield finding("container-name", job.manifest, f"patches {name!r}, which the runtime does not have", fix)
+
+
 def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     processes = job.processes
+    if job.nodes < 1:
+        yield finding("processes", job.manifest, f"numNodes is {job.nodes}: the job has no pod", "numNodes: 1 or more")
     if not isinstance(processes, int) or isinstance(processes, bool):
         # Without numProcPerNode, Trainer 2.3 starts one process per GPU, or per requested CPU without GPUs. Trainer 2.1
         # starts one per CPU.
@@ -118,8 +155,10 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
             fix = f"requests and limits for {name}"
             yield finding("requests-and-limits", job.manifest, f"no {name} is requested", fix)
         elif request is not None and read(request) != read(limit):
-            fix = "the same in both"
-            yield finding("requests-and-limits", job.manifest, f"{name}: {request} requested, limit {limit}", fix)
+            is_above = limit is not None and (read(request) or 0) > (read(limit) or 0)
+            rule = "resource-amount" if is_above else "requests-and-limits"
+            yield finding(rule, job.manifest, f"{name}: {request} requested, limit {limit}", "the same in both")
+    yield from _amounts(job)
     limit_bytes = job.memory_limit_bytes
     if plan is not None and plan.device == "cpu" and limit_bytes is not None:
         needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes + plan.shm_bytes_per_node
@@ -132,6 +171,25 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
         yield finding("image-kind", job.manifest, f"{job.image} without a GPU", "the image with CPU torch")
     if job.count(GPU) > 0 and re.search(r"[-_:.]cpu\b", image):
         yield finding("image-kind", job.manifest, f"{job.image} on GPU nodes", "the image with CUDA")
+    tag = re.search(r"[:@](.+)", image.rpartition("/")[2])
+    if image and (tag is None or tag[1] == "latest"):
+        fix = "a tag that is pushed once, or a digest"
+        yield finding("image-tag", job.manifest, f"{job.image} has no fixed tag", fix)
+
+
+def _amounts(job: JobView) -> Iterator[RuleFinding]:
+    """Check what Kubernetes asks of devices (`domain/name`), and amounts of bytes whose unit was forgotten."""
+    for name in sorted(map(str, job.requests.keys() | job.limits.keys())):
+        request, limit = job.requests.get(name, job.limits.get(name)), job.limits.get(name)
+        amount = parse(request)
+        if amount is None:
+            continue
+        if "/" in name and (amount.denominator != 1 or amount != parse(limit)):
+            message = f"{name}: {request} requested, limit {limit}; Kubernetes takes whole numbers that are equal"
+            yield finding("resource-amount", job.manifest, message, "the same whole number in both")
+        elif "/" not in name and name != "cpu" and amount < MIB:
+            message = f"{name}: {request} is {float(amount):g} bytes"
+            yield finding("resource-amount", job.manifest, message, "a unit like Mi or Gi")
 
 
 def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
@@ -169,9 +227,27 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
     if job.count(EFA) == 0 and job.count(GPU) > 0 and job.nodes > 1:
         fix = f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)"
         yield finding("efa-unused", job.manifest, "GPUs on several nodes without EFA", fix)
-    if job.count(EFA) > 0 and not any(variable.get("name") == "NCCL_NET" for variable in job.env):
-        message = "without NCCL_NET, an image whose EFA plugin does not load trains over TCP without a message"
-        yield finding("efa-unused", job.manifest, message, 'env NCCL_NET: "AWS Libfabric"')
+    variables = {variable.get("name"): variable.get("value") for variable in job.env}
+    for name, value in _EFA_VARIABLES.items() if job.count(EFA) > 0 else ():
+        if name == "NCCL_NET" and name not in variables:
+            message = "without NCCL_NET, an image whose EFA plugin does not load trains over TCP without a message"
+            yield finding("efa-unused", job.manifest, message, f"env {name}: {value}")
+        elif variables.get(name, value) != value:
+            message = f"env {name} is {variables[name]!r}, and the pods ask for EFA"
+            yield finding("efa-unused", job.manifest, message, f"env {name}: {value}")
+
+
+def _ending(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
+    """Report what ends or delays a job independently of its training."""
+    if job.manifest.get("spec", "suspend") is True and job.queue is None:
+        yield finding("suspended", job.manifest, "spec.suspend is true", "suspend: false, or a queue of Kueue")
+    specs = [dig(spec, *path) for _, spec in job_specs(job.runtime) for path in ((), ("template", "spec"))]
+    for spec in [job.manifest.get("spec"), *specs]:
+        seconds = mapping(spec).get(_DEADLINE)
+        if isinstance(seconds, int) and (plan is None or seconds < plan.total_s):
+            takes = "" if plan is None else f"; the plan takes {plan.total_s:.0f} s"
+            fix = f"leave {_DEADLINE} out, or set it far above the duration of the run"
+            yield finding("deadline", job.manifest, f"{_DEADLINE} ends the job after {seconds} s{takes}", fix)
 
 
 def _restarting(job: JobView) -> Iterator[RuleFinding]:

@@ -11,7 +11,7 @@ from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
-from aliquot.cluster.node_pool_view import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView
+from aliquot.cluster.node_pool_view import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView, root_device, type_labels
 
 _NODE_CLASS, _AUTO_MODE = ("karpenter.k8s.aws", "EC2NodeClass"), ("eks.amazonaws.com", "NodeClass")
 _CAPACITIES = ("on-demand", "spot", "reserved")
@@ -25,6 +25,8 @@ _DISCONTINUED = {
 }
 _GPU_IMAGE = re.compile(r"nvidia|gpu|cuda|neuron", re.IGNORECASE)
 _EKS_IMAGE = re.compile(r"eks|bottlerocket", re.IGNORECASE)
+_ROLE_NAME = r"[A-Za-z0-9_+=,.@-]{1,64}"
+_LINUX_ALIAS = re.compile(r"(al2023|bottlerocket)@")
 _PINNED_ALIAS = re.compile(r"@v[0-9]")
 
 
@@ -45,6 +47,14 @@ def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> I
     for match in _PACKAGES.finditer(user_data):
         fix = "put it into the container image (deploy/Dockerfile has tcmalloc and CPU torch)"
         yield finding("user-data-packages", node_class, f"userData runs `{match.group().strip()}`", fix)
+    role = str(node_class.get("spec", "role") or "")
+    if role and not re.fullmatch(_ROLE_NAME, role):
+        fix = f"role: {role.rpartition('/')[2]}"
+        yield finding("node-role", node_class, f"role is {role!r}, and a role has a name", fix)
+    mappings, device = node_class.items("spec", "blockDeviceMappings"), root_device(node_class)
+    if mappings and device and not any(item.get("rootVolume") or item.get("deviceName") == device for item in mappings):
+        message = f"no mapping is of {device}, the disk of the pods, which keeps its default size"
+        yield finding("volume-size", node_class, message, f"deviceName: {device}")
     for name, why in _DISCONTINUED.items():
         if name in user_data:
             yield finding("discontinued", node_class, f"userData installs {name}: {why}", "leave it out")
@@ -98,6 +108,12 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
     if not types:
         yield finding("no-type-left", pool.manifest, "the requirements exclude each other", "loosen one of them")
         return
+    for requirement in pool.requirements:
+        key, least = str(requirement.get("key")), requirement.get("minValues")
+        values = {labels[key] for labels in map(type_labels, types) if key in labels}
+        if isinstance(least, int) and values and len(values) < least:
+            message = f"{key} has {len(values)} values among the types of the pool, and minValues asks for {least}"
+            yield finding("no-type-left", pool.manifest, message, "no minValues, or more types")
     sizes = {(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}
     if len(sizes) > 1:
         ends = [choose(types, key=lambda node_type: node_type.memory_bytes) for choose in (min, max)]
@@ -134,6 +150,8 @@ def _disruption(pool: PoolView) -> Iterator[RuleFinding]:
     if policy != "WhenEmpty":
         fix = "consolidationPolicy: WhenEmpty"
         yield finding("consolidation", pool.manifest, f"consolidationPolicy is {policy}", fix)
+    if policy == "WhenEmpty" and pool.manifest.get("spec", "disruption", "consolidateAfter") == "Never":
+        yield finding("idle-nodes", pool.manifest, "consolidateAfter is Never", "consolidateAfter: 10m")
     expiry = pool.manifest.get("spec", "template", "spec", "expireAfter") or "720h"
     if expiry != "Never":
         fix = "expireAfter: Never; nodes leave when empty"
@@ -145,6 +163,9 @@ def _images(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[R
     for term in node_class.items("spec", "amiSelectorTerms"):
         alias, name = str(term.get("alias") or ""), str(term.get("name") or "")
         fix = "amiSelectorTerms: [{alias: al2023@vYYYYMMDD}], which takes the standard or NVIDIA image by the type"
+        if alias and not _LINUX_ALIAS.match(alias):
+            message = f"alias {alias}: EKS has no such image for Linux pods since Kubernetes 1.33"
+            yield finding("node-image-eks", node_class, message, "alias: al2023@vYYYYMMDD")
         if alias and not _PINNED_ALIAS.search(alias):
             yield finding("node-image-drift", node_class, f"alias {alias}", "pin a release: al2023@vYYYYMMDD")
         if name and ("*" in name or "?" in name):

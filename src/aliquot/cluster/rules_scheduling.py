@@ -10,9 +10,17 @@ from aliquot.catalogue.instances import InstanceType
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import JobView
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
-from aliquot.cluster.node_pool_view import CAPACITY, ZONE, PoolView, allocatable_disk_bytes, disk_bytes, type_labels
-from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
+from aliquot.cluster.node_pool_view import (
+    CAPACITY,
+    ZONE,
+    PoolView,
+    allocatable_disk_bytes,
+    disk_bytes,
+    kubelet_reserves,
+    type_labels,
+)
+from aliquot.cluster.quantity import GIB, parse, parse_bytes, parse_millicores
 from aliquot.core.number_format import count_of
 
 # Typical requests of all daemonsets of an EKS node: CNI, kube-proxy, EBS, FSx and EFA plugins.
@@ -45,6 +53,8 @@ def check_together(
                 )
                 yield finding("taint", job.manifest, message, "a toleration in the patch of the TrainJob")
         return
+    yield from _alike(job, tolerated)
+    yield from _namespace_limits(job, manifests)
     for pool in tolerated:
         node_class = pool.node_class(manifests)
         yield from _fits(job, pool, node_class)
@@ -52,6 +62,46 @@ def check_together(
         yield from _zones(job, pool)
         yield from _drained(job, pool)
         yield from _locked_memory(job, node_class)
+
+
+def _alike(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
+    """Check that all pools that may serve the job make nodes of one size, with GPUs only if the job asks for them."""
+    sizes = [{(item.vcpus, item.memory_bytes, item.gpus) for item in pool.types} for pool in pools]
+    # The rule for a pool reports different sizes within one pool.
+    if job.nodes > 1 and all(len(size) == 1 for size in sizes) and any(size != sizes[0] for size in sizes):
+        message = f"nodes of different sizes can come from {', '.join(pool.manifest.name for pool in pools)}"
+        yield finding("unequal-nodes", job.manifest, message, "a nodeSelector that only one of them meets")
+    if job.runtime is not None and not job.count(GPU) and all(pool.gpu for pool in pools):
+        message = f"NodePool {pools[0].manifest.name} makes GPU nodes, and the pods ask for no GPU"
+        yield finding("gpu-unused", job.manifest, message, f"{GPU} in requests and limits, or CPU types")
+
+
+def _namespace_limits(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """Check the job against the ResourceQuotas and LimitRanges of its namespace that are among the manifests."""
+    objects = [item for item in manifests if item.namespace == job.manifest.namespace]
+    for quota in select_kinds(objects, "ResourceQuota"):
+        yield from quota_findings(job, quota.name, mapping(quota.get("spec", "hard")), {})
+    for limit_range in select_kinds(objects, "LimitRange"):
+        for item in limit_range.items("spec", "limits"):
+            for name, most in mapping(item.get("max")).items() if item.get("type") in ("Container", "Pod") else ():
+                allowed, amount = parse(most), parse(job.limits.get(name, job.requests.get(name)))
+                if amount is not None and allowed is not None and amount > allowed:
+                    message = f"{job.limits.get(name)} of {name}; LimitRange {limit_range.name} allows {most}"
+                    yield finding("quota", job.manifest, message, "a larger limit in the namespace")
+
+
+def quota_findings(job: JobView, name: object, hard: dict[str, Any], used: dict[str, Any]) -> Iterator[RuleFinding]:
+    """Compare the pods of a job with a ResourceQuota: its limits, and the amounts that other pods use."""
+    for kind, pod_resources in (("requests", job.requests), ("limits", job.limits)):
+        for resource, value in pod_resources.items():
+            key = f"{kind}.{resource}"
+            limit = hard.get(key, hard.get(resource) if kind == "requests" else None)
+            per_node, allowed = parse(value), parse(limit)
+            taken = parse(used.get(key, used.get(resource, 0))) or 0
+            if per_node is not None and allowed is not None and taken + per_node * job.nodes > allowed:
+                has = f"ResourceQuota {name} has {limit}, {float(taken):g} in use"
+                message = f"{job.nodes} x {value} of {key}; {has}"
+                yield finding("quota", job.manifest, message, "a larger quota, or fewer nodes")
 
 
 def _locked_memory(job: JobView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
@@ -123,8 +173,9 @@ def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
 
 def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject | None) -> Iterator[str]:
     memory, cpu = job.pod_total("memory", parse_bytes), job.pod_total("cpu", parse_millicores)
-    memory_left = node_type.allocatable_memory_bytes - DAEMONSET_BYTES
-    cpu_left = node_type.allocatable_cpu_millicores - DAEMONSET_MILLICORES
+    reserved_memory, reserved_cpu = kubelet_reserves(node_class, node_type)
+    memory_left = node_type.allocatable_memory_bytes - DAEMONSET_BYTES - reserved_memory
+    cpu_left = node_type.allocatable_cpu_millicores - DAEMONSET_MILLICORES - reserved_cpu
     if memory > memory_left:
         whole = node_type.memory_bytes / GIB
         yield f"{memory / GIB:.1f} GiB requested, a pod can have {memory_left / GIB:.1f} of its {whole:g} GiB"

@@ -1,32 +1,36 @@
-"""Rules about FSx for Lustre volumes, claims and storage classes, and about the objects to which a job's pods refer.
-
-Pods refer to claims, ConfigMaps, Secrets and a runtime by name. An object that is not among the manifests may exist on
-the cluster. A reference to it is reported only if the manifests contain an unused object of the same kind, because then
-the name is probably wrong.
-"""
+"""Rules about the file system of a job: volumes, claims and storage classes, above all of FSx for Lustre."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterator, Sequence
 
-from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import JobView, containers, pod_patches, runtime_pod
+from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, namespaces_differ, select_kinds
 from aliquot.cluster.quantity import GIB, parse_bytes
 
 _DRIVER = "fsx.csi.aws.com"
+_ONE_NODE_DRIVERS = ("ebs.csi.aws.com", "ebs.csi.eks.amazonaws.com", "kubernetes.io/aws-ebs")
 _SMALLEST_BYTES, _MULTIPLE_BYTES = 1200 * GIB, 2400 * GIB
-# (kind, path of keys to the object's name) for references in a volume and in an environment variable
-_IN_VOLUMES = (
-    ("PersistentVolumeClaim", ("persistentVolumeClaim", "claimName")),
-    ("ConfigMap", ("configMap", "name")),
-    ("Secret", ("secret", "secretName")),
-)
-_IN_VARIABLES = (
-    ("ConfigMap", ("valueFrom", "configMapKeyRef", "name")),
-    ("Secret", ("valueFrom", "secretKeyRef", "name")),
-)
+# The attributes of a volume by which the driver mounts it: pattern, and the effect if the attribute is missing.
+_ATTRIBUTES = {
+    "dnsname": (r"fs-[0-9a-f]+\.fsx\.[a-z0-9-]+\.amazonaws\.com(\.cn)?", "the driver has no address to mount"),
+    "mountname": (r"[a-z0-9]{1,16}", "the driver mounts `fsx`, which is another name on most file systems"),
+}
+# The parameters of a storage class that the driver passes to FSx, with their values. Sources: aws-fsx-csi-driver,
+# pkg/driver/controller.go, and FSx's API reference, CreateFileSystemLustreConfiguration.
+_BOOLEAN, _NUMBER, _ANY = "true|false", "[0-9]+", ".*"
+_PARAMETERS = {
+    "subnetId": "subnet-[0-9a-f]+", "securityGroupIds": "sg-[0-9a-f]+(,sg-[0-9a-f]+)*",
+    "deploymentType": "SCRATCH_1|SCRATCH_2|PERSISTENT_1|PERSISTENT_2", "storageType": "SSD|HDD|INTELLIGENT_TIERING",
+    "perUnitStorageThroughput": "12|40|50|100|125|200|250|500|1000", "fileSystemTypeVersion": r"2\.1[025]",
+    "dataCompressionType": "NONE|LZ4", "driveCacheType": "NONE|READ", "s3ImportPath": "s3://.+",
+    "s3ExportPath": "s3://.+", "autoImportPolicy": "NONE|NEW|NEW_CHANGED|NEW_CHANGED_DELETED",
+    "metadataConfigurationMode": "AUTOMATIC|USER_PROVISIONED", "metadataIops": _NUMBER, "efaEnabled": _BOOLEAN,
+    "copyTagsToBackups": _BOOLEAN, "automaticBackupRetentionDays": _NUMBER, "dailyAutomaticBackupStartTime": _ANY,
+    "weeklyMaintenanceStartTime": _ANY, "kmsKeyId": _ANY, "extraTags": _ANY,
+}  # fmt: skip
 
 
 def check_storage(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -44,19 +48,24 @@ def check_storage(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) 
         lustre = any(name in known for name, known in zip(names, lustre_names, strict=True))
         if lustre or claim.name in mounted:
             yield from _claim(claim, volumes, lustre)
+            yield from _driver(claim, manifests)
 
 
 def _volume(volume: ManifestObject) -> Iterator[RuleFinding]:
     attributes = mapping(volume.get("spec", "csi", "volumeAttributes"))
     identity = str(volume.get("spec", "csi", "volumeHandle") or "")
-    for key in ("dnsname", "mountname"):
-        if not attributes.get(key):
-            fix = "take it from `aws fsx describe-file-systems`"
-            yield finding("storage-address", volume, f"spec.csi.volumeAttributes.{key} is missing", fix)
+    for key, (pattern, effect) in _ATTRIBUTES.items():
+        value, fix = attributes.get(key), "take it from `aws fsx describe-file-systems`"
+        if not value:
+            message = f"spec.csi.volumeAttributes.{key} is missing, so {effect}"
+            yield finding("storage-address", volume, message, fix)
+        elif not re.fullmatch(pattern, str(value)):
+            yield finding("storage-address", volume, f"{key} {value} is not that of a file system of FSx", fix)
     if (dnsname := attributes.get("dnsname")) and identity and not str(dnsname).startswith(f"{identity}."):
-        fix = "take both from one file system"
-        yield finding("storage-address", volume, f"dnsname {dnsname} does not belong to {identity}", fix, "warning")
+        message = f"dnsname {dnsname} is of another file system than volumeHandle {identity}"
+        yield finding("storage-address", volume, message, "take both from one file system", "warning")
     yield from _access(volume)
+    yield from _reclaimed(volume, volume.get("spec", "persistentVolumeReclaimPolicy") or "Retain")
     if "flock" not in listed(volume.get("spec", "mountOptions")):
         yield finding("storage-lock", volume, "mountOptions lack flock", "mountOptions: [flock]")
 
@@ -67,6 +76,14 @@ def _storage_class(storage_class: ManifestObject) -> Iterator[RuleFinding]:
         if not parameters.get(key):
             fix = "the nodes' own, of one zone"
             yield finding("storage-subnet", storage_class, f"parameters.{key} is missing", fix)
+    for key, value in parameters.items():
+        pattern = _PARAMETERS.get(str(key))
+        if pattern is None:
+            fix = did_you_mean(key, _PARAMETERS, "leave it out")
+            yield finding("storage-parameters", storage_class, f"the driver does not know parameters.{key}", fix)
+        elif not re.fullmatch(pattern, str(value)):
+            yield finding("storage-parameters", storage_class, f"parameters.{key} is {value!r}", f"text like {pattern}")
+    yield from _reclaimed(storage_class, storage_class.get("reclaimPolicy") or "Delete")
     if "flock" not in listed(storage_class.get("mountOptions")):
         yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
 
@@ -101,69 +118,23 @@ def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject], lustre: boo
         yield finding("storage-binding", claim, "asks for more than the volume's capacity", "the same size in both")
 
 
+def _reclaimed(manifest: ManifestObject, policy: object) -> Iterator[RuleFinding]:
+    if policy == "Delete":
+        fix = "reclaimPolicy: Retain; persistentVolumeReclaimPolicy in a PersistentVolume"
+        yield finding("storage-safety", manifest, "the file system is deleted together with its claim", fix)
+
+
+def _driver(claim: ManifestObject, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """Check that the class or the volume of a claim belongs to a driver whose volumes several nodes can mount."""
+    objects = [*select_kinds(manifests, "StorageClass"), *select_kinds(manifests, "PersistentVolume")]
+    names = claim.get("spec", "storageClassName"), claim.get("spec", "volumeName")
+    for item in (item for item in objects if item.name in names):
+        if (driver := item.get("provisioner") or item.get("spec", "csi", "driver")) in _ONE_NODE_DRIVERS:
+            message = f"{item.kind}/{item.name} is of {driver}, whose volumes only one node can mount"
+            yield finding("storage-access", claim, message, "FSx for Lustre, or another shared file system")
+
+
 def _access(manifest: ManifestObject) -> Iterator[RuleFinding]:
     modes = listed(manifest.get("spec", "accessModes"))
     if "ReadWriteMany" not in modes:
         yield finding("storage-access", manifest, f"accessModes are {modes}", "accessModes: [ReadWriteMany]")
-
-
-def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    used = {reference for job in jobs for reference in _references(job)}
-    for job in jobs:
-        yield from _mounts(job)
-        yield from _runtime(job)
-        for kind, name in dict.fromkeys(_references(job)):
-            yield from _reference(job, kind, name, used, manifests)
-
-
-def _references(job: JobView) -> Iterator[tuple[str, str]]:
-    volumes = {str(volume.get("name")): volume for volume in job.volumes}  # a patch overrides the runtime
-    for items, places in ((list(volumes.values()), _IN_VOLUMES), (job.env, _IN_VARIABLES)):
-        for item in items:
-            for kind, path in places:
-                if isinstance(name := dig(item, *path), str):
-                    yield kind, name
-
-
-def _reference(
-    job: JobView, kind: str, name: str, used: set[tuple[str, str]], manifests: Sequence[ManifestObject]
-) -> Iterator[RuleFinding]:
-    candidates = select_kinds(manifests, kind)
-    named = [item for item in candidates if item.name == name]
-    if named and all(item.in_other_namespace(job.manifest) for item in named):
-        yield _namespaces_differ(job, named[0])
-    nearby = [item.name for item in candidates if not item.in_other_namespace(job.manifest)]
-    unused = [other for other in nearby if (kind, other) not in used]
-    if not named and unused:
-        message = f"{kind}/{name} is not among the manifests, and nobody uses {', '.join(unused)}"
-        yield finding("reference", job.manifest, message, f"{unused[0]}, or check {name}, too", "warning")
-
-
-def _runtime(job: JobView) -> Iterator[RuleFinding]:
-    runtime = job.runtime
-    if runtime is not None and runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
-        yield _namespaces_differ(job, runtime)
-
-
-def _namespaces_differ(job: JobView, other: ManifestObject) -> RuleFinding:
-    message = f"{other.kind}/{other.name} lies in the namespace {other.namespace}, the job in {job.manifest.namespace}"
-    return finding("reference", job.manifest, message, "the same metadata.namespace in both")
-
-
-def _mounts(job: JobView) -> Iterator[RuleFinding]:
-    if job.runtime is None:  # a runtime outside the manifests may define the volumes
-        return
-    volumes = {str(volume.get("name")) for volume in job.volumes}
-    pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]
-    keys = ("initContainers", "containers")
-    for container in (item for pod in pods for key in keys for item in containers(pod, key)):
-        name, mounts = container.get("name"), [mapping(item) for item in listed(container.get("volumeMounts"))]
-        for mount in mounts:
-            if str(mount.get("name")) not in volumes:
-                message = f"the container {name} mounts {mount.get('name')!r}, and there is no such volume"
-                fix = f"one of {', '.join(sorted(volumes))}" if volumes else "a volume of that name"
-                yield finding("reference", job.manifest, message, fix)
-        for path, count in Counter(str(mount.get("mountPath")) for mount in mounts).items():
-            if count > 1:
-                message = f"the container {name} mounts {count} volumes at {path}"
-                yield finding("reference", job.manifest, message, "a path each")

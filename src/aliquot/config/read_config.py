@@ -47,8 +47,12 @@ def read_with_locations(file: Path, overrides: Sequence[str] = ()) -> tuple[RunC
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or NUL in the file name
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigError(f"cannot read this config: {reason}", file) from None
+    return read_text(text, one_line(file), overrides)
+
+
+def read_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[KeyPath, Location]]:
+    """Read the text of a config like `read_with_locations`; errors call the text `name`."""
     locations: dict[KeyPath, Location] = {}
-    name = one_line(file)
     values = _load(text, name, locations)
     for override in overrides:
         apply_override(values, override, locations)

@@ -1,0 +1,112 @@
+"""Rules about the objects to which the pods of a job refer by name: claims, Secrets, queues, a runtime, a namespace.
+
+An object that is not among the manifests may exist on the cluster. A reference to it is reported only if the manifests
+contain an unused object of the same kind, because then the name is probably wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.job_view import JobView, containers, pod_patches, pod_spec, runtime_pod
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
+
+# The references in a pod spec: kind, and path to the name; `*` stands for all items of a list.
+_REFERENCES = (
+    ("PersistentVolumeClaim", "volumes.*.persistentVolumeClaim.claimName"),
+    ("ConfigMap", "volumes.*.configMap.name"),
+    ("Secret", "volumes.*.secret.secretName"),
+    ("ConfigMap", "volumes.*.projected.sources.*.configMap.name"),
+    ("Secret", "volumes.*.projected.sources.*.secret.name"),
+    ("ConfigMap", "containers.*.env.*.valueFrom.configMapKeyRef.name"),
+    ("Secret", "containers.*.env.*.valueFrom.secretKeyRef.name"),
+    ("ConfigMap", "containers.*.envFrom.*.configMapRef.name"),
+    ("Secret", "containers.*.envFrom.*.secretRef.name"),
+    ("Secret", "imagePullSecrets.*.name"),
+    ("ServiceAccount", "serviceAccountName"),
+    ("PriorityClass", "priorityClassName"),
+)
+_DEFAULT_NAMESPACE = ("Namespace", "default")  # exists on every cluster
+
+
+def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    used = {reference for job in jobs for reference in _references(job)}
+    used |= {("Namespace", item.namespace) for item in manifests}
+    for job in jobs:
+        yield from _mounts(job)
+        yield from _runtime(job)
+        for kind, name in dict.fromkeys(_references(job)):
+            yield from _reference(job, kind, name, used, manifests)
+
+
+def _references(job: JobView) -> Iterator[tuple[str, str]]:
+    """Yield (kind, name) of each object that the job and its pods need."""
+    pod = pod_spec(job)
+    volumes = {str(volume.get("name")): volume for volume in job.volumes}  # a patch replaces the volume of its name
+    spec = pod | {
+        "volumes": list(volumes.values()),
+        "containers": [*listed(pod.get("containers")), {"env": job.env}],
+    }
+    found = [(kind, value) for kind, path in _REFERENCES for value in _values(spec, path.split("."))]
+    found += [
+        ("LocalQueue", job.queue),
+        ("Namespace", job.manifest.get("metadata", "namespace")),
+    ]
+    yield from ((kind, name) for kind, name in found if isinstance(name, str) and (kind, name) != _DEFAULT_NAMESPACE)
+
+
+def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
+    if not path:
+        yield value
+    elif path[0] == "*":
+        for item in listed(value):
+            yield from _values(item, path[1:])
+    else:
+        yield from _values(mapping(value).get(path[0]), path[1:])
+
+
+def _reference(
+    job: JobView, kind: str, name: str, used: set[tuple[str, str]], manifests: Sequence[ManifestObject]
+) -> Iterator[RuleFinding]:
+    candidates = select_kinds(manifests, kind)
+    named = [item for item in candidates if item.name == name]
+    if named and all(item.in_other_namespace(job.manifest) for item in named):
+        yield _namespaces_differ(job, named[0])
+    nearby = [item.name for item in candidates if not item.in_other_namespace(job.manifest)]
+    unused = [other for other in nearby if (kind, other) not in used]
+    if not named and unused:
+        message = f"{kind}/{name} is not among the manifests, and nobody uses {', '.join(unused)}"
+        yield finding("reference", job.manifest, message, f"{unused[0]}, or check {name}, too", "warning")
+
+
+def _runtime(job: JobView) -> Iterator[RuleFinding]:
+    runtime = job.runtime
+    if runtime is not None and runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
+        yield _namespaces_differ(job, runtime)
+
+
+def _namespaces_differ(job: JobView, other: ManifestObject) -> RuleFinding:
+    message = f"{other.kind}/{other.name} lies in the namespace {other.namespace}, the job in {job.manifest.namespace}"
+    return finding("reference", job.manifest, message, "the same metadata.namespace in both")
+
+
+def _mounts(job: JobView) -> Iterator[RuleFinding]:
+    if job.runtime is None:  # a runtime outside the manifests may define the volumes
+        return
+    volumes = {str(volume.get("name")) for volume in job.volumes}
+    pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]
+    keys = ("initContainers", "containers")
+    for container in (item for pod in pods for key in keys for item in containers(pod, key)):
+        name, mounts = container.get("name"), [mapping(item) for item in listed(container.get("volumeMounts"))]
+        for mount in mounts:
+            if str(mount.get("name")) not in volumes:
+                message = f"the container {name} mounts {mount.get('name')!r}, and there is no such volume"
+                fix = f"one of {', '.join(sorted(volumes))}" if volumes else "a volume of that name"
+                yield finding("reference", job.manifest, message, fix)
+        for path, count in Counter(str(mount.get("mountPath")) for mount in mounts).items():
+            if count > 1:
+                message = f"the container {name} mounts {count} volumes at {path}"
+                yield finding("reference", job.manifest, message, "a path each")
