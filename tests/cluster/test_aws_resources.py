@@ -25,6 +25,8 @@ FILE_SYSTEM = {
     "DNSName": "fs-0199e5a63bd90f796.fsx.us-east-1.amazonaws.com", "SubnetIds": ["subnet-0eabfaa81fb22bcaf"],
     "LustreConfiguration": {"MountName": "fsx", "DeploymentType": "PERSISTENT_2"},
 }  # fmt: skip
+LAYERS = '{"layers": [{"size": 2000000000}, {"size": 5000000000}]}'
+INDEX = '{"manifests": [{"platform": {"architecture": "amd64"}, "digest": "sha256:0123"}]}'
 ARM = '{"manifests": [{"platform": {"architecture": "arm64"}}, {"platform": {"architecture": "unknown"}}]}'
 ANSWERS: dict[tuple[str, str], Any] = {
     ("service-quotas", "get_service_quota"): {"Quota": {"Value": 1000.0}},
@@ -32,6 +34,8 @@ ANSWERS: dict[tuple[str, str], Any] = {
     ("ec2", "describe_images"): {"Images": [{"ImageId": "ami-0123456789abcdef0"}]},
     ("ecr", "batch_get_image"): {"images": [{"repositoryName": "aliquot"}]},
     ("fsx", "describe_file_systems"): {"FileSystems": [FILE_SYSTEM]},
+    ("ec2", "describe_vpc_endpoints"): {"VpcEndpoints": []},
+    ("ec2", "describe_placement_groups"): {"PlacementGroups": [{"Strategy": "cluster"}]},
     ("ec2", "describe_subnets"): {"Subnets": [{"AvailabilityZone": "us-east-1a"}]},
 }
 PARAMETERS: dict[str, Any] = {
@@ -114,6 +118,12 @@ def test_all_in_order() -> None:
             "aws-resource",
             "fsx, but FSx says abcdefgh",
         ),
+        (
+            "describe_file_systems",
+            {"FileSystems": [FILE_SYSTEM | {"LustreConfiguration": {"PerUnitStorageThroughput": 1000}}]},
+            "aws-resource",
+            "125, but FSx says 1000",
+        ),
         ("describe_subnets", {"Subnets": [{"AvailabilityZone": "us-east-1b"}]}, "aws-resource", "is in us-east-1b"),
     ],
     ids=str,
@@ -121,6 +131,39 @@ def test_all_in_order() -> None:
 def test_each_answer(operation: str, answer: Any, rule: str, words: str) -> None:
     ((found, message),) = ask(**{operation: answer})
     assert found == rule and words in message
+
+
+def test_many_nodes() -> None:
+    """At 64 nodes: the bytes of the image, and the places of a placement group."""
+    many = cluster_section(nodes=64, placement_group="training")
+    plenty: dict[str, Any] = {"get_service_quota": {"Quota": {"Value": 1e6}}}
+    plenty["batch_get_image"] = {"images": [{"imageManifest": LAYERS}]}
+    assert ask(many) == [("vcpu-quota", ANY)]
+    assert ask(many, **plenty) == [
+        ("image-pull", "64 nodes pull 6.5 GiB each, 417 GiB together, and no VPC endpoint leads to S3")
+    ]
+    assert ask(many, **plenty, describe_vpc_endpoints={"VpcEndpoints": [{"VpcEndpointId": "vpce-1"}]}) == []
+    plenty["batch_get_image"] = ANSWERS["ecr", "batch_get_image"]
+    spread = {"describe_placement_groups": {"PlacementGroups": [{"Strategy": "spread"}]}}
+    assert "at most 7 nodes" in str(ask(many, **plenty, **spread))
+    assert "does not bring nodes close" in str(ask(cluster_section(placement_group="pg-01"), **spread))
+
+
+def test_image_of_several_architectures() -> None:
+    """The index names a manifest for each architecture, which has the layers."""
+    answers = iter([INDEX, LAYERS])
+
+    class Registry:
+        def batch_get_image(self, **_: Any) -> dict[str, Any]:
+            return {"images": [{"imageManifest": next(answers)}]}
+
+    class Session(Account):
+        def client(self, name: str) -> Any:
+            return Registry() if name == "ecr" else super().client(name)
+
+    section = ClusterSection.model_validate(cluster_section(nodes=64))
+    found = ask_resources(Session({"get_service_quota": {"Quota": {"Value": 1e6}}}), section)
+    assert [each.rule for each in found] == ["image-pull"]
 
 
 @pytest.mark.parametrize(

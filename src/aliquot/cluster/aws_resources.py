@@ -10,6 +10,7 @@ from typing import Any
 from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.manifests import dig, listed, mapping
+from aliquot.cluster.quantity import GIB
 from aliquot.config.cluster_section import ClusterSection
 
 # Quotas of running vCPUs by the letter of a family, (on demand, spot). Source: EC2's user guide, "Service quotas".
@@ -19,9 +20,15 @@ _VCPU_QUOTAS = {
     "p": ("L-417A185B", "L-7212CCBC"),
     **dict.fromkeys("acdhimrtz", _STANDARD),
 }
+_SPREAD_NODES = 7  # instances of a placement group with the strategy `spread`, per zone
+_MUCH_PULLED_BYTES = 100 * GIB  # costs 5 USD through a NAT gateway
 _P5_SPOT = "L-C4BD4855"
-_ECR = re.compile(r"(\d{12})\.dkr\.ecr\.[a-z0-9-]+\.amazonaws\.com/([^:@]+)(?::([^@]+))?(?:@(sha256:[0-9a-f]+))?")
-_ABSENT = ("NoSuchEntity", "NotFound")  # parts of the codes with which AWS says that something does not exist
+_ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)(?::([^@]+))?(?:@(sha256:[0-9a-f]+))?")
+_ABSENT = (
+    "NoSuchEntity",
+    "NotFound",
+    "Unknown",
+)  # parts of the codes with which AWS says that something does not exist
 
 
 def ask_resources(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -32,7 +39,7 @@ def ask_resources(session: Any, section: ClusterSection) -> Iterator[RuleFinding
     """
     from botocore.exceptions import ClientError
 
-    for check in (_quota, _role, _node_image, _container_image, _file_system):
+    for check in (_quota, _role, _node_image, _container_image, _placement, _file_system):
         try:
             yield from check(session, section)
         except ClientError as error:
@@ -97,21 +104,58 @@ def _container_image(session: Any, section: ClusterSection) -> Iterator[RuleFind
     match = _ECR.fullmatch(section.image)
     if match is None:  # another registry
         return
-    account, repository, tag, digest = match.groups()
-    image = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
-    answer = session.client("ecr").batch_get_image(
-        registryId=account, repositoryName=repository, imageIds=[image], acceptedMediaTypes=_INDEXES + _MANIFESTS
-    )
-    if not answer["images"]:
+    account, region, repository, tag, digest = match.groups()
+    client = session.client("ecr")
+
+    def read(image: dict[str, str]) -> list[dict[str, Any]]:
+        answer = client.batch_get_image(
+            registryId=account, repositoryName=repository, imageIds=[image], acceptedMediaTypes=_INDEXES + _MANIFESTS
+        )
+        return [mapping(json.loads(item.get("imageManifest") or "{}")) for item in answer["images"]]
+
+    images = read({"imageDigest": digest} if digest else {"imageTag": tag or "latest"})
+    if not images:
         fix = f"docker build --platform linux/amd64 ... -t {section.image} . && docker push {section.image}"
         yield finding("aws-resource", "cluster.image", f"{section.image} is not in the registry", fix)
     arch = instance(section.instance_types[0]).arch
-    for item in answer["images"]:
-        manifests = listed(mapping(json.loads(item.get("imageManifest") or "{}")).get("manifests"))
-        architectures = {dig(manifest, "platform", "architecture") for manifest in manifests} - {None, "unknown"}
+    for image in images:
+        digests = {dig(item, "platform", "architecture"): item.get("digest") for item in listed(image.get("manifests"))}
+        architectures = digests.keys() - {None, "unknown"}
         if architectures and arch not in architectures:
             message = f"{section.image} is built for {', '.join(sorted(architectures))}, the nodes are {arch}"
             yield finding("aws-resource", "cluster.image", message, f"docker build --platform linux/{arch}")
+        elif digests.get(arch):  # an index refers to a manifest of each architecture
+            image = next(iter(read({"imageDigest": digests[arch]})), {})
+        image_bytes = sum(layer.get("size", 0) for layer in listed(image.get("layers")))
+        yield from _pulls(session, section, image_bytes, f"com.amazonaws.{region}.s3")
+
+
+def _pulls(session: Any, section: ClusterSection, image_bytes: int, service: str) -> Iterator[RuleFinding]:
+    """Check that the layers of the image, which ECR keeps in S3, do not pass the NAT gateway to many nodes."""
+    total = section.most_nodes * image_bytes
+    if total < _MUCH_PULLED_BYTES:
+        return
+    filters = [{"Name": "service-name", "Values": [service]}, {"Name": "vpc-endpoint-state", "Values": ["available"]}]
+    if not session.client("ec2").describe_vpc_endpoints(Filters=filters)["VpcEndpoints"]:
+        message = f"{section.most_nodes} nodes pull {image_bytes / GIB:.1f} GiB each, {total / GIB:,.0f} GiB together"
+        fix = f"aws ec2 create-vpc-endpoint --vpc-id VPC --service-name {service} --route-table-ids TABLES"
+        yield finding("image-pull", "cluster.image", f"{message}, and no VPC endpoint leads to S3", fix)
+
+
+def _placement(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
+    group = section.placement_group
+    if group is None:
+        return
+    names = {"GroupIds" if group.startswith("pg-") else "GroupNames": [group]}
+    for answer in session.client("ec2").describe_placement_groups(**names)["PlacementGroups"]:
+        strategy = answer.get("Strategy")
+        if strategy == "spread" and section.most_nodes > _SPREAD_NODES:
+            message = f"{group} spreads at most {_SPREAD_NODES} nodes of a zone, and the job has {section.most_nodes}"
+            yield finding("aws-resource", "cluster.placement_group", message, "a group with the strategy cluster")
+        elif strategy != "cluster":
+            message = f"{group} has the strategy {strategy}, which does not bring nodes close to each other"
+            fix = "a group with the strategy cluster"
+            yield finding("aws-resource", "cluster.placement_group", message, fix, "warning")
 
 
 _INDEXES = ["application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"]
@@ -130,6 +174,7 @@ def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]
             "mountname": (storage.mountname, lustre.get("MountName")),
             "deployment_type": (storage.deployment_type, lustre.get("DeploymentType")),
             "size_gib": (storage.size_gib, actual.get("StorageCapacity")),
+            "throughput_mb_per_tib": (storage.throughput_mb_per_tib, lustre.get("PerUnitStorageThroughput")),
         }
         for key, (written, value) in facts.items():
             if value is not None and written != value:
