@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from aliquot.distributed import watchdog
+from aliquot.distributed.rank_errors import RankError
 from tests.distributed.launcher import JOIN, run
 
 WATCHED = (
@@ -130,3 +132,27 @@ def test_lost_node_explains_a_hang(tmp_path: Path) -> None:
     line = err.splitlines()[0]
     assert code == 1 and "no word from node 1 for 2 s" in line and "while node 0 was saving step 1" in line
     assert line.endswith("[peer-lost]")
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_step_that_does_not_end_after_a_stop_signal_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agreed: bool
+) -> None:
+    """Another rank may have died, while launch.step_timeout_s and checkpoint.grace_s are long."""
+    errors: list[RankError] = []
+    ended = threading.Event()
+
+    def end_rank(error: RankError) -> None:
+        errors.append(error)
+        ended.set()
+
+    monkeypatch.setattr(watchdog, "end_rank", end_rank)
+    monkeypatch.setattr(watchdog, "_LEAST_LATE_S", 0.2)
+    with watchdog.Watchdog(1e6, tmp_path / "stacks-rank-0.txt", 0, 2, lambda: "in step 8", grace_s=0.1) as watched:
+        watched.beat()
+        watched.hurry()
+        if agreed:
+            watched.relax()
+        assert ended.wait(0.6 if agreed else 20) is not agreed
+    if not agreed:
+        assert "no progress for 0.2 s (since a stop signal arrived) while in step 8" in errors[0].message

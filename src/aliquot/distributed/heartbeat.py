@@ -2,7 +2,8 @@
 
 A collective may wait very long for peers that are working, for example tokenising a corpus or writing an export. An
 unreachable peer sends nothing, not even the end of its connection. So the first rank of each node writes heartbeats
-into the rendezvous store, in a separate thread. Node 0 watches all nodes, and all nodes watch node 0.
+into the rendezvous store, in a separate thread. Node 0 watches all nodes, and all nodes watch node 0. A rank that ends
+by an error writes the reason into the store, so that the other nodes need not wait for a timeout.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Self, cast
 
 # Public, but not re-exported for type checkers.
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from aliquot.distributed.rank_errors import RankError, end_rank
+from aliquot.core.errors import UserError
+from aliquot.distributed.rank_errors import RankError, classify, end_rank
 from aliquot.distributed.topology import Topology
 
+SILENT_S = 60.0  # without a heartbeat, a node is lost: longer than any native call holds Python's lock
 _INTERVAL_S = 1.0
 _FAREWELL_S = 1.0
+_END = "heartbeat/end"  # the key under which the first rank that ends early writes its reason
 _LATE_BEATS = 3  # intervals without a heartbeat of a node after which its silence explains why this node hangs
 
 
@@ -29,7 +34,7 @@ class Heartbeat:
     """A context manager of every rank that ends this process when another node is lost.
 
     If another node sends no heartbeat for `timeout_s`, this process ends with code 1. Its error line names the activity
-    of both nodes. If another node announces its end, this process ends at once.
+    of both nodes. If a rank of another node announces its end, this process ends at once.
     """
 
     def __init__(self, topology: Topology, store: Store | None, timeout_s: float, activity: Callable[[], str]) -> None:
@@ -41,43 +46,58 @@ class Heartbeat:
         self._is_over = threading.Event()
         self._failure: Exception | None = None  # error of the last exchange with the store
         self._store: Store | None = None
-        if store is None or topology.nodes == 1 or topology.local_rank > 0:
+        self._watches = False
+        if store is None or topology.nodes == 1:
             return
-        watched = range(1, topology.nodes) if topology.node_rank == 0 else [0]
-        self._heard_at = dict.fromkeys(watched, time.monotonic())
-        self._last_beats: dict[int, dict[str, str | int]] = {}
         # The clone has a separate connection, because other threads block the store's connection while they wait. The
         # type stubs lack clone(). A request to an unreachable node may never return, so another thread checks the time.
         clone: Store = cast(Any, store).clone()
         self._store = clone
+        self._watches = topology.local_rank == 0
+        if not self._watches:
+            return
+        watched = range(1, topology.nodes) if topology.node_rank == 0 else [0]
+        self._heard_at = dict.fromkeys(watched, time.monotonic())
+        self._last_beats: dict[int, dict[str, str | int]] = {}
         for work in (lambda: self._exchange_beats(clone), self._watch_clock):
             threading.Thread(target=work, name="aliquot-heartbeat", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        # All ranks raise the same UserError, and each reports the error itself.
+        if error is not None and not isinstance(error, UserError):
+            text = str(error).strip().partition("\n")[0]
+            reason = f"ended by {type(error).__name__}{f': {text}' if text else ''}"
+            self.announce_end(reason, waits=classify(error) != "peer_lost")
         self.stop()
 
     def stop(self) -> None:
         """Stop sending and watching heartbeats. Further calls have no effect."""
         self._is_over.set()
 
-    def announce_end(self, reason: str) -> None:
-        """Tell the other nodes why this node ends, for example `stopped by SIGTERM`.
+    def announce_end(self, reason: str, waits: bool = True) -> None:
+        """Tell the other nodes why this rank ends, for example `stopped by SIGTERM`.
 
-        Returns after the other nodes have had time to read the reason; otherwise they would report lost connections.
+        With `waits`, returns after the other nodes have had time to read the reason; otherwise they would report lost
+        connections.
         """
-        if self._topology.nodes == 1 or self._is_over.is_set():
+        if self._store is None or self._is_over.is_set():
             return
-        if (store := self._store) is not None:
-            self.stop()
-            beat = json.dumps(self._beat(0) | {"left": reason})
-            # The request runs in a thread, because a request to an unreachable node may never return.
-            request = threading.Thread(target=store.set, args=(self._key(self._topology.node_rank), beat), daemon=True)
-            request.start()
-            request.join(_FAREWELL_S)
-        time.sleep(2 * self._interval_s)
+        self.stop()
+        # The request runs in a thread, because a request to an unreachable node may never return.
+        request = threading.Thread(target=self._write_end, args=(self._store, reason), daemon=True)
+        request.start()
+        request.join(_FAREWELL_S)
+        if waits:
+            time.sleep(2 * self._interval_s)
+
+    def _write_end(self, store: Store, reason: str) -> None:
+        # Later ends only follow from the first. An error means that node 0 has ended, and so has the run.
+        with suppress(DistError):
+            if not store.check([_END]):
+                store.set(_END, json.dumps(self._beat(0) | {"node": self._topology.node_rank, "reason": reason}))
 
     def explain_hang(self) -> None:
         """End this process as `peer_lost` if another node is silent; return if this node hangs for another reason.
@@ -87,7 +107,7 @@ class Heartbeat:
         """
         if self._topology.nodes == 1 or self._is_over.is_set():
             return
-        if self._store is None:  # only the first rank of this node watches; if that rank ends, this rank ends as well
+        if not self._watches:  # if the first rank of this node ends, this rank ends as well
             time.sleep(_LATE_BEATS * self._interval_s)
         else:
             self._end_if_silent(_LATE_BEATS * self._interval_s)
@@ -104,6 +124,8 @@ class Heartbeat:
         while not self._is_over.wait(self._interval_s if count else 0):
             count += 1
             try:
+                if store.check([_END]):
+                    self._heed_end(json.loads(store.get(_END)))
                 store.set(self._key(self._topology.node_rank), json.dumps(self._beat(count)))
                 for node in self._heard_at:
                     if not store.check([self._key(node)]):
@@ -111,8 +133,6 @@ class Heartbeat:
                     beat = json.loads(store.get(self._key(node)))
                     if beat != self._last_beats.get(node):
                         self._last_beats[node], self._heard_at[node] = beat, time.monotonic()
-                        if reason := beat.get("left"):
-                            self._end(f"node {node} ({beat['host']}) was {reason} while {beat['doing']}")
             except Exception as error:
                 # Node 0 has ended or is unreachable. The thread must go on after any other error as well: without its
                 # heartbeats the other nodes would end the run, although this node works.
@@ -120,6 +140,11 @@ class Heartbeat:
                 time.sleep(self._interval_s)
             else:
                 self._failure = None
+
+    def _heed_end(self, end: dict[str, Any]) -> None:
+        """End this process if another node has ended. A rank of this node reports its error to the launcher itself."""
+        if end["node"] != self._topology.node_rank and not self._is_over.is_set():
+            self._end(f"node {end['node']} ({end['host']}) was {end['reason']} while {end['doing']}")
 
     def _watch_clock(self) -> None:
         while not self._is_over.wait(self._interval_s):
@@ -134,7 +159,7 @@ class Heartbeat:
         beat = self._last_beats.get(node)
         name = f"node {node} ({beat['host']}, {beat['doing']})" if beat else f"node {node}"
         return (
-            f"no word from {name} for {silent_s:.0f} s (launch.step_timeout_s), while node"
+            f"no word from {name} for {silent_s:.0f} s, while node"
             f" {self._topology.node_rank} was {self._activity()}: is it gone, or is the network between them cut?"
         )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
 
 from aliquot.distributed.collectives.peers import host_identity
+from aliquot.distributed.flight_recorder import limit_nccl
 from aliquot.distributed.gloo_interface import address_of, check_interface, choose_interface, gloo_interface
 from aliquot.distributed.numa_binding import bind_memory, pin_process, set_preferred_node
 from aliquot.distributed.rendezvous import meet_ranks
@@ -52,11 +53,13 @@ class Ranks:
         self.allowed_cores = allowed_cores  # before pinning, for helper processes that may use the whole machine
 
     @classmethod
-    def join(cls, topology: Topology, timeout_s: float, join_timeout_s: float = 900.0) -> Self:
+    def join(
+        cls, topology: Topology, timeout_s: float, join_timeout_s: float = 900.0, nccl_timeout_s: float = 1800.0
+    ) -> Self:
         """Pin this process and its memory, size its thread pool and join the group.
 
-        A collective that waits for a peer longer than `timeout_s` fails. If ranks do not join within `join_timeout_s`,
-        a UserError names the missing ranks.
+        A collective that waits for a peer longer than `timeout_s`, or with NCCL `nccl_timeout_s`, fails. If ranks do
+        not join within `join_timeout_s`, a UserError names the missing ranks.
         """
         tune_glibc()
         allowed_cores = frozenset(os.sched_getaffinity(0))
@@ -86,6 +89,8 @@ class Ranks:
             dist.init_process_group(
                 backend, store=bare, rank=topology.rank, world_size=topology.world_size, timeout=timeout
             )
+        if topology.device == "cuda":
+            limit_nccl(nccl_timeout_s)
         return cls(topology, allowed_cores, memory_bound, store)
 
     def barrier(self) -> None:

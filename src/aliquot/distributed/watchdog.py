@@ -24,6 +24,7 @@ import psutil
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
 from aliquot.core.small_files import open_unlinked
+from aliquot.distributed.flight_recorder import describe_pending
 from aliquot.distributed.rank_errors import RankError, bounded_call, end_rank
 from aliquot.distributed.topology import Topology
 from aliquot.machine.memory import unwritten_bytes
@@ -31,6 +32,9 @@ from aliquot.machine.memory import unwritten_bytes
 _CHECKS = 30  # consecutive idle checks that end a run; a suspended process makes no checks, so its pause does not count
 _STACKS_AHEAD = 2  # checks between writing stack traces and ending the run, because ranks check at different times
 _LONGEST_INTERVAL_S = 60.0
+# After a stop signal, other ranks may have ended. A step that takes longer than these limits will then never end.
+_LATE_STEPS = 3  # times the longest step so far
+_LEAST_LATE_S = 30.0
 # A rank that uses less than both limits is idle. Idle ranks use 0.001 cores for heartbeats, and 0.01 cores and 4 KiB/s
 # for progress bars. A transfer over a slow network uses little CPU time, but its bytes count.
 _BUSY_CORES = 0.02
@@ -52,6 +56,8 @@ class Watchdog:
     a beat for `timeout_s`, faulthandler writes the stack traces of all Python threads to `stack_file`. faulthandler
     uses a C thread that needs no GIL, because a native call may hold the GIL. The process ends with code 1 `grace_s`
     later. The first exit of a rank ends all ranks, and every rank needs this time to write its stack traces.
+
+    From a stop signal until all ranks know of it, the timeout is three times the longest step (`hurry`, `relax`).
     """
 
     def __init__(
@@ -70,7 +76,9 @@ class Watchdog:
             activity: returns what this rank is doing, for the error line.
             explain_hang: called first when the rank hangs; may end the process itself (`Heartbeat.explain_hang`).
         """
-        self._timeout_s = timeout_s
+        self._timeout_s = self._limit_s = timeout_s
+        self._longest_s = 0.0  # between two beats
+        self._last_beat = time.monotonic()
         self._grace_s = grace_s
         self._stack_file = stack_file
         self._rank, self._world_size = rank, world_size
@@ -79,14 +87,35 @@ class Watchdog:
         stack_file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = open_unlinked(stack_file, "w", encoding="utf-8")
         self._stopped = threading.Event()
-        self.beat()
+        self._limit_changed = threading.Event()
+        self._start_timer()
         threading.Thread(target=self._wait, name="aliquot-watchdog", daemon=True).start()
 
     def beat(self) -> None:
         if self._stopped.is_set():
             return
-        self._last_beat = time.monotonic()
-        faulthandler.dump_traceback_later(self._timeout_s, file=self._stacks)  # replaces the timer of the last beat
+        now = time.monotonic()
+        self._longest_s, self._last_beat = max(self._longest_s, now - self._last_beat), now
+        self._start_timer()
+
+    def hurry(self) -> None:
+        """Shorten the timeout after a stop signal; any thread may call this method."""
+        self._set_limit(min(self._timeout_s, max(_LEAST_LATE_S, _LATE_STEPS * self._longest_s)))
+
+    def relax(self) -> None:
+        """Restore the timeout, because all ranks know of the stop signal and save."""
+        if self._limit_s != self._timeout_s:
+            self._set_limit(self._timeout_s)
+
+    def _set_limit(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._limit_changed.set()
+        self._start_timer()
+
+    def _start_timer(self) -> None:
+        if not self._stopped.is_set():
+            left_s = max(0.1, self._last_beat + self._limit_s - time.monotonic())
+            faulthandler.dump_traceback_later(left_s, file=self._stacks)  # replaces the former timer
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +128,7 @@ class Watchdog:
         if self._stopped.is_set():
             return
         self._stopped.set()
+        self._limit_changed.set()
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()
         with suppress(OSError):  # the user may have removed the file
@@ -106,12 +136,15 @@ class Watchdog:
                 self._stack_file.unlink()
 
     def _wait(self) -> None:
-        while (left_s := self._last_beat + self._timeout_s + self._grace_s - time.monotonic()) > 0:
-            if self._stopped.wait(left_s):
+        while (left_s := self._last_beat + self._limit_s + self._grace_s - time.monotonic()) > 0:
+            if self._limit_changed.wait(left_s):
+                self._limit_changed.clear()
+            if self._stopped.is_set():
                 return
         self._explain_hang()
+        reason = "launch.step_timeout_s" if self._limit_s == self._timeout_s else "since a stop signal arrived"
         message = (
-            f"no progress for {self._timeout_s:g} s (launch.step_timeout_s) while {self._activity()}"
+            f"no progress for {self._limit_s:g} s ({reason}) while {self._activity()}{describe_pending()}"
             f"{describe_stuck_ranks(self._stack_file, self._world_size)}; where every rank was:"
             f" {_all_ranks(self._stack_file)} [hung]"
         )
@@ -194,7 +227,7 @@ class IdleWatchdog:
             place = str(_all_ranks(self._stack_file))
         message = (
             f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"
-            f" {self._activity()}{stuck}; where every rank was: {place} [hung]"
+            f" {self._activity()}{describe_pending()}{stuck}; where every rank was: {place} [hung]"
         )
         end_rank(RankError(self._topology.rank, "training", message, f"{message}\n", time.time()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -17,7 +17,8 @@ from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batches import Batches, EvalBatches, Position
 from aliquot.data.prepare import Prepared
 from aliquot.data.workload import BatchSize
-from aliquot.distributed.heartbeat import Heartbeat
+from aliquot.distributed.flight_recorder import CollectiveWatchdog, record_collectives
+from aliquot.distributed.heartbeat import SILENT_S, Heartbeat
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks
 from aliquot.distributed.topology import choose_device, place_rank
@@ -44,9 +45,10 @@ from aliquot.run.callbacks import Callback, Callbacks, Event
 from aliquot.run.shutdown import Shutdown
 from aliquot.tensor_io.parts import PartStore, SelectedParts
 
-# A collective may wait this long, because reading a terabyte of text takes more than a day. Other mechanisms end a
-# failed run earlier. The exit of a rank ends all ranks. The heartbeat ends a run with a lost node. The idle watchdog
-# ends a run that does nothing, and the watchdog ends a run whose training step takes too long.
+# gloo's collectives may wait this long, because reading a terabyte of text takes more than a day. Other mechanisms end
+# a failed run earlier. The exit of a rank ends all ranks. The heartbeat ends a run with a lost node. The idle watchdog
+# ends a run that does nothing, and the watchdog ends a run whose training step takes too long. NCCL's collectives have
+# a watchdog and a timeout of their own, because a rank that waits for NCCL looks busy.
 _COLLECTIVE_TIMEOUT_S = 30 * 24 * 3600.0
 
 
@@ -112,14 +114,17 @@ def join_run(config: RunConfig, trains: bool, callbacks: Sequence[Callback] = ()
         )
         # Facts of the machine must be read before `join` pins this process to its cores.
         machine = machine_facts() if trains and topology.is_first else None
-        ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, config.launch.join_timeout_s)
-    directory, activity = RunDirectory(config.run.directory), Activity()
+        directory, timeout_s = RunDirectory(config.run.directory), config.launch.step_timeout_s
+        if topology.device == "cuda":
+            record_collectives(directory.logs if trains else None)
+        ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, config.launch.join_timeout_s, timeout_s)
+    activity = Activity()
     stack_file = directory.logs / f"still-rank-{topology.rank}.txt" if trains else None
-    timeout_s = config.launch.step_timeout_s
     gpu = current_gpu(topology.device) if trains else None
     with (
         ranks.closing(),
-        Heartbeat(topology, ranks.store, timeout_s, activity.describe) as heartbeat,
+        Heartbeat(topology, ranks.store, min(SILENT_S, timeout_s), activity.describe) as heartbeat,
+        CollectiveWatchdog(topology, timeout_s, directory.logs if trains else None, activity.describe),
         IdleWatchdog(topology, ranks.store, timeout_s, stack_file, activity.describe, heartbeat.explain_hang),
     ):
         yield RunContext(
@@ -237,7 +242,14 @@ class TrainingContext:
 
     def requested_signal(self) -> int:
         """Return the stop signal that any rank has received, or 0. Collective."""
-        return int(max(self.run.ranks.gather(self.shutdown.requested)))
+        return self.agreed_signal(self.run.ranks.gather(self.shutdown.requested))
+
+    def agreed_signal(self, signals: Iterable[int]) -> int:
+        """Return the stop signal among the signals of all ranks, or 0."""
+        agreed = max(signals)
+        if agreed:
+            self.watchdog.relax()
+        return agreed
 
     def call_back(self, event: Event, metrics: Mapping[str, Any]) -> None:
         """Call the user's callbacks, and end the run early if one asks to stop. Collective. Raises CallbackError."""

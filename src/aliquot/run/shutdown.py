@@ -101,6 +101,7 @@ class Shutdown:
         if threading.current_thread() is not threading.main_thread():
             raise TrainingError("signals come to the main thread alone: train there")
         self.requested = 0
+        self.on_request: Callable[[], None] = lambda: None  # called in another thread when the first signal arrives
         self._state = (Phase.SETUP, 0)  # phase and last step; one tuple, because another thread reads both
         self._loss = "losing an unknown number of steps: the run directory does not answer"
         self._grace_s = grace_s
@@ -186,6 +187,7 @@ class Shutdown:
         self._deadline.start()
         if self._speaks:
             bounded_call(self._read_loss)
+        self.on_request()
         again = "" if ROUND in os.environ else f"; a second signal ends it at once, {self._loss}"
         self._say(f"{signal.Signals(number).name}: the run saves and stops after this step{again}")
 

@@ -152,6 +152,7 @@ def _train_steps(
             timeout_s, stack_file, ranks.rank, ranks.world_size, run.activity.describe, run.heartbeat.explain_hang
         ) as watchdog,
     ):  # fmt: skip
+        shutdown.on_request = watchdog.hurry
         progress = TrainingProgress(start.step, inputs.total_steps, start.tokens, start.step, start.evaluations)
         training = TrainingContext(
             run, record, inputs, model, start, setup.files_beside_weights(run, inputs, model), recorder, watchdog,

@@ -49,7 +49,7 @@ class TrainingLoop:
                 loss_sums = self._backward(batch)
                 reports = self._exchange_reports(batch, loss_sums)
                 metrics = self._update(batch, reports)
-                stop_signal = max(report["stop"] for report in reports)
+                stop_signal = self._training.agreed_signal(report["stop"] for report in reports)
                 self._training.call_back("on_step_end", metrics)
                 self._log(metrics)
                 if not stop_signal:
