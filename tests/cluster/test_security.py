@@ -160,6 +160,7 @@ def test_another_render_makes_another_job() -> None:
 def test_gpu_image_opens_its_plugin() -> None:
     """The plugin belongs to CUDA 13, lies on the library path (a Debian package in its own directory) and opens."""
     text = (REPOSITORY / "deploy" / "Dockerfile.cuda").read_text()
+    assert "deepspeed" in re.search(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)[1].split(",")  # type: ignore[index]
     release = re.search(r"^ARG EFA_INSTALLER=(\d+)\.(\d+)\.", text, re.MULTILINE)
     assert release is not None and (int(release[1]), int(release[2])) >= (1, 47)
     path = re.search(r"LD_LIBRARY_PATH=(\S+)", text)

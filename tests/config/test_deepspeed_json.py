@@ -149,6 +149,8 @@ def test_equal_values_do_not_contradict(write: Any) -> None:
         (changed("zero_optimization.offload_param.device", "nvme"), "its nvme_path None is no directory"),
         (changed("elasticity.enabled", True), "elasticity.enabled is True: changes the data"),
         (changed("zero_optimization.zero_hpz_partition_size", 2), "keeps a second copy"),
+        (changed("zero_optimization.offload_optimizer.ratio", 0.3), "ratio is 0.3: a part of the states on the GPU"),
+        (changed("zero_optimization.offload_optimizer.super_offload", True), "super_offload is True: not tested"),
     ],
 )
 def test_rejected_key_is_refused_with_its_line(write: Any, settings: Any, expected: str) -> None:
@@ -250,8 +252,20 @@ def test_auto_is_accepted_for_every_key(write: Any, path: str) -> None:
 
 
 def test_disabled_rejected_keys_are_accepted(write: Any) -> None:
-    for path, value in [("fp16.enabled", False), ("elasticity.enabled", False), ("prescale_gradients", False)]:
+    offload = "zero_optimization.offload_optimizer"
+    for path, value in [
+        ("fp16.enabled", False), ("elasticity.enabled", False), ("prescale_gradients", False),
+        (f"{offload}.ratio", 1.0), (f"{offload}.super_offload", False),
+    ]:  # fmt: skip
         read_config(write(changed(path, value)))
+
+
+def test_gradients_are_sent_and_summed_in_fp32_by_default(write: Any) -> None:
+    given, _ = deepspeed_settings(read_config(write(JOB)), world_size=2, hidden_size=64)
+    assert (given["communication_data_type"], given["data_types"]) == ("fp32", {"grad_accum_dtype": "fp32"})
+    chosen = {**JOB, "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+    given, _ = deepspeed_settings(read_config(write(chosen)), world_size=2, hidden_size=64)
+    assert (given["communication_data_type"], given["data_types"]) == ("bf16", {"grad_accum_dtype": "bf16"})
 
 
 def test_broken_deepspeed_json_is_one_line(write: Any, tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
     with pytest.raises(UserError, match="gloo is for engine fsdp"):
         engine_class(config(shard={"engine": "host", "collectives": "gloo"}), on(), 1)
     assert engine_class(config(shard={"collectives": "gloo"}), on(), 1)[0] == "fsdp"
+    with pytest.raises(UserError, match=r"compile: layers is for engines host and fsdp.*Set train\.compile: none"):
+        compiled = {"global_batch_size": 1, "compile": "layers"}
+        engine_class(config(shard={"engine": "deepspeed"}, train=compiled), on(), 1)
     with pytest.raises(UserError, match="needs shard"):
         frugal = {"global_batch_size": 1, "optimizer_states": "int8"}
         engine_class(config(shard={"engine": "fsdp"}, train=frugal), on(), 1)

@@ -442,7 +442,9 @@ def test_the_seeds_table_of_llama_3_8b() -> None:
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
     }  # fmt: skip
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    shard = {"engine": "deepspeed", "deepspeed_config": {"bf16": {"enabled": True}, "zero_optimization": zero}}
+    defaults = {"grad_accum_dtype": "bf16"}  # of DeepSpeed; aliquot's is fp32
+    settings = {"bf16": {"enabled": True}, "zero_optimization": zero, "data_types": defaults}
+    shard = {"engine": "deepspeed", "deepspeed_config": settings}
     made = planned(model, 1, 4, shard=shard)
     told = {phase.name: sum(phase.private_bytes.values()) for phase in made.phases}
     names = [name for name in told if name.startswith("after")]

@@ -45,6 +45,11 @@ def chosen_engine(
     if name == "deepspeed" and (config.adapter is not None or config.train.freeze):
         frozen = "adapter" if config.adapter is not None else "train.freeze"
         raise EngineError(f"{frozen} needs shard.engine: host or fsdp, not deepspeed")
+    if name == "deepspeed" and config.train.compile == "layers":
+        raise EngineError(
+            "train.compile: layers is for engines host and fsdp: DeepSpeed gathers each weight within a layer, which"
+            " leaves nothing to fuse. Set train.compile: none"
+        )
     if name == "host" and device != "cpu":
         raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
     if name == "host" and config.shard.collectives == "gloo":
@@ -105,8 +110,8 @@ def engine_spec(
         settings, notes = deepspeed_settings(config, topology.world_size, hidden_size)
     elif config.shard.deepspeed_config is not None:
         notes = [f"shard.deepspeed_config fills the config; engine {engine} ignores its other keys"]
-    if engine != "host" and config.shard.reduce_dtype == "bf16":
-        notes.append(f"shard.reduce_dtype: bf16 is for engine host; {engine} ignores it")
+    if engine == "deepspeed" and config.shard.reduce_dtype == "bf16":
+        notes.append("engine deepspeed ignores shard.reduce_dtype: set communication_data_type in its JSON")
     return EngineSpec(
         precision=train.precision,
         gradient_checkpointing=train.gradient_checkpointing,

@@ -20,8 +20,15 @@ from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.deepspeed.deepspeed_setup import adamw, prepare_ops, prepare_states, report_phases, set_steps
-from aliquot.engines.model_kernels import compile_layers, warm_up_kernels
+from aliquot.engines.deepspeed.deepspeed_setup import (
+    adamw,
+    compiles_adam,
+    prepare_ops,
+    prepare_states,
+    report_phases,
+    set_steps,
+)
+from aliquot.engines.model_kernels import warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
@@ -74,13 +81,11 @@ class DeepspeedEngine:
         os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init reads LOCAL_RANK, even for one rank
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
-        if topology.device == "cpu":
-            prepare_ops()
-        deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
         settings = dict(spec.deepspeed or {})
+        if topology.device == "cpu" or compiles_adam(settings):
+            prepare_ops(topology.device)
+        deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
         backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
-        if spec.compile == "layers":
-            compile_layers(meta, topology)
         cast_parameters(meta, spec.compute_dtype)
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
@@ -89,7 +94,7 @@ class DeepspeedEngine:
         training = _Training(meta, spec.fused_loss, head_loss_on(topology.device, copies_transposed=copies))
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
-        optimizer = adamw(list(meta.named_parameters()), spec, settings)
+        optimizer = adamw(list(meta.named_parameters()), spec, settings, topology.device)
         with report_phases(spec.hooks.build):
             engine, *_ = deepspeed.initialize(model=training, optimizer=optimizer, config=settings)
         spec.hooks.build("after ZeRO init")

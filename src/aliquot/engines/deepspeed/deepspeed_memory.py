@@ -10,9 +10,9 @@ after bf16 partitions    stage3.py, _create_fp16_partitions_with_defragmentation
 after fp32 master        _create_fp32_partitions: an fp32 copy, 4 bytes per owned element.
 after optimizer state    initialize_optimizer_states: no moments, because Adam creates moments in its first step. With
                          offload_optimizer, an fp32 gradient of every sub-group, 4 bytes per owned element.
-after ZeRO init          _setup_for_real_optimizer: grad_partitions_flat_buffer in bf16, 2 bytes per owned element. Then
-                         create_reduce_and_remove_grad_hooks gathers every weight once, and the three MLP weights of
-                         one layer stay gathered.
+after ZeRO init          _setup_for_real_optimizer: grad_partitions_flat_buffer in the dtype of gradient sums, 4 bytes
+                         per owned element in fp32. Then create_reduce_and_remove_grad_hooks gathers every weight once,
+                         and the three MLP weights of one layer stay gathered.
 """
 
 from __future__ import annotations
@@ -39,14 +39,21 @@ def persistent_numel(config: RunConfig, shape: ModelShape, layout: RankLayout) -
 
     The source is DeepSpeed's parameter_offload.py.
     """
-    threshold = _settings(config, shape, layout).get("stage3_param_persistence_threshold", _PERSISTENT_NUMEL)
+    zero = _settings(config, shape, layout)["zero_optimization"]
+    threshold = zero.get("stage3_param_persistence_threshold", _PERSISTENT_NUMEL)
     return sum(numel(weight) for weight in shape.weights if numel(weight) <= threshold)
+
+
+def sent_gradient_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> int:
+    """Return the bytes of a gradient that DeepSpeed sends."""
+    return _itemsize(_settings(config, shape, layout)["communication_data_type"])
 
 
 def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -> RankMemory:
     """Return the memory of a rank in training with engine deepspeed."""
-    zero = _settings(config, shape, layout)
-    compute = 2 if config.train.precision == "bf16" else 4
+    settings = _settings(config, shape, layout)
+    zero, summed = settings["zero_optimization"], _itemsize(settings["data_types"]["grad_accum_dtype"])
+    compute, sent = 2 if config.train.precision == "bf16" else 4, sent_gradient_bytes(config, shape, layout)
     weights = shape.weights
     owned = sum(_partition(weight, layout.world_size) for weight in weights)
     largest = max(numel(weight) for weight in weights)
@@ -57,28 +64,30 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
     prefetched = min(int(zero.get("stage3_prefetch_bucket_size", 5 * 10**7)), shape.numel)
     gathered = compute * (max(live, largest) + prefetched)
     # Only the filled part of the gradient bucket takes memory. The input of the reduce-scatter is a copy of the bucket
-    # (reduce_scatter_coalesced). On CPU there is one more copy, because gloo's reduce-scatter all-reduces a clone.
+    # (reduce_scatter_coalesced), made from another copy if gradients are sent in another dtype. On CPU there is one
+    # more copy, because gloo's reduce-scatter all-reduces a clone.
     bucket = min(max(int(zero.get("reduce_bucket_size", 5 * 10**8)), largest), shape.numel)
-    copies = 3 if layout.device == "cpu" else 2
+    copies = (2 if layout.device == "cpu" else 1) + (1 if sent != compute else 0)
     return RankMemory(
         weights=(compute + 4) * owned if compute == 2 or offloaded else 4 * owned,
-        gradients=(compute + (4 if offloaded else 0)) * owned,
+        gradients=(summed + (4 if offloaded else 0)) * owned,
         gradients_from_start=True,
         moments=8 * owned,
-        # For one sub-group: flat gradients, fp32 gradients, and the square root of the second moments.
-        update=(compute + 4 + 4) * group,
+        # For one sub-group: flat gradients, fp32 gradients if these differ, and the square root of the second moments.
+        update=(summed + (4 if summed != 4 else 0) + 4) * group,
         forward=gathered,
-        backward=gathered + copies * compute * bucket,
+        backward=gathered + (compute + copies * sent) * bucket,
         evaluation=gathered,
         # On CPU, each step allocates the copies of the bucket anew, which fragments the heap: in 20 steps, the unused
         # heap grew by the size of two copies.
-        holes=2 * compute * bucket if layout.device == "cpu" else 0,
+        holes=2 * sent * bucket if layout.device == "cpu" else 0,
     )
 
 
 def build_phases(config: RunConfig, shape: ModelShape, layout: RankLayout) -> list[tuple[str, dict[str, int]]]:
     """Return the private bytes after each phase of DeepSpeed's initialization, without the process's base memory."""
-    zero = _settings(config, shape, layout)
+    settings = _settings(config, shape, layout)
+    zero = settings["zero_optimization"]
     weights = shape.weights
     compute = 2 if config.train.precision == "bf16" else 4
     parts = [_partition(weight, layout.world_size) for weight in weights]
@@ -95,16 +104,19 @@ def build_phases(config: RunConfig, shape: ModelShape, layout: RankLayout) -> li
     phases.append(("after fp32 master", dict(private)))
     private["gradients"] = 4 * owned if offloaded else 0
     phases.append(("after optimizer state", dict(private)))
-    private["gradients"] += compute * owned
+    private["gradients"] += _itemsize(settings["data_types"]["grad_accum_dtype"]) * owned
     private["gathered"] = compute * sum(widest)
     phases.append(("after ZeRO init", dict(private)))
     return phases
 
 
 def _settings(config: RunConfig, shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
-    settings, _ = deepspeed_settings(config, layout.world_size, shape.width)
-    zero: dict[str, Any] = settings["zero_optimization"]
-    return zero
+    return deepspeed_settings(config, layout.world_size, shape.width)[0]
+
+
+def _itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a dtype, as DeepSpeed's JSON names it."""
+    return 4 if dtype in ("fp32", "torch.float32") else 2
 
 
 def _offloads(zero: dict[str, Any], section: str) -> bool:

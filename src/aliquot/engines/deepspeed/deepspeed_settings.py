@@ -45,6 +45,9 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
     bf16 = {key: value for key, value in explicit.get("bf16", {}).items() if key != "immediate_grad_update"}
     result["bf16"] = {**bf16, "enabled": config.train.precision == "bf16"}
     result["steps_per_print"] = None
+    # DeepSpeed's default is the dtype of the weights, in which a sum over many micro-batches or ranks is coarse.
+    result.setdefault("communication_data_type", "fp32")
+    result["data_types"] = {"grad_accum_dtype": "fp32", **result.get("data_types", {})}
     return result, _log_lines(written)
 
 

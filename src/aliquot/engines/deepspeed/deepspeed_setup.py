@@ -29,21 +29,25 @@ _PHASES = {
     "After creating fp32 partitions": "after fp32 master",
     "After initializing optimizer states": "after optimizer state",
 }
+_WITHOUT_COMPILER = "with zero_force_ds_cpu_optimizer: false in its JSON, torch's AdamW runs instead"
 _YOUNG_S = 120.0  # a younger lock may belong to a build on another host with the same home directory
 _log = logging.getLogger(__name__)
 
 
-def prepare_ops() -> None:
-    """Check that DeepSpeed can compile its C++ ops on CPUs, and remove the locks of killed builds.
+def prepare_ops(device: str = "cpu") -> None:
+    """Check that DeepSpeed can compile its C++ ops, and remove the locks of killed builds.
 
-    On CPUs, DeepSpeed compiles its shared-memory op at every start, even if nothing uses the op. Raises
-    MissingToolError if a build tool is not installed.
+    On CPUs, DeepSpeed compiles its shared-memory op at every start, even if nothing uses the op. On GPUs, it compiles
+    only its AdamW for offloaded states. Raises MissingToolError if a build tool is not installed.
     """
+    on_gpu = device == "cuda"
     if missing := missing_tools():
         raise MissingToolError(
-            f"DeepSpeed compiles C++ ops when it starts on CPUs and needs {' and '.join(missing)};"
-            " the engines host and fsdp need no compiler"
+            f"DeepSpeed compiles {'its AdamW for offloaded states' if on_gpu else 'C++ ops when it starts on CPUs'} and"
+            f" needs {' and '.join(missing)}; {_WITHOUT_COMPILER if on_gpu else 'the engines host and fsdp need none'}"
         )
+    if on_gpu:
+        _log.warning("DeepSpeed compiles its AdamW for offloaded states at its first start; %s", _WITHOUT_COMPILER)
     for lock in locks():
         if _is_abandoned(lock):
             lock.unlink(missing_ok=True)
@@ -80,29 +84,39 @@ def _open_files() -> Iterator[Path]:
 
 
 def adamw(
-    weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any]
+    weights: Sequence[tuple[str, nn.Parameter]], spec: EngineSpec, settings: Mapping[str, Any], device: str
 ) -> torch.optim.Optimizer:
     """Return AdamW over two parameter groups, with and without weight decay.
 
-    For offloaded states this is DeepSpeedCPUAdam, unless the settings disable it; otherwise it is torch's AdamW.
+    For offloaded states this is DeepSpeedCPUAdam, unless the settings disable it; otherwise it is torch's AdamW, which
+    on a GPU is one kernel for all weights.
     """
     decaying = [decays(name, tuple(cast(Any, w).ds_shape)) for name, w in weights]
     groups = decay_groups([w for _, w in weights], decaying, spec.weight_decay)
     options: dict[str, Any] = {"lr": 0.0, "betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
-    offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    if offload == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):
-        return torch.optim.AdamW(groups, **options)
+    if not compiles_adam(settings):
+        return torch.optim.AdamW(groups, **options, fused=device == "cuda" and not _offloads(settings))
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     return optimizer
 
 
+def compiles_adam(settings: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed updates the weights with its own AdamW, which it compiles."""
+    return _offloads(settings) and bool(settings.get("zero_force_ds_cpu_optimizer", True))
+
+
+def _offloads(settings: Mapping[str, Any]) -> bool:
+    offload = settings.get("zero_optimization", {}).get("offload_optimizer", {})
+    return bool(offload.get("device", "none") != "none")
+
+
 def prepare_states(optimizer: Any) -> None:
     """Create zero moments before Adam's first step, so that a checkpoint can be restored into the moments."""
     for flat in optimizer.fp32_partitioned_groups_flat:
         optimizer.optimizer.state[flat] = {
-            "step": _step(optimizer.optimizer, 0),
+            "step": _step(optimizer.optimizer, 0, flat.device),
             "exp_avg": torch.zeros_like(flat, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
         }
@@ -111,11 +125,12 @@ def prepare_states(optimizer: Any) -> None:
 def set_steps(optimizer: Any, steps: int) -> None:
     """Set the number of completed steps, which Adam's bias correction needs."""
     for flat in optimizer.fp32_partitioned_groups_flat:
-        optimizer.optimizer.state[flat]["step"] = _step(optimizer.optimizer, steps)
+        optimizer.optimizer.state[flat]["step"] = _step(optimizer.optimizer, steps, flat.device)
 
 
-def _step(optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    return torch.tensor(float(steps)) if type(optimizer) is torch.optim.AdamW else steps
+def _step(optimizer: torch.optim.Optimizer, steps: int, device: torch.device) -> Any:
+    # torch's fused AdamW needs the number on the device of the weights; the other variants accept that, too.
+    return torch.tensor(float(steps), device=device) if type(optimizer) is torch.optim.AdamW else steps
 
 
 @contextmanager
