@@ -13,6 +13,7 @@ import torch
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.deepspeed import deepspeed_engine
 from aliquot.engines.fsdp import fsdp_engine
 from aliquot.engines.host import host_engine, host_gradients
 from aliquot.engines.startup_proof import prove
@@ -21,6 +22,14 @@ from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from tests.processes import as_ranks
 from tests.tools.architectures import small_config
+
+KINDS: dict[str, type[Engine]] = {
+    "host": host_engine.HostEngine, "fsdp": fsdp_engine.FsdpEngine, "deepspeed": deepspeed_engine.DeepspeedEngine,
+}  # fmt: skip
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+    "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}, "steps_per_print": None,
+}  # fmt: skip
 
 
 class Faulty(TiledAttention):
@@ -56,13 +65,13 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     outcomes = {}
     for argument in arguments:
         model_type, engine, fault = argument.split(":")
-        module: Any = host_engine if engine == "host" else fsdp_engine
+        module: Any = {"host": host_engine, "fsdp": fsdp_engine, "deepspeed": deepspeed_engine}[engine]
         attention_on, contributions = module.attention_on, host_gradients.Counter
         if fault == "contributions":
             host_gradients.Counter = Forgetful  # type: ignore[misc]
         elif fault != "none":
             module.attention_on = lambda *_, fault=fault: Faulty(fault)
-        kind: type[Engine] = host_engine.HostEngine if engine == "host" else fsdp_engine.FsdpEngine
+        kind = KINDS[engine]
         topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
         config = small_config(model_type, dropout=True)
         model_traits = traits(config)
@@ -70,6 +79,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
             "bf16", 512, model_traits.plain_head, model_traits.packs, model_traits.looks_up, True,
             collectives="shared_memory",
             optimizer_states="int8" if engine == "host" else "fp32", micro_batches=1,
+            deepspeed=DEEPSPEED if engine == "deepspeed" else None,
         )  # fmt: skip
         try:
             prove(config, model_traits, kind, spec, topology)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from aliquot.core.errors import UnsupportedModelError
+from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from aliquot.engines.startup_proof import _run_in_bf16
 from aliquot.models.traits import traits
 from tests.models.test_every_type import TYPES
@@ -46,6 +47,19 @@ def test_proof_names_planted_errors(outcomes: list[dict[str, str]], case: str) -
     first, second = (rank_outcomes[case] for rank_outcomes in outcomes)
     assert first == second and "would be trained wrongly" in first
     assert "\n" not in first and ("the gradient of " in first or "loss is " in first)
+
+
+@pytest.mark.long
+def test_proof_runs_deepspeed_and_the_run_starts_it_again(tmp_path: Path) -> None:
+    """Weights and gradients of a bf16 run are bf16; those of the proof are fp32."""
+    pytest.importorskip("deepspeed")
+    if missing_tools():
+        pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}")
+    cases = ("llama:deepspeed:none", "llama:deepspeed:leak", "gemma:deepspeed:none")
+    run_worlds(Path(__file__).parent / "proof_worker.py", [World(2, tmp_path, cases)])
+    for rank in range(2):
+        right, wrong, again = json.loads((tmp_path / f"{rank}.json").read_text()).values()
+        assert right == again == "" and "would be trained wrongly" in wrong
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 The engine computes two rows of two documents as micro-batches on all ranks. The reference is the same narrow model with
 transformers' eager attention, which gets one document at a time. The losses and the gradient of every weight must
 agree. The proof finds errors in attention, masks, windows, heads, sums or the gradient exchange, which would otherwise
-give a wrong but plausible loss curve. The proof runs in fp32. A bf16 run also tests whether the model's code runs with
-bf16 weights at all.
+give a wrong but plausible loss curve. The proof runs in fp32, in which attention may have other kernels
+(attention_proof.py). A bf16 run also tests whether the model's code runs with bf16 weights at all.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ _ROWS = 2
 # fault in tests/engines/test_startup_proof.py is found.
 _TOLERANCE = 1e-3
 _REDUCED_TOLERANCE = 2**-7  # for sums sent as bf16, which has a relative error of 2^-9; sums of hosts may cancel
+_EXACT_DEEPSPEED = {
+    "bf16": {"enabled": False}, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"},
+}  # fmt: skip
 _NOISE = 1e-5  # relative to the norm of all gradients: rounding errors in a gradient that should be zero
 
 
@@ -124,7 +127,8 @@ def _run_engine(
     rows = shown.rows
     rounds = -(-len(rows) // topology.world_size)
     exact = replace(
-        spec, precision="fp32", on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
+        spec, precision="fp32", deepspeed=spec.deepspeed and {**spec.deepspeed, **_EXACT_DEEPSPEED}, on_disk=None,
+        optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
         micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds, hooks=PhaseHooks(),
     )  # fmt: skip
     engine = kind.build(on_meta.model, exact, topology)

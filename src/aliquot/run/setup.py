@@ -30,6 +30,7 @@ from aliquot.data.workload import batch_size
 from aliquot.distributed.launcher import torchrun_advice
 from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import group_lines
+from aliquot.engines.attention_proof import attention_calls, prove_attention
 from aliquot.engines.base import Engine, PhaseHooks
 from aliquot.engines.engine_plan import SHARDED
 from aliquot.engines.select import engine_class, engine_spec
@@ -46,6 +47,7 @@ from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.models.traits import Traits, traits
+from aliquot.nn.attention.document_attention import attention_on
 from aliquot.observe import run_summary
 from aliquot.observe.events import RunRecord
 from aliquot.observe.step_clock import StepClock, timeline_of
@@ -181,8 +183,10 @@ def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Mo
         run.config, topology, engine_name, built, PhaseHooks(end_phase, lambda name: ledger.mark(name, {})),
         on_disk=None if plan is None else plan.on_disk, unsharded=SHARDED if plan is None else plan.unsharded,
     )  # fmt: skip
-    if engine_name != "deepspeed":  # a process can start DeepSpeed only once
-        prove(inputs.source.config, built.traits, engine_type, spec, topology)
+    attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
+    if attention is not None:
+        prove_attention(attention_calls(built.model), attention, spec, topology.device)
+    prove(inputs.source.config, built.traits, engine_type, spec, topology)
     # Names and stored forms are read before the engine shards the model.
     names = StoredNames.from_model(built.model)
     published = published_of(built.model, built.tensors) if built.adapter is None else built.adapter.loads
