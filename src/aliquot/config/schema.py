@@ -58,8 +58,8 @@ class ShardSection(Section):
     collectives: Literal["auto", "shared_memory", "gloo"] = "auto"
     """Collectives among CPU ranks. auto: shared_memory where possible; with fsdp on one host only."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of gradients sent between hosts; ranks of one CPU host always sum in fp32. bf16: half the bytes sent, and
-    half the memory of sums that wait on a host for further micro-batches."""
+    """Dtype of gradients sent between hosts, and by engine fsdp between GPUs; ranks of one CPU host always sum in fp32.
+    bf16: half the bytes sent, and with engine host half the memory of sums that wait for further micro-batches."""
     offload: Literal["none", "cpu", "disk"] = "none"
     """cpu: keep weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed. disk: keep the
     state that does not fit into memory on disk, moments first, then gradient sums; engine host."""
@@ -119,8 +119,8 @@ class LaunchSection(SectionWithNodes):
     join_timeout_s: PositiveFloat = Field(900.0, le=1e9)
     """Nodes and ranks wait this long for the others at start."""
     step_timeout_s: PositiveFloat = Field(1800.0, le=1e9)
-    """The run ends when a rank makes no progress in training for this long. In preparation and export it also ends when
-    a node is not heard of for this long, or when no rank computes, reads or writes."""
+    """The run ends when a rank makes no progress in training for this long. In preparation and export it ends when no
+    rank computes, reads or writes for this long, and on GPUs at any time when a collective takes longer."""
 
 
 class ObserveSection(Section):

@@ -44,7 +44,7 @@ class EngineSpec:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype in which hosts exchange gradients
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of gradients on the network
     micro_batches: int | None = None  # per rank and optimizer step; None: unknown
     compile: Literal["none", "layers"] = "none"
     collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # for engine fsdp; auto: shared memory if possible
@@ -61,6 +61,12 @@ class EngineSpec:
     @property
     def compute_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def eager_checkpointing(self) -> Literal["none", "selective", "full"]:
+        """The activation checkpointing by torch.utils.checkpoint: in compiled layers, the compiler does `selective`."""
+        compiled = self.compile == "layers" and self.gradient_checkpointing == "selective"
+        return "none" if compiled else self.gradient_checkpointing
 
 
 @dataclass(frozen=True)

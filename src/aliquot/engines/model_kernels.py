@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 _MANY = 1 << 20
 _PERMUTE, _MM = torch.ops.aten.permute.default, torch.ops.aten.mm.default
+# By default, torch's partitioner saves results of cheap operations that are inputs of matrix products in the backward
+# pass, such as norms and activation functions. It never recomputes products, attention and other costly operations.
+_SELECTIVE = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+}
 
 
 def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
@@ -43,25 +50,49 @@ def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> N
     Call this before anything wraps the layers. Raises MissingToolError without a C++ compiler.
     """
     if spec.compile == "layers":
-        compile_layers(model, topology)
+        compile_layers(model, topology, spec.gradient_checkpointing == "selective")
     elif copies_transposed(topology.device, spec.compute_dtype):
         copy_in_backward(model)
 
 
-def compile_layers(model: nn.Module, topology: Topology) -> None:
-    """Compile every decoder layer, before anything wraps the layers. Raises MissingToolError without a C++ compiler."""
+def compile_layers(model: nn.Module, topology: Topology, selective: bool = False) -> None:
+    """Compile every decoder layer, before anything wraps the layers. Raises MissingToolError without a C++ compiler.
+
+    With `selective`, the backward pass recomputes all operations of a layer except for matrix products, reductions and
+    attention. The policy of torch.utils.checkpoint would not do that, because it does not see the operations of a
+    compiled graph.
+    """
     if cpp_compiler(os.environ) is None:
         raise MissingToolError(
             "train.compile: layers needs a C++ compiler (g++ or clang++), and none is installed: use none"
         )
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(topology.threads))
     register(splits_graphs=topology.device == "cpu")
-    torch.compiler.config.dynamic_sources = DYNAMIC_SOURCES
     register_experts(compiled=True)
     options = _compile_options()
     for layer in decoder_layers(model):
         # layer.compile() would also compile the hooks in which a layer waits for its weights.
-        layer.forward = compile_function(layer.forward, options=options)
+        layer.forward = _with_settings(
+            compile_function(layer.forward, options=options), _SELECTIVE if selective else {}
+        )
+
+
+def _with_settings(compiled: Callable[..., Any], partitioner: dict[str, bool]) -> Callable[..., Any]:
+    """Return a compiled function that sets torch's global settings of compilations for the time of its calls.
+
+    The first call for each kind of input compiles the function. `partitioner`: settings of the code that chooses what a
+    graph saves for its backward pass.
+    """
+    from torch._functorch import config as partitioner_config
+
+    @functools.wraps(compiled)
+    def call(*arguments: Any, **options: Any) -> Any:
+        settings = torch.compiler.config
+        sources = ",".join(filter(None, (settings.dynamic_sources, DYNAMIC_SOURCES)))
+        with settings.patch(dynamic_sources=sources), partitioner_config.patch(partitioner):  # type: ignore[attr-defined]
+            return compiled(*arguments, **options)
+
+    return call
 
 
 def _compile_options() -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
         series += [_larger_batches(config, layout), _larger_micro_batches(config, layout)]
         if layout.device == "cpu" and plan.engine != "host":
             series.append(_set(config, "shard.engine", "host"))
-        if layout.nodes > 1 and plan.engine == "host" and config.shard.reduce_dtype == "fp32":
+        if layout.nodes > 1 and plan.engine != "deepspeed" and config.shard.reduce_dtype == "fp32":
             series.append(_set(config, "shard.reduce_dtype", "bf16"))
     return series
 

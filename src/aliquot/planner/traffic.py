@@ -10,8 +10,10 @@ from aliquot.config.schema import RunConfig
 from aliquot.data.workload import micro_batch_tokens
 from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK, PATCH_CODE_BYTES
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.deepspeed import deepspeed_memory
 from aliquot.engines.deepspeed.deepspeed_memory import REUSED_NUMEL, persistent_numel
 from aliquot.engines.engine_plan import SHARDED, Unsharded
+from aliquot.engines.fsdp.fsdp_memory import sent_gradient_bytes, shares_memory
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.models.model_shape import ModelShape, numel
 
@@ -56,19 +58,20 @@ def traffic(
     elif engine == "fsdp":
         gathers, reduced = _collected(shape, layout, micro_batches, itemsize, unsharded)
         gathered = itemsize * sum(shape.padded_groups(layout.world_size))
-        if layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo":
+        if shares_memory(config, layout):
             # Each rank writes its shard and all of its gradients to shared memory (engines/fsdp/fsdp_collectives.py).
             shared = gathers + layout.world_size * reduced if layout.world_size > 1 else 0
         else:
+            reduced = reduced // 4 * sent_gradient_bytes(config, layout)
             wire, local = _ring(layout, gathers + _reduce_passes(layout) * reduced)
             forward = _ring(layout, gathered)
     elif engine == "deepspeed":
         # Weights that are needed again soon stay gathered (deepspeed_memory.py). Small weights stay gathered until
-        # their update. DeepSpeed reduces gradients in the compute dtype.
+        # their update.
         small = persistent_numel(config, shape, layout)
         twice = shape.numel - min(shape.numel, REUSED_NUMEL)
         gathers = itemsize * (micro_batches * max(0, shape.numel + twice - small) + small)
-        reduced = micro_batches * itemsize * shape.numel
+        reduced = micro_batches * deepspeed_memory.sent_gradient_bytes(config, shape, layout) * shape.numel
         wire, local = _ring(layout, gathers + _reduce_passes(layout) * reduced)
         gathered = itemsize * max(0, shape.numel - small)
         forward = _ring(layout, gathered)

@@ -110,6 +110,32 @@ class SharedReduceScatter(_NewOutput):
                 add_sum(local[start:stop], [view[at : at + stop - start] for view in views], first=True)
 
 
+class RoundedReduceScatter(_NewOutput):
+    """A reduce-scatter of fp32 gradients that sends and adds bf16, for FSDP2's `set_custom_reduce_scatter`.
+
+    With bf16 as FSDP2's own reduce_dtype, gradients of several micro-batches would be summed in bf16, too.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        reduced = torch.empty_like(output_tensor, dtype=torch.bfloat16)
+        dist.reduce_scatter_single(reduced, input_tensor.bfloat16(), op=op, group=group)
+        output_tensor.copy_(reduced)
+
+
+def round_sent_gradients(model: nn.Module) -> None:
+    """Let ranks exchange gradients in bf16."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
+
+
 def use_shared_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> StagingBuffer | None:
     """Let CPU ranks of one host exchange weights and gradients through shared memory; None: gloo or nccl is used.
 

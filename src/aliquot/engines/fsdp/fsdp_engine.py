@@ -1,6 +1,7 @@
 """The fsdp engine: PyTorch FSDP2, which gathers weights layer by layer, for GPUs and for weights larger than a node.
 
-Master weights are fp32 and sharded along dim 0. FSDP2 gathers a layer in bf16 (or fp32) and reduces gradients in fp32.
+Master weights are fp32 and sharded along dim 0. FSDP2 gathers a layer in bf16 (or fp32) and reduces gradients in fp32,
+which `shard.reduce_dtype: bf16` rounds to bf16 for the network alone.
 Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them.
 """
 
@@ -24,7 +25,12 @@ from aliquot.core.errors import EngineError
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
-from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives, use_shared_memory
+from aliquot.engines.fsdp.fsdp_collectives import (
+    StagingBuffer,
+    check_collectives,
+    round_sent_gradients,
+    use_shared_memory,
+)
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.device_copies import read_early
@@ -75,7 +81,7 @@ class FsdpEngine:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
         )
-        self._activations = ActivationMeter(spec.gradient_checkpointing, topology.device)
+        self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -95,7 +101,7 @@ class FsdpEngine:
         device = torch.device(topology.device)
         mesh = init_device_mesh(topology.device, (topology.world_size,))
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
-        backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
+        backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
         # With pinned memory, FSDP2 would copy the shards in the first forward pass, and the optimizer would update the
         # old shards.
@@ -114,6 +120,8 @@ class FsdpEngine:
                 reshard_after_forward=reshard,
             )  # fmt: skip
         staging = use_shared_memory(meta, spec, topology)
+        if staging is None and spec.reduce_dtype == "bf16" and topology.world_size > 1:
+            round_sent_gradients(meta)
         if spec.fused_loss:
             copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
             _add_fused_loss(meta, head_loss_on(topology.device, copies_transposed=copies, compiled=compiled))
@@ -259,7 +267,8 @@ class FsdpEngine:
         numel = sum(shard.parameter.numel() for shard in self._shards)
         trainable = sum(shard.parameter.numel() for shard in self._trainable)
         share = (self._world_size - 1) / self._world_size
-        gathered, reduced = gathers * self._spec.compute_dtype.itemsize * numel, reduces * 4 * trainable
+        gathered = gathers * self._spec.compute_dtype.itemsize * numel
+        reduced = reduces * (2 if self._spec.reduce_dtype == "bf16" else 4) * trainable
         self._wire_bytes += int(share * (gathered + reduced))
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:

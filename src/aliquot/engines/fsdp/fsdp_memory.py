@@ -24,6 +24,7 @@ class _Groups:
     ranks: int
     compute: int  # bytes of a gathered element
     flat: int  # bytes per element of the flat result of an all-gather, from which FSDP2 copies
+    rounded: int  # bytes per gradient of the copy that is sent, if gradients are rounded for the network
 
     @property
     def whole_bytes(self) -> int:
@@ -48,10 +49,11 @@ def fsdp_memory(
     learned = shape.learned_padded_groups(ranks)
     owned = sum(learned) // ranks
     frozen = (root + sum(layers)) // ranks - owned
-    shared = layout.device == "cpu" and layout.nodes == 1 and ranks > 1 and config.shard.collectives != "gloo"
+    shared = ranks > 1 and shares_memory(config, layout)
+    sent = sent_gradient_bytes(config, layout)
     # FSDP2 keeps the flat result of an all-gather until the next all-gather. A single rank only copies.
     flat = compute if ranks > 1 else 0
-    groups = _Groups(root, layers, learned[0], learned[1:], ranks, compute, flat)
+    groups = _Groups(root, layers, learned[0], learned[1:], ranks, compute, flat, sent if sent < 4 else 0)
     largest = max(layers)
     forward = compute * root + (compute + flat) * largest
     if unsharded.weights:
@@ -70,6 +72,17 @@ def fsdp_memory(
         # Gradients stay allocated between steps, but each micro-batch allocates new gradients of the root group.
         holes=4 * learned[0] // ranks if layout.device == "cpu" else 0,
     )
+
+
+def shares_memory(config: RunConfig, layout: RankLayout) -> bool:
+    """Whether ranks exchange weights and gradients through shared memory (fsdp_collectives.py)."""
+    return layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
+
+
+def sent_gradient_bytes(config: RunConfig, layout: RankLayout) -> int:
+    """Return the bytes of a gradient in a reduce-scatter over a network or among GPUs."""
+    rounds = config.shard.reduce_dtype == "bf16" and layout.world_size > 1 and not shares_memory(config, layout)
+    return 2 if rounds else 4
 
 
 def single_gpu_memory(config: RunConfig, shape: ModelShape, unsharded: Unsharded) -> RankMemory:
@@ -110,17 +123,18 @@ def _backward(groups: _Groups, backward_bytes: int, layer_bytes: int, unsharded:
     )  # fmt: skip
     whole = groups.whole_bytes
     unreduced = 0 if unsharded.gradients else compute  # bytes per gradient of the group that is being reduced
+    reduced = 4 + groups.rounded  # bytes per gradient in a reduce-scatter
     for at in range(len(layers) - 1, -1, -1):
         ahead = flat * layers[at - 1] if at and not unsharded.weights else 0
         before = 4 * learned[at + 1] if at + 1 < len(layers) else 0
         gathered = whole if unsharded.weights else compute * groups.root + compute * layers[at] + ahead
         computing = gathered + compute * learned[at] + before
         left = whole if unsharded.weights else compute * groups.root + ahead
-        reducing = left + (unreduced + 4) * learned[at] + 4 * learned[at] // ranks
+        reducing = left + (unreduced + reduced) * learned[at] + reduced * learned[at] // ranks
         most = max(most, max(computing, reducing) - done * layer_bytes)
         done += 1
     activations_left = backward_bytes - done * layer_bytes
     freed = backward_bytes - max(0, activations_left)
     gathered = whole if unsharded.weights else compute * groups.root
-    ending = gathered + (unreduced + 4) * groups.learned_root + 4 * groups.learned_root // ranks - freed
+    ending = gathered + (unreduced + reduced) * groups.learned_root + reduced * groups.learned_root // ranks - freed
     return max(most, ending, 0)

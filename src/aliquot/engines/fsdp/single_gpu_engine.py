@@ -58,7 +58,7 @@ class SingleGpuEngine:
         self._model = model
         self._spec = spec
         self._device = torch.device(topology.device)
-        self._activations = ActivationMeter(spec.gradient_checkpointing, topology.device)
+        self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
         self._head_loss = head_loss_on(topology.device, copies_transposed=copies, compiled=compiled)
@@ -77,7 +77,7 @@ class SingleGpuEngine:
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
-        backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
+        backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
         for name, parameter in meta.named_parameters():
             if name not in spec.exact:

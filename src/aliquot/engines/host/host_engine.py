@@ -88,12 +88,12 @@ class HostEngine:
         self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
         self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed("cpu", spec.compute_dtype))
         self._steps = self._updates = 0
-        self._activations = ActivationMeter(spec.gradient_checkpointing)
+        self._activations = ActivationMeter(spec.eager_checkpointing)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
-        backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
+        backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 

@@ -1,0 +1,80 @@
+"""One rank of engine fsdp that sends gradients as bf16: the collective alone, then steps over gloo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from aliquot.distributed.topology import Topology
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.engine_plan import Unsharded
+from aliquot.engines.fsdp.fsdp_collectives import RoundedReduceScatter
+from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+from aliquot.models import initialize, meta
+from tests.engines import cases
+from tests.processes import as_ranks
+
+MODEL = {**cases.SMALL, "vocab_size": 68, "intermediate_size": 52}  # nothing is padded
+NUMEL = 1000
+
+
+def collective_is_exact(rank: int, world_size: int) -> bool:
+    inputs = [torch.randn(world_size * NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    reduced, group = torch.empty(NUMEL), dist.group.WORLD
+    assert group is not None
+    RoundedReduceScatter()(output_tensor=reduced, input_tensor=inputs[rank], group=group, op=dist.ReduceOp.SUM)
+    expected = sum(values.bfloat16() for values in inputs)
+    assert isinstance(expected, torch.Tensor)
+    return torch.equal(reduced, expected[rank * NUMEL : (rank + 1) * NUMEL].float())
+
+
+def gradients(reduce_dtype: str, unsharded: Unsharded, rank: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Train one step of two micro-batches, of which rank 0 has all tokens.
+
+    Return this rank's gradients, and the bytes that it has sent.
+    """
+    built = meta.build(AutoConfig.for_model("llama", **MODEL))
+    spec = EngineSpec(
+        "fp32",
+        64,
+        built.traits.plain_head,
+        adam_beta1=0.5,
+        reduce_dtype=reduce_dtype,
+        unsharded=unsharded,  # type: ignore[arg-type]
+    )
+    engine = FsdpEngine.build(built.model, spec, Topology(rank, 2, rank, 2, 0, 1, "cpu", 1, ()))
+    initialize.initialize(engine, built.fills, cases.SEED)
+    engine.ready()
+    for number, sequence in enumerate(cases.documents(0)[:2]):
+        engine.backward(cases.micro_batch(sequence) if rank == 0 else None, 1 / 64, last=number == 1)
+    engine.step(0.0, None)
+    found = {}
+    for part in engine.parts():
+        if part.kind == "exp_avg":  # half of the gradient, which is exact
+            found[part.name] = torch.empty(part.numel)
+            engine.read(part, part.start, found[part.name])
+    sent = engine.counters().wire_bytes
+    engine.close()
+    return found, sent
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    told: dict[str, Any] = {"collective": collective_is_exact(rank, world_size)}
+    for unsharded in (Unsharded(), Unsharded(gradients=True)):
+        exact, exact_bytes = gradients("fp32", unsharded, rank)
+        rounded, rounded_bytes = gradients("bf16", unsharded, rank)
+        told[unsharded.words or "nothing"] = {
+            "equal": all(torch.equal(rounded[name], exact[name].bfloat16().float()) for name in exact),
+            "rounds": not all(torch.equal(rounded[name], exact[name]) for name in exact),
+            "bytes": [exact_bytes, rounded_bytes],
+        }
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    as_ranks(work)
