@@ -24,11 +24,8 @@ _SPREAD_NODES = 7  # instances of a placement group with the strategy `spread`, 
 _MUCH_PULLED_BYTES = 100 * GIB  # costs 5 USD through a NAT gateway
 _P5_SPOT = "L-C4BD4855"
 _ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)(?::([^@]+))?(?:@(sha256:[0-9a-f]+))?")
-_ABSENT = (
-    "NoSuchEntity",
-    "NotFound",
-    "Unknown",
-)  # parts of the codes with which AWS says that something does not exist
+# Parts of the codes with which AWS says that something does not exist.
+_ABSENT = ("NoSuchEntity", "NotFound", "Unknown")
 
 
 def ask_resources(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:

@@ -12,6 +12,7 @@ from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
 from aliquot.cluster.node_pool_view import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView, root_device, type_labels
+from aliquot.core.number_format import count_of
 
 _NODE_CLASS, _AUTO_MODE = ("karpenter.k8s.aws", "EC2NodeClass"), ("eks.amazonaws.com", "NodeClass")
 _CAPACITIES = ("on-demand", "spot", "reserved")
@@ -112,7 +113,7 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
         key, least = str(requirement.get("key")), requirement.get("minValues")
         values = {labels[key] for labels in map(type_labels, types) if key in labels}
         if isinstance(least, int) and values and len(values) < least:
-            message = f"{key} has {len(values)} values among the types of the pool, and minValues asks for {least}"
+            message = f"the types of the pool have {count_of(len(values), 'value')} of {key}, and minValues is {least}"
             yield finding("no-type-left", pool.manifest, message, "no minValues, or more types")
     sizes = {(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}
     if len(sizes) > 1:

@@ -84,9 +84,10 @@ def _namespace_limits(job: JobView, manifests: Sequence[ManifestObject]) -> Iter
     for limit_range in select_kinds(objects, "LimitRange"):
         for item in limit_range.items("spec", "limits"):
             for name, most in mapping(item.get("max")).items() if item.get("type") in ("Container", "Pod") else ():
-                allowed, amount = parse(most), parse(job.limits.get(name, job.requests.get(name)))
+                value = job.limits.get(name, job.requests.get(name))
+                allowed, amount = parse(most), parse(value)
                 if amount is not None and allowed is not None and amount > allowed:
-                    message = f"{job.limits.get(name)} of {name}; LimitRange {limit_range.name} allows {most}"
+                    message = f"{value} of {name}; LimitRange {limit_range.name} allows {most}"
                     yield finding("quota", job.manifest, message, "a larger limit in the namespace")
 
 
