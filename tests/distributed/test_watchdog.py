@@ -155,4 +155,4 @@ def test_step_that_does_not_end_after_a_stop_signal_ends_the_run(
             watched.relax()
         assert ended.wait(0.6 if agreed else 20) is not agreed
     if not agreed:
-        assert "no progress for 0.2 s (since a stop signal arrived) while in step 8" in errors[0].message
+        assert "no progress for 0.2 s since a stop signal arrived, while in step 8" in errors[0].message

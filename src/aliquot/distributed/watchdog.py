@@ -142,9 +142,11 @@ class Watchdog:
             if self._stopped.is_set():
                 return
         self._explain_hang()
-        reason = "launch.step_timeout_s" if self._limit_s == self._timeout_s else "since a stop signal arrived"
-        message = (
-            f"no progress for {self._limit_s:g} s ({reason}) while {self._activity()}{describe_pending()}"
+        message = f"no progress for {self._timeout_s:g} s (launch.step_timeout_s)"
+        if self._limit_s != self._timeout_s:
+            message = f"no progress for {self._limit_s:g} s since a stop signal arrived,"
+        message += (
+            f" while {self._activity()}{describe_pending()}"
             f"{describe_stuck_ranks(self._stack_file, self._world_size)}; where every rank was:"
             f" {_all_ranks(self._stack_file)} [hung]"
         )
