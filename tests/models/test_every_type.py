@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.stored_weights import published_of
 from aliquot.tensor_io.parts import Part
 from tests.tools.architectures import small_config
+from tests.tools.docs_models import exact_types
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
-TYPES = re.findall(r"^\| `([\w.-]+)` \| (?:packed|a call)", TABLE.read_text(), re.MULTILINE)
+TYPES = exact_types()
 MERGED = {"hrm_text", "inkling2_text"}  # a published tensor joins several weights: docs/reference/models.md
 
 

@@ -6,12 +6,14 @@ python -m tests.tools.docs_models FILE [FILE ...]        what `python -m tests.t
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import transformers
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+_PACKED, _UNPACKED = "packed", "one pass per document"
 TEXT = """\
 # Models
 
@@ -71,8 +73,17 @@ def page(outcomes: list[dict[str, str]]) -> str:
     )
 
 
+def exact_types() -> list[str]:
+    """Return the types that train exactly, as the page lists them."""
+    text = PAGE.read_text(encoding="utf-8")
+    types = re.findall(rf"^\| `([\w.-]+)` \| (?:{_PACKED}|{_UNPACKED}) \|$", text, re.MULTILINE)
+    if f" {len(types)} of them train exactly" not in text:
+        raise ValueError(f"{PAGE} lists {len(types)} types, but its first paragraph counts others")
+    return types
+
+
 def _road(road: str) -> str:
-    return "packed" if road.startswith("packed") else "one pass per document"
+    return _PACKED if road.startswith("packed") else _UNPACKED
 
 
 def _said(line: str) -> str:
