@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from aliquot.core.errors import TrainingError
+from aliquot.distributed.rank_errors import ERROR_LOG
 from aliquot.run.shutdown import _POLICIES, Phase, Shutdown
 
 RANK = """
@@ -113,6 +115,15 @@ def test_signal_is_obeyed_though_run_directory_does_not_answer() -> None:
         "the run saves and stops after this step; a second signal ends it at once, losing an unknown number of steps"
         in errors
     )
+
+
+def test_signal_after_the_failure_of_a_rank_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "errors").write_text("the error of another rank")
+    monkeypatch.setenv(ERROR_LOG, str(tmp_path / "errors"))
+    with started(60, "obeys") as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert "saves and stops" not in errors
 
 
 def test_rank_of_a_round_ignores_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:

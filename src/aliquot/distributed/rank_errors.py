@@ -91,6 +91,14 @@ def error_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.error.json"
 
 
+def has_failed_rank() -> bool:
+    """Whether a rank of this node has reported an error; a SIGTERM of the launcher then ends the other ranks."""
+    try:
+        return ERROR_LOG in os.environ and Path(os.environ[ERROR_LOG]).stat().st_size > 0
+    except OSError:  # the launcher has ended
+        return False
+
+
 def report_error(error: Exception, debug: bool = False) -> int:
     """Report the error that ended this rank, and return the exit code of the rank.
 

@@ -34,7 +34,7 @@ from typing import Self
 
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.leader_lease import ROUND
-from aliquot.distributed.rank_errors import bounded_call, report_error
+from aliquot.distributed.rank_errors import bounded_call, has_failed_rank, report_error
 from aliquot.distributed.signals import REPEAT_S, STOP_SIGNALS, SignalListener, Terminated
 
 _ANNOUNCE_S = 30.0  # longer than it takes to report an error and to announce the end to other nodes
@@ -189,7 +189,8 @@ class Shutdown:
             bounded_call(self._read_loss)
         self.on_request()
         again = "" if ROUND in os.environ else f"; a second signal ends it at once, {self._loss}"
-        self._say(f"{signal.Signals(number).name}: the run saves and stops after this step{again}")
+        if not has_failed_rank():
+            self._say(f"{signal.Signals(number).name}: the run saves and stops after this step{again}")
 
     def _read_loss(self) -> None:
         self._loss = self._describe_loss()
