@@ -28,7 +28,7 @@ OF_THE_CLI = {
 }
 GLOBAL = {"query", "output", "region", "profile"}
 PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if re.search(r"\baws [a-z]", page.read_text())]
-_COMMAND = re.compile(r"(?:^|[(|]|until )\s*aws (.*?)(?=\)(?:\s|\"|$)|\||\n|$)", re.MULTILINE)
+_COMMAND = re.compile(r"(?:^|[(|]|until |while )\s*aws (.*?)(?=\)(?:\s|\"|$)|\||\n|$)", re.MULTILINE)
 SESSION = botocore.session.get_session()
 
 
