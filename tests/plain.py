@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -80,7 +80,13 @@ def summed_loss(model: nn.Module, batch: MicroBatch | None) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def train(model: nn.Module, batches: Batches, settings: TrainSection, steps: int) -> list[float]:
+def train(
+    model: nn.Module,
+    batches: Batches,
+    settings: TrainSection,
+    steps: int,
+    summed: Callable[[nn.Module, MicroBatch | None], Tensor] = summed_loss,
+) -> list[float]:
     """Losses of `steps` optimizer steps of the run that `settings` describe."""
     groups = parameter_groups(dict(model.named_parameters()), settings.weight_decay)
     betas = (settings.adam_beta1, settings.adam_beta2)
@@ -93,7 +99,7 @@ def train(model: nn.Module, batches: Batches, settings: TrainSection, steps: int
         optimizer.zero_grad()
         total = 0.0
         for micro_batch in batch.micro_batches:
-            loss = summed_loss(model, micro_batch) / batch.predicted
+            loss = summed(model, micro_batch) / batch.predicted
             loss.backward()
             total += float(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)

@@ -320,3 +320,28 @@ def test_record_keys_beside_sources_are_refused(file: Path) -> None:
     for override in ("data.split=train[:1%]", "data.dataset_config=x"):
         with pytest.raises(UserError, match="belongs in each entry of"):
             read_config(file, ["data.path=null", sources, override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.chosen=a", "data.rejected=b"], "set train.objective, for example to dpo"),
+        (["train.objective=dpo", "data.chosen=a"], "chosen and rejected name two fields of a record: give both"),
+        (["train.objective=dpo", "data.messages=a"], "trains on pairs of answers: give data.chosen"),
+        (["train.objective=dpo", "train.simpo_gamma=1"], "train.simpo_gamma has no effect on train.objective: dpo"),
+        (["train.objective=dpo", "train.loss_type=ipo", "train.label_smoothing=0.1"], "dpo with loss_type: ipo"),
+        (["train.objective=orpo", "train.loss_type=ipo"], "train.loss_type has no effect on train.objective: orpo"),
+        (["train.beta=1"], "train.beta has no effect on train.objective: sft"),
+        (["train.objective=dpo", "model.config={model_type: llama}", "model.path=null"], "give model.path"),
+    ],
+)
+def test_settings_that_do_not_fit_an_objective_are_refused(file: Path, overrides: list[str], message: str) -> None:
+    assert message in failure(file, *overrides)
+
+
+def test_preference_objectives_read_trl_s_fields(file: Path) -> None:
+    config = read_config(file, ["train.objective=dpo", "data.prompt=question", "data.chosen=chosen", "data.rejected=b"])
+    assert (config.data.prompt, config.data.chosen, config.data.rejected) == ("question", "chosen", "b")
+    assert read_config(file, ["train.objective=dpo"]).data.rejected == "rejected"
+    file.write_text(dump_config(config))
+    assert read_config(file) == config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from aliquot.data.data_order import TrainStore
 from aliquot.data.micro_batch_rows import SequenceFormat
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch
+from aliquot.nn.preference_loss import Objective
 from aliquot.nn.product_shapes import filled_row, row_lengths
 from tests.data.stores import make_batches, memory_store, numbered
 
@@ -240,3 +242,35 @@ def test_ranks_read_only_their_sequences() -> None:
     own = [token for micro in batch.micro_batches for token in micro.input_ids[micro.input_ids > 0].tolist()]
     assert sorted(token - 1 for token in own) == sorted(read)
     assert len(read) < batch.tokens
+
+
+def test_pairs_stay_together_and_know_their_answers() -> None:
+    """Six pairs, of which one is longer than a sequence; the second answer of each begins with unlearned tokens."""
+    lengths = [3, 4, 5, 2, 9, 9, 2, 2, 4, 3, 6, 4]
+    store = numbered(lengths)
+    mask = np.concatenate([[0, *[1] * (length - 1)] for length in lengths]).astype(np.uint8)
+    reference = -np.arange(12, dtype=np.float32)
+    store = replace(store, mask=mask, pairs=True)
+    made = make_batches(
+        [TrainStore(store)], sequence_length=12, packing=True, pad_id=0, seed=1, global_batch_size=4, micro_batch_size=2
+    ).with_objective(Objective("dpo"), {"": reference})
+    seen = []
+    for world_size in (1, 2):
+        batches = [made.step_batch(0, rank, world_size) for rank in range(world_size)]
+        assert {batch.predicted for batch in batches} == {5}
+        rows = [row for batch in batches for row in batch.micro_batches if row is not None]
+        for row in rows:
+            assert row.pairs is not None
+            assert (row.labels != -100).sum() == row.pairs.lengths.sum()
+            for number, document in enumerate(row.pairs.documents):
+                first = int(store.tokens[store.offsets[document]])
+                tokens = torch.arange(first, first + lengths[document])
+                inside = row.pairs.answers == number
+                labelled = row.labels != -100
+                assert torch.equal(row.input_ids[inside & labelled], tokens[:-1])
+                assert torch.equal(row.labels[inside & labelled], tokens[1:])
+                assert row.pairs.lengths.view(-1)[number] == lengths[document] - 1
+                assert row.pairs.reference.view(-1)[number] == -document
+            assert row.pairs.documents[1::2] == tuple(one + 1 for one in row.pairs.documents[::2])
+        seen.append(sorted(document for row in rows for document in row.pairs.documents))
+    assert seen == [[0, 1, 2, 3, 6, 7, 8, 9, 10, 11]] * 2

@@ -241,3 +241,37 @@ def test_deep_nesting_is_one_line(said: dict[str, Any]) -> None:
         tool = {"parameters": tool}
     with pytest.raises(UserError, match=r"^x:1: lists and mappings nest more than 100 levels deep in this record$"):
         read({**said, "tools": [tool]})
+
+
+NO = {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "answers"),
+    [
+        ({"prompt": "hi ", "chosen": "yes", "rejected": "no"}, "hi ", ("yes", "no")),
+        ({"chosen": "hi? yes", "rejected": "hi? no"}, "hi?", (" yes", " no")),
+        ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [NO]}, [ASKED], ([ANSWERED], [NO])),
+        ({"prompt": "hi", "chosen": [ANSWERED], "rejected": [NO]}, [ASKED], ([ANSWERED], [NO])),
+        ({"prompt": [ASKED], "chosen": "yes", "rejected": "no"}, [ASKED], ([ANSWERED], [NO])),
+        # The prompt is in both chats, which a column `prompt` repeats.
+        ({"chosen": [ASKED, ANSWERED], "rejected": [ASKED, NO]}, [ASKED], ([ANSWERED], [NO])),
+        ({"prompt": "hi", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, NO]}, [ASKED], ([ANSWERED], [NO])),
+    ],
+)
+def test_pairs_of_answers_have_one_prompt(record: dict[str, Any], prompt: Any, answers: tuple[Any, Any]) -> None:
+    pair, kind = read({**record, "messages": []}, chosen="chosen", rejected="rejected")
+    assert kind == "preference"
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if isinstance(prompt, str):
+            assert pair[name] == {"prompt": prompt, "completion": answer}
+        else:
+            assert pair[name] == {"messages": [*prompt, *answer], "context": len(prompt)}
+
+
+def test_pairs_need_an_objective_and_two_answers_of_a_kind() -> None:
+    with pytest.raises(UserError, match=r"set train\.objective, for example to dpo"):
+        read({"prompt": "hi", "chosen": "yes", "rejected": "no"})
+    with pytest.raises(BadRecordError, match="must both be text or both be messages"):
+        read({"chosen": "yes", "rejected": [NO]}, chosen="chosen", rejected="rejected")
+    assert read({"chosen": "yes", "rejected": None}, chosen="chosen", rejected="rejected")[0] == ""

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.models import model_calls
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, attention_on
-from aliquot.nn.head_loss import summed_cross_entropy
+from aliquot.nn.head_loss import token_cross_entropy
 from tests import plain
 from tests.engines.cases import (
     BETAS,
@@ -238,7 +238,7 @@ def test_bf16_gradients_are_summed_in_fp32(runs: Runs[int], world_size: int) -> 
         model.zero_grad()
         row = Documents(batch.edges, attention_on("cpu"))
         logits = model_calls.logits(model, batch.input_ids, batch.position_ids, row)
-        (summed_cross_entropy(logits, batch.labels) * (1 / predicted(documents(0)))).backward()
+        (token_cross_entropy(logits, batch.labels).sum() * (1 / predicted(documents(0)))).backward()
         for summed, parameter in zip(total, model.parameters(), strict=True):
             summed += parameter.grad.float()
     norm = float(torch.stack([g.double().norm() for g in total]).norm())

@@ -46,6 +46,8 @@ def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
     with pytest.raises(UserError, match="needs shard"):
         frugal = {"global_batch_size": 1, "optimizer_states": "int8"}
         engine_class(config(shard={"engine": "fsdp"}, train=frugal), on(), 1)
+    with pytest.raises(UserError, match=r"needs shard\.engine: host or fsdp, not deepspeed"):
+        engine_class(config(shard={"engine": "deepspeed"}, train={"objective": "dpo"}), on(), 1)
 
 
 def test_compiling_without_a_compiler_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

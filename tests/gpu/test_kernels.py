@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from aliquot.machine.memory import Gpu
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.cuda_attention import CudaAttention
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring
-from aliquot.nn.head_loss import head_loss_on
+from aliquot.nn.head_loss import choose, head_loss_on
+from aliquot.nn.preference_loss import Objective, Pairs
 from aliquot.observe.step_clock import timeline_of
 from tests.gpu.on_device import DEVICE, LLAMA, needs_device, needs_gpu
 
@@ -132,3 +134,24 @@ def test_loads_to_the_device_through_bounded_pinned_memory(tmp_path: Path) -> No
             assert torch.equal(local.cpu(), stored[name].bfloat16()), name
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_preferences_are_those_of_a_cpu() -> None:
+    """Log-probabilities and gradients of two pairs of answers, also after the copy of a whole micro-batch."""
+    objective = Objective("dpo", beta=0.5)
+    reference = torch.tensor([[-150.0, -149.0], [-151.0, -148.0]])
+    fed = batch()
+    lengths = torch.stack([(fed.labels[start : start + 24] != -100).sum() for start in range(0, 96, 24)]).view(2, 2)
+    pairs = Pairs(objective, torch.arange(96) // 24, lengths.float(), reference)
+    fed = replace(fed, pairs=pairs)
+    hidden, weight = torch.randn(96, 64), torch.randn(512, 64)
+    results = []
+    for device in ("cpu", DEVICE):
+        there = fed.to(torch.device(device))
+        leaf = hidden.to(device, copy=True).requires_grad_()
+        chosen = there.chosen or choose(there.labels, there.pairs)
+        logprobs, scaled = head_loss_on(device)(leaf, weight.to(device), there.labels, 0.5, chosen=chosen)
+        scaled.backward()
+        assert leaf.grad is not None
+        results.append((logprobs.cpu(), leaf.grad.cpu(), there.metrics(logprobs)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)

@@ -35,7 +35,7 @@ def test_auxiliary_loss_equals_transformers(model_type: str, backend: AttentionB
     labels = torch.cat([ids[1:], torch.full((4,), IGNORE)])
     documents = Documents(edges, backend)
     positions = torch.cat([torch.arange(20), torch.arange(3)])
-    summed = model_calls.whole_logits_loss(own, row, positions, labels, documents)
+    _, summed = model_calls.whole_logits_loss(own, row, positions, labels, documents)
     model_calls.with_auxiliary(own, summed / 19, 1 / 19, labels, documents).backward()
     noted = take_balance(own)
     assert noted[1] == 19 and take_balance(own) == []

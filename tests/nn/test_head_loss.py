@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aliquot.machine import matmul
 from aliquot.nn import head_loss as head_loss_module
 from aliquot.nn.head_loss import Chosen, FusedLoss, GradientRows, choose, head_loss_on
+from aliquot.nn.preference_loss import Objective, Pairs
 from aliquot.nn.product_shapes import logits_room
 from tests.nn.reference_loss import reference_loss
 
@@ -216,3 +217,36 @@ def test_extreme_logits_give_finite_losses_and_gradients() -> None:
     scaled.backward()
     assert float(summed) == pytest.approx(600.0)
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", [*list(BACKENDS)[1:-1], COMPILED])
+@pytest.mark.parametrize("objective", [Objective("dpo", beta=0.7), Objective("orpo")], ids=lambda one: one.name)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_preference_loss_equals_autograd(backend: str, objective: Objective, by_rows: bool) -> None:
+    """Two pairs, whose answers are documents of the row; a further document has no labels."""
+    fused = BACKENDS[backend]
+    hidden, weight, labels = case()
+    labels[30:] = -100
+    answers = torch.tensor([0, 1, 2, 3]).repeat_interleave(torch.tensor([9, 6, 8, 7]))
+    lengths = torch.stack([(labels[:30][answers == one] != -100).sum() for one in range(4)]).view(2, 2).float()
+    reference = torch.tensor([[-40.0, -28.0], [-33.0, -30.0]])
+    token_losses = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")[:30]
+    logprobs = -torch.zeros(4, dtype=hidden.dtype).index_add(0, answers, token_losses).view(2, 2)
+    summed = objective.losses(logprobs, reference, lengths).sum()
+    expected = logprobs.detach(), *torch.autograd.grad(summed * 0.25, (hidden, weight))
+
+    rows: dict[int, Tensor] = {}
+
+    def buffer(a: int, b: int) -> Tensor:
+        rows[a] = torch.full((b - a, WIDTH), float("nan"), dtype=hidden.dtype)
+        return rows[a]
+
+    sink = GradientRows((0, 40, 41, VOCABULARY), buffer, lambda: None) if by_rows else None
+    chosen = choose(labels, Pairs(objective, answers, lengths, reference))
+    result, scaled = fused(hidden, weight, labels, 0.25, sink, chosen)
+    scaled.backward()
+    gradient = torch.cat([rows[a] for a in sorted(rows)]) if by_rows else weight.grad
+    for ours, theirs in zip((result, hidden.grad, gradient), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=2e-6, atol=2e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(hidden, weight, labels, 1.0, None, chosen)[0], result)

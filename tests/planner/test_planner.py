@@ -301,6 +301,17 @@ def test_total_time_has_evaluations_saves_and_export() -> None:
     assert (unknown.evaluations, unknown.uncounted_evaluations) == (0, 3)
 
 
+def test_preferences_take_the_memory_of_sft_and_time_for_their_reference() -> None:
+    sft, simpo = (planned_config(LLAMA, train={"max_steps": 4, "objective": name}) for name in ("sft", "simpo"))
+    dpo = simpo.model_copy(update={"train": simpo.train.model_copy(update={"objective": "dpo"})})
+    workload = replace(Workload.assumed(sft), sequences=64)
+    plain, twice, compared = (plan(config, SERVER, 1, 2, workload) for config in (sft, simpo, dpo))
+    assert plain.step_s < twice.step_s < 1.3 * plain.step_s  # the head runs twice
+    assert twice.peak_bytes_per_rank == pytest.approx(plain.peak_bytes_per_rank, rel=0.01)
+    assert plain.reference_s == twice.reference_s == 0 < compared.reference_s
+    assert compared.total_s == pytest.approx(twice.total_s + compared.reference_s)
+
+
 def test_long_run_without_checkpoints_is_warned_of() -> None:
     config = planned_config(LLAMA)
     made = replace(plan(config, SERVER, 1, 2), steps=1000, step_s=6.0)

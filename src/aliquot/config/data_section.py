@@ -32,16 +32,26 @@ class RecordsSection(Section):
     messages: str | None = None
     """Field that holds a chat: a list of messages."""
     prompt: str | None = None
-    """Field that holds the prompt of an answer; with `completion`."""
+    """Field that holds the prompt of an answer; with `completion`, or with a preference objective."""
     completion: str | None = None
     """Field that holds the answer."""
+    chosen: str | None = None
+    """Field that holds the preferred answer of a pair, for train.objective other than sft. Default there: `chosen`."""
+    rejected: str | None = None
+    """Field that holds the other answer of a pair. Default with such an objective: `rejected`."""
     document: Literal["file", "line", "block", "field"] | None = None
     """The unit that is one document. Default: a file of plain text; a record of the other formats."""
 
     @model_validator(mode="after")
     def check_fields(self) -> Self:
-        if (self.prompt is None) != (self.completion is None):
-            raise ValueError("prompt and completion name two fields of a record: give both")
+        if (self.chosen is None) != (self.rejected is None):
+            raise ValueError("chosen and rejected name two fields of a record: give both")
+        if self.chosen is not None and (self.text_field or self.messages or self.completion):
+            raise ValueError("a pair of answers has the fields chosen and rejected, and may have prompt: give no other")
+        if self.chosen is None and (self.prompt is None) != (self.completion is None):
+            raise ValueError(
+                "prompt and completion name two fields of a record: give both, or prompt with chosen and rejected"
+            )
         if sum(field is not None for field in (self.text_field, self.messages, self.prompt)) > 1:
             raise ValueError("give only one of text_field, messages, and prompt with completion")
         return self

@@ -57,6 +57,9 @@ _EQUIVALENTS = {
     # train
     "train.max_steps": "num_steps total_steps max_iters train_steps steps max_train_steps train_iters",
     "train.num_train_epochs": "num_epochs epochs n_epochs max_epochs epoch",
+    "train.objective": "rl stage rlhf preference",
+    "train.beta": "pref_beta dpo_beta rl_beta orpo_alpha",
+    "train.loss_type": "dpo_loss_type pref_loss",
     "train.global_batch_size": "train_batch_size batch_size effective_batch_size total_batch_size",
     "train.per_device_train_batch_size": "micro_batch_size per_gpu_train_batch_size local_batch_size mbs"
     " auto_find_batch_size device_batch_size",
@@ -150,8 +153,8 @@ _UNSUPPORTED = {
     "an evaluation is loss, perplexity and bits per byte": "prediction_loss_only include_for_metrics compute_accuracy"
     " label_names do_predict predict_with_generate do_causal_lm_eval eval_causal_lm_metrics do_bench_eval"
     " compute_metrics",
-    "the loss is cross-entropy, a mean over all real tokens of the global batch": "label_smoothing_factor loss_type"
-    " label_smoothing average_tokens_across_devices use_dft_loss use_eaft",
+    "the loss is cross-entropy, a mean over all real tokens of the global batch": "label_smoothing_factor"
+    " average_tokens_across_devices use_dft_loss use_eaft",
     "a document longer than a sequence is cut into pieces, and no piece is lost":
     "truncation_mode excess_length_strategy"
     " min_sample_len max_prompt_len",
@@ -190,9 +193,11 @@ _UNSUPPORTED = {
     "a hub id means the newest revision; set model.path to the directory of another one": "model_revision"
     " hub_revision",
     "Python that comes with a model is never run": "trust_remote_code",
-    "the command is `aliquot train`": "do_train stage trainer_cls",
-    "reinforcement learning and preferences are out of scope": "rl trl reward_model pref_beta dpo_beta rl_beta vllm"
-    " dpo_loss_type simpo_gamma orpo_alpha kto_desirable_weight ref_model",
+    "the command is `aliquot train`": "do_train trainer_cls",
+    "reinforcement learning is out of scope, and of preferences train.objective has dpo, simpo and orpo": "trl vllm"
+    " reward_model kto_desirable_weight kto_undesirable_weight cpo_alpha rpo_alpha",
+    "the model before training is the reference, and no second model is loaded": "ref_model ref_model_path"
+    " precompute_ref_log_probs sync_ref_model reference_free",
     "the section launch sets how ranks connect": "local_rank ddp_backend backend ddp",
     "each engine has its way of reducing gradients":
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers"

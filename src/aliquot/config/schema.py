@@ -212,6 +212,7 @@ class RunConfig(Section):
             self.run.model_fields_set.add("directory")
         if self.launch.node_rank >= self.launch.most_nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
+        self._check_objective()
         self._check_evaluations()
         checkpoint = self.checkpoint
         if not (checkpoint.every or checkpoint.last or checkpoint.best or checkpoint.export):
@@ -239,6 +240,24 @@ class RunConfig(Section):
                 " are all set: two of them fix the third, leave one out"
             )
         return self
+
+    def _check_objective(self) -> None:
+        """Name the fields of pairs of answers for objectives that need pairs, and refuse such fields for others."""
+        objective = self.train.objective
+        for section in (self.data, *(self.data.sources or []), *self.data.eval_sources):
+            if objective == "sft" and section.chosen is not None:
+                raise ValueError(
+                    "data.chosen and data.rejected are for pairs of answers: set train.objective, for example to dpo"
+                )
+            if objective != "sft" and section.chosen is None:
+                if section.text_field or section.messages or section.completion:
+                    raise ValueError(
+                        f"train.objective: {objective} trains on pairs of answers: give data.chosen and data.rejected"
+                        " instead of text_field, messages or completion"
+                    )
+                section.chosen, section.rejected = "chosen", "rejected"
+        if objective == "dpo" and self.model.path is None:
+            raise ValueError("train.objective: dpo compares the model with the one before training: give model.path")
 
     def _check_node_counts(self) -> None:
         """For elastic runs, require resuming, and a global batch that does not depend on the number of nodes."""

@@ -137,6 +137,18 @@ def _problem(error: ValidationError) -> str:
 
 
 class TrainSection(Section):
+    objective: Literal["sft", "dpo", "simpo", "orpo"] = "sft"
+    """sft: cross-entropy. Others train on pairs of answers, with a loss by this name: the chosen answer becomes more
+    likely than the rejected one."""
+    beta: PositiveFloat = 0.1
+    """Weight of the preference: how far dpo may move from the model before training, the scale of simpo's rewards, the
+    weight of orpo's odds ratio."""
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    """The loss of dpo."""
+    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
+    """Probability that a pair is labelled the wrong way round; for simpo, and dpo with sigmoid or robust."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """The margin by which simpo's rewards of chosen answers are to exceed those of rejected ones."""
     max_steps: PositiveInt | None = None
     """Optimizer steps; wins over num_train_epochs."""
     num_train_epochs: PositiveFloat = 1.0
@@ -195,6 +207,21 @@ class TrainSection(Section):
         if isinstance(value, str) and value in REFUSED:
             raise ValueError(f"train.lr_scheduler_type {value} {REFUSED[value]}; choose one of {', '.join(SETTINGS)}")
         return value
+
+    @model_validator(mode="after")
+    def check_objective(self) -> Self:
+        is_smoothed = self.objective == "dpo" and self.loss_type in ("sigmoid", "robust")
+        users = {
+            "beta": self.objective != "sft",
+            "loss_type": self.objective == "dpo",
+            "label_smoothing": self.objective == "simpo" or is_smoothed,
+            "simpo_gamma": self.objective == "simpo",
+        }
+        for key, is_used in users.items():
+            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
+                kind = f" with loss_type: {self.loss_type}" if self.objective == "dpo" else ""
+                raise ValueError(f"train.{key} has no effect on train.objective: {self.objective}{kind}: leave it out")
+        return self
 
     @model_validator(mode="after")
     def check_schedule(self) -> Self:

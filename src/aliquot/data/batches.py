@@ -6,7 +6,7 @@ The step number alone determines the batch of a step, so that resuming needs no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -15,16 +15,17 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.config.data_section import DataSection
+from aliquot.config.schema import DataSection, TrainSection
 from aliquot.core.errors import DataError, ResumeError
 from aliquot.core.number_format import count_of
 from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_seed
 from aliquot.data.micro_batch_rows import Group, Layout, SequenceFormat
 from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
-from aliquot.data.token_store import TokenStore
+from aliquot.data.token_store import Reference, TokenStore
 from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.nn.preference_loss import Objective
 
 _PLANNED_SEQUENCES = 64  # sequences that represent the data set when the planner estimates memory and time
 
@@ -42,7 +43,7 @@ class StepBatch:
     """The batch of one optimizer step. Only `micro_batches` differs between ranks."""
 
     micro_batches: list[MicroBatch | None]  # the same number on every rank; None if this rank has no sequences left
-    predicted_of: tuple[int, ...]  # labels of each source
+    predicted_of: tuple[int, ...]  # labels of each source, or its pairs of answers
     tokens_of: tuple[int, ...]  # real tokens of each source, padding not counted
     lengths: npt.NDArray[np.int32]  # lengths of the packed documents or pieces, which decide the cost of attention
     sequences: int
@@ -50,7 +51,7 @@ class StepBatch:
 
     @property
     def predicted(self) -> int:
-        """The number of labels in the global batch; the summed loss is divided by this number."""
+        """The number of labels, or pairs of answers, in the global batch, by which the summed loss is divided."""
         return sum(self.predicted_of)
 
     @property
@@ -61,6 +62,21 @@ class StepBatch:
     def rank_tokens(self) -> int:
         """Tokens that this rank processes in this step, padding included."""
         return sum(len(micro_batch.input_ids) for micro_batch in self.micro_batches if micro_batch is not None)
+
+
+def objective_of(train: TrainSection) -> Objective | None:
+    """Return the loss of pairs of answers that the section `train` sets; None: the cross-entropy of labels."""
+    if train.objective == "sft":
+        return None
+    return Objective(train.objective, train.beta, train.loss_type, train.label_smoothing, train.simpo_gamma)
+
+
+def _check_pairs(store: TokenStore, objective: Objective) -> None:
+    if not store.pairs:
+        raise DataError(
+            f"train.objective: {objective.name} needs pairs of answers, and these are plain text: give records with"
+            " the fields prompt, chosen and rejected"
+        )
 
 
 def _hash_key(source: TrainStore) -> str:
@@ -137,6 +153,23 @@ class Batches:
             epochs=epochs,
         )
 
+    def with_objective(self, objective: Objective, reference: Mapping[str, Reference] | None = None) -> Self:
+        """Return a copy of these batches for a loss of pairs of answers.
+
+        `reference`: the log-probabilities before training of each source, by its name. Raises UserError if a source has
+        no pairs.
+        """
+        later = copy(self)
+        later.format = replace(self.format, objective=objective)
+        for source in self.sources:
+            _check_pairs(source.store, objective)
+        if reference is not None:
+            later.sources = [
+                replace(source, store=replace(source.store, reference=reference[source.name]))
+                for source in self.sources
+            ]
+        return later
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)
@@ -155,6 +188,9 @@ class Batches:
             [float(stream.epoch(0).tokens.mean()), float(stream.epoch(0).predicted.mean())] for stream in self.streams
         ]
         tokens, predicted = (rates / rates.sum()) @ np.array(means)
+        stores = [source.store for source in self.sources]
+        if all(store.pairs for store in stores):  # `predicted` counts pairs, and the planner needs labels
+            predicted = tokens * sum(store.labels for store in stores) / sum(len(store.tokens) for store in stores)
         return Workload(
             samples=tuple(edges),
             tokens=float(tokens),
@@ -271,7 +307,8 @@ class EvalBatches:
     def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
         self.store, self.format, self.micro_batch_size = store, format, micro_batch_size
         self.epoch = Packing.of(store, format.length, format.packed).in_order()
-        self.predicted = int(self.epoch.predicted.sum())  # labels on all ranks; the perplexity divides the loss by them
+        # The number of labels, or pairs of answers, on all ranks, by which the summed loss is divided.
+        self.predicted = int(self.epoch.predicted.sum())
 
     @classmethod
     def of(
@@ -281,13 +318,30 @@ class EvalBatches:
         format = SequenceFormat(section.sequence_length, data.pad_id, section.packing, packs, fills_up)
         return {name: cls(store, format, size.micro) for name, store in data.open_eval().items()}
 
+    def with_objective(self, objective: Objective, reference: Reference | None = None) -> Self:
+        """Return a copy of these batches for a loss of pairs of answers; see `Batches.with_objective`."""
+        later = copy(self)
+        later.format = replace(self.format, objective=objective)
+        _check_pairs(self.store, objective)
+        if reference is not None:
+            later.store = replace(self.store, reference=reference)
+        return later
+
     def count(self, world_size: int) -> int:
         """Return the number of micro-batches of each rank."""
         return -(-self.epoch.packing.sequences // (world_size * self.micro_batch_size))
 
-    def micro_batches(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
-        """Yield this rank's micro-batches, the same number on every rank; None if the rank has no sequences left."""
-        return self._in_turns(range(self.count(world_size)), rank, world_size)
+    def micro_batches(self, rank: int, world_size: int, first: int = 0) -> Iterator[MicroBatch | None]:
+        """Yield this rank's micro-batches, the same number on every rank; None if the rank has no sequences left.
+
+        `first`: the number of the first micro-batch of each rank.
+        """
+        return self._in_turns(range(first, self.count(world_size)), rank, world_size)
+
+    def documents(self, sequence: int) -> npt.NDArray[np.int64]:
+        """Return the documents of a sequence of pairs of answers."""
+        starts = [start for start, _ in self.epoch.sequence(sequence)]
+        return np.searchsorted(self.store.offsets, np.array(starts))
 
     def first_and_last(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """Yield this rank's first and last micro-batch: packed micro-batches have no other lengths than these two."""

@@ -32,6 +32,7 @@ TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
 NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
 UNREAD_FLAG = "a record with true or false in a message, for which neither aliquot nor the chat template has a use"
 NOT_RENDERED = "a record with tools or chat_template_kwargs, which only a chat template can render: there is none"
+EQUAL_ANSWERS = "a pair of two equal answers, left out"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
 UNKNOWN_PLACE = (
@@ -62,6 +63,22 @@ def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[in
         return _encode_record(tokenizer, text, spec)
     except LeftOut as error:
         return [], [], {error.reason: error.detail}
+
+
+def encode_pair(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[tuple[list[int], list[int]]], Notes]:
+    """Return (token ids, mask) of both answers of a pair, each with the prompt, and notes as `encode_record` does.
+
+    If one answer is left out, both are.
+    """
+    pair: dict[str, Any] = json.loads(text)
+    try:
+        encoded = [_encode_record(tokenizer, json.dumps(pair[name], ensure_ascii=False), spec) for name in pair]
+        if encoded[0][:2] == encoded[1][:2]:
+            raise LeftOut(EQUAL_ANSWERS)
+    except LeftOut as error:
+        return [([], []), ([], [])], {error.reason: error.detail}
+    # The first token of a document is no label, because nothing precedes it.
+    return [(ids, [0, *mask[1:]]) for ids, mask, _ in encoded], encoded[0][2] | encoded[1][2]
 
 
 def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:

@@ -22,11 +22,12 @@ _DOCUMENTS_AT_ONCE = 1 << 20
 
 def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatches]) -> list[str]:
     """Return lines that describe the data of a run: totals, then each source and each evaluation set."""
-    packed = "packed" if batches.format.packed else "a document each"
-    documents = sum(source.store.documents for source in batches.sources)
+    units = sum(len(source.store.unit_offsets) - 1 for source in batches.sources)
+    unit = "pair" if all(source.store.pairs for source in batches.sources) else "document"
+    packed = "packed" if batches.format.packed else f"a {unit} each"
     tokens = sum(len(source.store.tokens) for source in batches.sources)
     lines = [
-        f"{count_of(documents, 'document')}, {count_of(tokens, 'token')}; {count_of(str(total_steps), 'step')} of"
+        f"{count_of(units, unit)}, {count_of(tokens, 'token')}; {count_of(str(total_steps), 'step')} of"
         f" {count_of(str(batches.global_batch_size), 'sequence')} of {batches.format.length}, {packed}"
     ]
     for stream, share in zip(batches.streams, _shares(batches, total_steps), strict=True):
@@ -85,7 +86,8 @@ def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
 
 
 def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
-    learned, tokens = int(packing.pieces.predicted.sum(dtype=np.int64)), len(store.tokens)
+    tokens = len(store.tokens)
+    learned = store.labels if store.pairs else int(packing.pieces.predicted.sum(dtype=np.int64))
     kinds = ", ".join(count_of(count, *TITLES[kind]) for kind, count in store.formats.items())
     described_kinds = f"{kinds}; " if kinds else ""
     shown_share = ""
@@ -93,6 +95,11 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
         shown_share = f"; {share.tokens:.2%} of the tokens of this run, {count_of(f'{share.epochs:.3g}', 'epoch')}"
     yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){shown_share}"
     yield from irregularities(store)
+    if store.pairs:
+        too_long = int((np.diff(store.unit_offsets) > sequence_length).sum())
+        if too_long:
+            yield f"{count_of(too_long, 'pair is', 'pairs are')} longer than data.sequence_length, left out"
+        return
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:
         empty = pieces - len(packing.pieces.start)
@@ -144,12 +151,16 @@ def examples(
     if store.mask is None and not text:
         return
     name = f" of {source.name}" if source.name else ""
-    for document in range(first - 1, min(first - 1 + _EXAMPLES, store.documents)):
+    documents = 2 if store.pairs else 1  # of an example
+    for document in range(documents * (first - 1), min(documents * (first - 1 + _EXAMPLES), store.documents)):
         start, stop = int(store.offsets[document]), int(store.offsets[document + 1])
         # The first token has no context to be predicted from.
         learned = stop - start - 1 if store.mask is None else int(store.mask[start + 1 : stop].sum())
         lengths = f"{count_of(stop - start, 'token')}, {count_of(learned, 'is', 'are')} learned"
-        yield f"example {document + 1}{name}: {lengths}"
+        number = f"{document + 1}"
+        if store.pairs:
+            number = f"{document // 2 + 1}, {'rejected' if document % 2 else 'chosen'}"
+        yield f"example {number}{name}: {lengths}"
         ids = store.tokens[start : min(stop, start + _MAX_TOKENS)].tolist()
         mask = [0] + ([1] * (len(ids) - 1) if store.mask is None else store.mask[start + 1 : start + len(ids)].tolist())
         at, stretches = 0, [(bit, len(list(stretch))) for bit, stretch in groupby(mask)]

@@ -12,7 +12,7 @@ from aliquot.core.errors import DataError
 from aliquot.data.data_files import not_text, opened
 
 Unit = Literal["file", "line", "block", "field"]
-Kind = Literal["text", "messages", "conversations", "prompt", "instruction"]
+Kind = Literal["text", "messages", "conversations", "prompt", "instruction", "preference"]
 PART_BYTES = 16 << 20  # a longer document is yielded in parts of this size
 NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
 HOLDS_NUL = "a text with NUL characters, left out"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from aliquot.core.errors import TrainingError, UserError
 from aliquot.core.python_command import python_command
-from aliquot.data.chat import encode_record
+from aliquot.data.chat import encode_pair, encode_record
 from aliquot.data.text_encoder import EncoderSpec
 from aliquot.models.untrusted_code import without_code
 
@@ -51,7 +51,7 @@ Note = tuple[int, int, str]  # (number of texts with this remark, index of the f
 class Encoded:
     """The token ids of a batch of texts, concatenated."""
 
-    counts: npt.NDArray[np.int64]  # [texts], tokens of each text; 0 for a document that is left out
+    counts: npt.NDArray[np.int64]  # [texts], tokens of each text, or [2 x texts] for pairs; 0 if it is left out
     ids: npt.NDArray[np.uint32]  # [sum of counts]
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
     text_bytes: int | None  # UTF-8 bytes of the text of all tokens except each document's first token; None: unknown
@@ -124,12 +124,16 @@ class Encoder:
         masks: list[list[int]] = []
         notes: dict[str, Note] = {}
         for index, text in enumerate(texts):
-            ids, mask, remarks = encode_record(self.tokenizer, text, self.spec)
+            if self.spec.pairs:
+                documents, remarks = encode_pair(self.tokenizer, text, self.spec)
+            else:
+                ids, mask, remarks = encode_record(self.tokenizer, text, self.spec)
+                documents = [(ids, mask)]
             for reason, detail in remarks.items():
                 count, first, first_detail = notes.get(reason, (0, index, detail))
                 notes[reason] = (count + 1, first, first_detail)
-            rows.append(ids)
-            masks.append(mask)
+            rows += [ids for ids, _ in documents]
+            masks += [mask for _, mask in documents]
         return replace(_encoded(rows, masks, None), notes=notes)
 
 

@@ -1,12 +1,14 @@
 """Turn records into documents: detect their format by the names of their fields, then read the fields.
 
-The formats are text, chat, prompt with completion, and instruction.
+The formats are text, chat, prompt with completion, instruction, and pair of answers.
 
 A record with an answer becomes a JSON object in one of three forms, which chat.py encodes:
 
 - `{"messages": [...], "context": n}`, where the first n messages are not learned,
 - `{"prompt": ..., "completion": ...}`,
 - `{"instruction": ..., "input": ..., "output": ...}`.
+
+A pair of answers becomes `{"chosen": ..., "rejected": ...}`, each in one of the first two forms.
 
 The object also has `"system"`, `"tools"` and `"chat_template_kwargs"` if the record has them. Messages stay unchanged,
 because the chat template decides how to render them. A chat with a tool call that cannot be read gets
@@ -16,7 +18,7 @@ because the chat template decides how to render them. A chat with a tool call th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ TITLES: dict[str, tuple[str, str]] = {  # singular, plural
     "conversations": ("chat (ShareGPT)", "chats (ShareGPT)"),
     "prompt": ("prompt with completion", "prompts with completions"),
     "instruction": ("instruction (Alpaca)", "instructions (Alpaca)"),
+    "preference": ("pair of answers", "pairs of answers"),
 }
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # field names in Alpaca's and in Dolly's format
 # Optional fields of all formats with answers.
@@ -109,6 +112,8 @@ class Format:
             raise BadRecordError("a loss flag of the record excludes it", where, EXCLUDED)
         if self.kind in ("messages", "conversations"):
             return _chat(record[self.fields[0]], record, self.fields[0], where), self.kind
+        if self.kind == "preference":
+            return _preferred(self.fields, self.optional[0], record, where), self.kind
         if self.kind == "prompt":
             return _prompted(self.fields[0], self.fields[1], record, where), self.kind
         return _instructed(self.fields[1], record, where), self.kind
@@ -177,6 +182,8 @@ def words(text: str, kind: Kind) -> list[str]:
     if kind == "text" or not text:
         return [text]
     record = json.loads(text)
+    if kind == "preference":
+        return [part for answer in ("chosen", "rejected") for part in words(json.dumps(record[answer]), "prompt")]
     if "messages" in record:
         return [part for message in record["messages"] for part in text_parts(message)]
     return [part for part in record.values() if isinstance(part, str)]
@@ -192,6 +199,10 @@ def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) 
         named = Format("text", (section.text_field,))
     elif section.messages is not None:
         named = Format("messages", (section.messages,), _present(present, *_CONTEXT_FIELDS))
+    elif section.chosen is not None and section.rejected is not None:
+        prompt = section.prompt or "prompt"
+        answers = (section.chosen, section.rejected)
+        named = Format("preference", answers, (prompt, *_present(present, *_CONTEXT_FIELDS)))
     elif section.prompt is not None and section.completion is not None:
         named = Format("prompt", (section.prompt, section.completion), _present(present, *_CONTEXT_FIELDS))
     else:
@@ -216,6 +227,8 @@ def _detected_format(names: list[str], where: str | Path) -> Format:
     matching = [candidate for candidate in candidates if set(candidate[1]) <= set(names)]
     if not matching and not names:
         raise BadRecordError("no fields: an empty file, or no header", where, MISSING_FIELD)
+    if not matching and {"chosen", "rejected"} <= set(names):
+        raise DataError("the records are pairs of answers: set train.objective, for example to dpo", where)
     if not matching:
         raise BadRecordError(
             f"no known field; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
@@ -253,6 +266,44 @@ def _prompted(prompt: str, completion: str, record: Mapping[str, Any], where: st
         return _conversation(whole, len(whole) - len(answers), _template_values(record, where))
     parts = {"prompt": _text(record[prompt], prompt, where), "completion": _text(record[completion], completion, where)}
     return _with_context(parts, record, where)
+
+
+def _preferred(answers: tuple[str, ...], prompt: str, record: Mapping[str, Any], where: str) -> str:
+    """Return the two answers of a pair with their prompt; without a prompt, their common beginning is the prompt."""
+    both = [record[field] for field in answers]
+    if not all(both):
+        return ""
+    kinds = {isinstance(value, list) for value in both}
+    if len(kinds) > 1:
+        raise BadRecordError(f"fields {answers[0]!r} and {answers[1]!r} must both be text or both be messages", where)
+    asked = record.get(prompt)
+    if kinds == {True}:
+        chats = [read_messages(value, field, where) for value, field in zip(both, answers, strict=True)]
+        # Some data sets have a column `prompt`, although each answer is the whole chat.
+        if asked and (isinstance(asked, list) or chats[0][0]["role"] == "assistant"):
+            questions = read_messages(asked, prompt, where, plain="user")
+            chats, context = [[*questions, *chat] for chat in chats], len(questions)
+        else:
+            context = _common(*chats)
+        values = _template_values(record, where)
+        whole = [_with_system(chat, record, where) for chat in chats]
+        context += len(whole[0]) - len(chats[0])
+        texts = [_conversation(chat, context, values) for chat in whole]
+    else:
+        chosen, rejected = (_text(value, field, where) for value, field in zip(both, answers, strict=True))
+        if asked is None:
+            length = _common(chosen, rejected)
+            length -= chosen[:length].endswith(" ")  # the space before an answer belongs to the answer
+            asked, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        pairs = [{"prompt": asked, "completion": answer} for answer in (chosen, rejected)]
+        texts = [_prompted("prompt", "completion", {**record, **pair}, where) for pair in pairs]
+    return f'{{"chosen": {texts[0]}, "rejected": {texts[1]}}}' if all(texts) else ""
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the common beginning of two texts or chats."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _instructed(output: str, record: Mapping[str, Any], where: str) -> str:

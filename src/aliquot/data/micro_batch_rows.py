@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.head_loss import IGNORE
+from aliquot.nn.preference_loss import Objective, Pairs
 from aliquot.nn.product_shapes import filler
 
 Pieces = list[tuple[int, int]]  # (start, length) in the token store of each piece of a sequence
@@ -36,6 +37,7 @@ class SequenceFormat:
         packed: whether several documents share a sequence.
         model_packs: whether one forward pass takes several documents; otherwise each document is a forward pass.
         fills_up: whether rows of unpacked sequences are padded to one of a few lengths.
+        objective: the loss of pairs of answers, if the documents are such pairs.
     """
 
     length: int
@@ -43,6 +45,7 @@ class SequenceFormat:
     packed: bool
     model_packs: bool = True
     fills_up: bool = False
+    objective: Objective | None = None
 
     @property
     def pads_sequences(self) -> bool:
@@ -106,4 +109,18 @@ class Layout:
                 labels[at : at + length - 1][unlearned] = IGNORE
         positions = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
         id_row, label_row, position_row = (torch.from_numpy(array) for array in (ids, labels, positions))
-        return MicroBatch(id_row, label_row, position_row, tuple(edges.tolist()), calls=calls, source=source)
+        row = MicroBatch(id_row, label_row, position_row, tuple(edges.tolist()), calls=calls, source=source)
+        return row if self.format.objective is None else replace(row, pairs=self._pairs(store, pieces, row))
+
+    def _pairs(self, store: TokenStore, pieces: Pieces, row: MicroBatch) -> Pairs:
+        """Return the pairs of answers in a row. `pieces` are chosen and rejected answers in turn, and padding."""
+        assert self.format.objective is not None
+        starts, lengths = np.array(pieces).T
+        number = np.maximum(np.cumsum(starts >= 0) - 1, 0)  # padding, which has no labels, counts with any answer
+        answers = torch.from_numpy(np.repeat(number, lengths))
+        count = int((starts >= 0).sum())
+        labels = torch.zeros(count).index_add_(0, answers, (row.labels != IGNORE).float())
+        documents = np.searchsorted(store.offsets, starts[starts >= 0])
+        values = np.zeros(count, np.float32) if store.reference is None else store.reference[documents]
+        reference = torch.from_numpy(values).view(-1, 2)
+        return Pairs(self.format.objective, answers, labels.view(-1, 2), reference, tuple(documents.tolist()))

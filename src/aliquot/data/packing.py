@@ -2,7 +2,7 @@
 
 A packing decides once which lengths of pieces share a sequence. Each epoch then shuffles the pieces of equal length,
 and the order of the sequences. Every epoch therefore has the same number of sequences, so that the position of a step
-in the data can be computed without building earlier epochs.
+in the data can be computed without building earlier epochs. A pair of answers is one piece, which is never cut.
 
 All pieces of one length are placed in a few range operations. Flat arrays are filled by counting sorts, `at_once`
 elements at a time. The Python work and the private memory therefore grow with the number of different lengths, not with
@@ -49,7 +49,7 @@ class Pieces:
 
     start: Ints  # [P], index of the first token in the store
     length: npt.NDArray[np.int32]  # [P], 2 .. sequence_length
-    predicted: npt.NDArray[np.int32]  # [P], number of labels, >= 1
+    predicted: npt.NDArray[np.int32]  # [P], number of labels, >= 1; 1 for a pair: the loss is averaged over this number
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Packing:
     edges: Ints  # [S + 1]; sequence s consists of slots[edges[s] : edges[s + 1]]
     tokens: Ints  # [S], tokens without padding
     epoch_cache: Path | None  # directory for the arrays of epochs; None: in private memory
+    middles: Ints | None = None  # [pairs of the store], first token of the second answer of each pair, ascending
 
     @classmethod
     def of(cls, store: TokenStore, sequence_length: int, packing: bool) -> Packing:
@@ -72,12 +73,13 @@ class Packing:
         Raises UserError if no token of the store is a label.
         """
         max_pieces = store.documents + int(store.offsets[-1]) // (sequence_length - 1)
+        middles = store.offsets[1::2] if store.pairs else None
         cache = store.path if max_pieces > MAPPED_PIECES else None
         name = f"{'packed' if packing else 'apart'}-{sequence_length}"
         arrays = _arrays_of(cache, name, lambda new: fill_packing(new, store, sequence_length, packing))
         pieces = Pieces(arrays["start"], arrays["length"], arrays["predicted"])
         directory = None if cache is None else cache / name
-        return cls(pieces, arrays["slots"], arrays["edges"], arrays["tokens"], directory)
+        return cls(pieces, arrays["slots"], arrays["edges"], arrays["tokens"], directory, middles)
 
     @property
     def sequences(self) -> int:
@@ -114,14 +116,22 @@ class Epoch:
     tokens: Ints  # [S], number of tokens in the i-th sequence, without padding
 
     def sequence(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, length) in the token store of each piece of the `index`-th sequence."""
-        piece, pieces = self._piece(index), self.packing.pieces
-        return list(zip(pieces.start[piece].tolist(), pieces.length[piece].tolist(), strict=True))
+        """Return (start, length) in the token store of each piece of the `index`-th sequence; of pairs, both halves."""
+        start, length = self._halves(index)
+        return list(zip(start.tolist(), length.tolist(), strict=True))
 
     def lengths(self, index: int) -> npt.NDArray[np.int32]:
-        """Return the lengths of the pieces of the `index`-th sequence."""
-        lengths: npt.NDArray[np.int32] = self.packing.pieces.length[self._piece(index)]
-        return lengths
+        """Return the lengths of the pieces of the `index`-th sequence; of a pair, those of both halves."""
+        return self._halves(index)[1]
+
+    def _halves(self, index: int) -> tuple[Ints, npt.NDArray[np.int32]]:
+        piece, pieces, middles = self._piece(index), self.packing.pieces, self.packing.middles
+        start, length = pieces.start[piece], pieces.length[piece]
+        if middles is None:
+            return start, length
+        middle = middles[np.searchsorted(middles, start, side="right")]
+        starts = np.stack([start, middle], axis=1).ravel()
+        return starts, np.stack([middle - start, start + length - middle], axis=1).ravel().astype(np.int32)
 
     def _piece(self, index: int) -> npt.NDArray[Any]:
         at = self.order[index]
@@ -132,13 +142,17 @@ def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> It
     """Cut documents into pieces of at most `sequence_length` tokens, and yield at most `at_once` pieces at a time.
 
     Consecutive pieces of a document overlap by one token, so that each token except the document's first is a label
-    exactly once. Pieces without labels are dropped: a document of one token, or text outside the assistant's turns.
+    exactly once. Pieces without labels are dropped: a document of one token, or text outside the assistant's turns. A
+    pair of answers is not cut: a longer one is dropped.
     """
     size = at_once if store.mask is None else max(1, min(at_once, _MASK_AT_ONCE // sequence_length))
-    for first in range(0, store.documents, at_once):
-        offsets = np.asarray(store.offsets[first : first + at_once + 1])
+    unit_offsets = store.unit_offsets
+    for first in range(0, len(unit_offsets) - 1, at_once):
+        offsets = np.asarray(unit_offsets[first : first + at_once + 1])
         # Number of pieces of each document; 0 for a document of one token.
         counts = -(-(np.diff(offsets) - 1) // (sequence_length - 1))
+        if store.pairs:
+            counts[counts > 1] = 0
         stops = np.cumsum(counts)
         for start in range(0, int(stops[-1]), size):
             stop = min(start + size, int(stops[-1]))
@@ -152,6 +166,8 @@ def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> It
 
 def _counted(store: TokenStore, start: Ints, length: Ints) -> Pieces:
     """Count the labels of consecutive pieces, and drop pieces without labels."""
+    if store.pairs:
+        return Pieces(start, length.astype(np.int32), np.ones(len(start), np.int32))
     if store.mask is None:
         return Pieces(start, length.astype(np.int32), (length - 1).astype(np.int32))
     # The labels of a piece are all its tokens except the first: disjoint, ascending ranges, as reduceat needs.

@@ -220,6 +220,7 @@ class _Builder:
             suffix=convention.suffix,
             drop_before=cut.drop_before if cut is not None else None,
             answers=answers,
+            pairs=first.kind == "preference",
             templated=templated,
             train_on=self.section.train_on,
             special_tokens_as_text=(as_text or "text" if templated else as_text) == "text",

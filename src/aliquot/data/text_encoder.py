@@ -33,6 +33,7 @@ class EncoderSpec:
     suffix: tuple[int, ...]  # token ids after each document
     drop_before: str | None = None  # see `Cut.drop_before` in cuts.py
     answers: bool = False  # whether texts are records with answers, in the JSON of formats.py
+    pairs: bool = False  # whether each record is a pair of answers
     templated: bool = False  # whether the tokenizer's chat template renders the records
     train_on: Literal["completions", "all"] = "completions"
     special_tokens_as_text: bool = False  # for special tokens spelled out in texts, not for the template's

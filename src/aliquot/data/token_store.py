@@ -2,7 +2,8 @@
 
 tokens.bin is uint16 for vocabularies of less than 65536 tokens, else uint32. offsets.bin is int64 [documents + 1].
 mask.bin is uint8 and 1 at tokens to learn; it exists only for records with answers. store.json describes the other
-files, the formats of the documents, and the records that are left out, by reason.
+files, the formats of the documents, and the records that are left out, by reason. A pair of answers is two documents:
+the prompt with the chosen answer, then the prompt with the rejected answer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from aliquot.core.errors import DataCacheError
 from aliquot.data.encoder import Encoded
 
+Reference = npt.NDArray[np.float32]  # [documents], log-probabilities of answers before training
 FORMAT = 3
 _READ_TOKENS = 1 << 24  # `answer_ends` examines only this many tokens, at the beginning of a store
 
@@ -39,6 +41,8 @@ class TokenStore:
     left_out: Mapping[str, int] = field(default_factory=dict)  # reason -> number of records that are left out
     inexact_cuts: int = 0  # cuts of long documents at which tokens may differ from those of the whole text; see cuts.py
     firsts: Mapping[str, str] = field(default_factory=dict)  # reason -> place of the first such record
+    pairs: bool = False  # whether the documents are pairs of answers
+    reference: Reference | None = None
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
@@ -58,19 +62,30 @@ class TokenStore:
             raise DataCacheError("a damaged token cache; remove this directory and start again", path)
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
-            facts["inexact_cuts"], facts.get("firsts", {}),
+            facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),
         )  # fmt: skip
 
     @property
     def documents(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def labels(self) -> int:
+        """The number of tokens to learn in a store with a mask."""
+        assert self.mask is not None
+        return int(self.mask.sum(dtype=np.int64))
+
+    @property
+    def unit_offsets(self) -> npt.NDArray[np.int64]:
+        """The offsets of what stays together in a packed sequence: of documents, or of pairs of documents."""
+        return self.offsets[::2] if self.pairs else self.offsets
+
 
 class StoreWriter:
     """Write the files of a token store, document after document."""
 
-    def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool) -> None:
-        self.directory, self.dtype, self.answers = directory, dtype, answers
+    def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool, pairs: bool = False) -> None:
+        self.directory, self.dtype, self.answers, self.pairs = directory, dtype, answers, pairs
         self.formats: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.firsts: dict[str, str] = {}  # reason -> place of the first such record, with details
@@ -123,7 +138,10 @@ class StoreWriter:
 
     def finish(self) -> None:
         """Write store.json; call this after the other files are closed."""
-        names = ("documents", "tokens", "text_bytes", "answers", "formats", "left_out", "inexact_cuts", "firsts")
+        names: tuple[str, ...] = (
+            "documents", "tokens", "text_bytes", "answers", "formats", "left_out", "inexact_cuts", "firsts",
+        )  # fmt: skip
+        names += ("pairs",) if self.pairs else ()
         facts = {"dtype": self.dtype.name, **{name: getattr(self, name) for name in names}}
         (self.directory / "store.json").write_text(json.dumps(facts))
 

@@ -56,11 +56,11 @@ def tokenize(
         progress: called with the number of bytes of the source that have been encoded and written.
     """
     with ExitStack() as stack:
-        writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers))
-        chunks = _chunks(documents, spec.answers, cut, writer)
+        writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers, spec.pairs))
+        chunks = _chunks(documents, spec, cut, writer)
         first = list(islice(chunks, 2))
         for chunk, encoded in _encode(chain(first, chunks), spec, 0 if len(first) < 2 else num_proc or _cores(), stack):
-            writer.write(encoded, chunk.texts.last, chunk.places)
+            writer.write(encoded, np.repeat(chunk.texts.last, 2 if spec.pairs else 1), chunk.places)
             progress(chunk.done_bytes)
     writer.finish()
     return writer
@@ -101,7 +101,7 @@ def _encode(
             turn += 1
 
 
-def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
+def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
     """Yield chunks of texts with about CHUNK_CHARACTERS; long documents are cut into pieces (see cuts.py).
 
     `writer` counts the formats of documents, the documents that are left out, and inexact cuts.
@@ -115,7 +115,7 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
         if document.blank and not held:
             writer.leave_out(document.reason or BLANK, 1, document.where if document.reason else "")
             continue
-        if (document.kind != "text") != answers:
+        if (document.kind != "text", document.kind == "preference") != (spec.answers, spec.pairs):
             raise DataError(
                 "some documents are text and some have answers: give them sources of their own, data.sources"
             )
@@ -123,7 +123,7 @@ def _chunks(documents: Iterator[Document], answers: bool, cut: Cut | None, write
         if not document.ended and cut is None and sum(map(len, held)) < 2 * LONGEST_CHARACTERS:
             continue
         parts = [document.text]
-        if not answers:
+        if not spec.answers:
             parts = list(pieces("".join(held), cut, searched=searched, forced=writer.cut_anywhere))
         held = [] if document.ended else [parts.pop()]
         # `pieces` has searched the held text: an exact cut can only begin at the last character.

@@ -105,6 +105,10 @@ class Ranks:
         """Return rank 0's JSON value on every rank; the arguments of other ranks are ignored."""
         return self.gather(value if self.rank == 0 else None)[0]
 
+    def broadcast_into(self, values: Tensor) -> None:
+        """Copy rank 0's `values`, a CPU tensor, into `values` of every rank."""
+        dist.broadcast(values, 0)
+
     @contextmanager
     def unpinned(self) -> Iterator[None]:
         """Let this rank and the processes that it starts use all cores, while the other ranks wait."""

@@ -137,7 +137,7 @@ class Engine(PartStore, ViewableStore, Protocol):
         ...
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
-        """Accumulate the gradient of `scale` times the summed loss. Return the unscaled loss.
+        """Accumulate the gradient of `scale` times the summed loss. Return the unscaled loss, as `evaluate` does.
 
         With `batch` None, this rank has no data and only joins the collectives. `last`: this is the last micro-batch
         before `step`. Reading the loss may wait for the forward pass on a GPU, but not for the backward pass.
@@ -145,7 +145,10 @@ class Engine(PartStore, ViewableStore, Protocol):
         ...
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        """Return the summed loss, an fp32 scalar, without gradients. With `batch` None, only join the collectives."""
+        """Return the summed loss, an fp32 scalar, without gradients. With `batch` None, only join the collectives.
+
+        For `batch.pairs`, the result is the log-probability of each answer instead, fp32 [pairs, 2].
+        """
         ...
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:

@@ -50,6 +50,8 @@ def chosen_engine(
             "train.compile: layers is for engines host and fsdp: DeepSpeed gathers each weight within a layer, which"
             " leaves nothing to fuse. Set train.compile: none"
         )
+    if name == "deepspeed" and config.train.objective != "sft":
+        raise EngineError(f"train.objective: {config.train.objective} needs shard.engine: host or fsdp, not deepspeed")
     if name == "host" and device != "cpu":
         raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
     if name == "host" and config.shard.collectives == "gloo":

@@ -66,8 +66,8 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
         losses = []
         for row in rows:
             documents = Documents(edges, None)
-            loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
-            losses.append(float(loss.detach()))
+            summed, loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
+            losses.append(float(summed))
             model_calls.with_auxiliary(model, loss * scale, scale, row.labels, documents).backward()  # type: ignore[no-untyped-call]
         weights = model.state_dict()  # includes persistent buffers, which get no gradients
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -104,7 +104,7 @@ def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> 
             hidden = model_calls.hidden_states(model, row.input_ids, row.position_ids, documents)
             loss = head_loss_on("cpu")(hidden, model.get_output_embeddings().weight, row.labels, 1.0)[1]
         else:
-            loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)
+            loss = model_calls.whole_logits_loss(model, row.input_ids, row.position_ids, row.labels, documents)[1]
         loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # models raise various exceptions if weights and buffers differ in dtype
         reason = " ".join(str(error).split())[:200]

@@ -37,8 +37,9 @@ def read_early(value: Tensor) -> SupportsFloat:
     """Begin to copy a scalar to the host. `float()` of the result waits until the GPU has computed the scalar.
 
     `float(value)` would wait for all work that is queued at the time of the call. On CPU, the result is `value`.
+    Other tensors than scalars are returned, too.
     """
-    return _OnItsWay(value) if value.is_cuda else value
+    return _OnItsWay(value) if value.is_cuda and value.ndim == 0 else value
 
 
 class _OnItsWay:

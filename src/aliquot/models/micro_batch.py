@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from aliquot.nn.head_loss import IGNORE, Chosen, choose
+from aliquot.nn.preference_loss import Pairs
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,19 @@ class MicroBatch:
     calls: int = 0  # the largest number of documents of any rank, if the model runs one forward pass per document
     source: int = 0  # index of the data source
     chosen: Chosen | None = None  # tokens for which the loss is computed; None: the loss selects them by `labels`
+    pairs: Pairs | None = None  # the pairs of answers in the row, whose preference loss replaces the cross-entropy
 
     @property
     def predicted(self) -> int:
         """Return the number of tokens with a label, over which the loss is summed."""
         return int((self.labels != IGNORE).sum())
+
+    def metrics(self, result: SupportsFloat | Tensor) -> dict[str, float]:
+        """Return the summed loss, and for pairs of answers sums of further metrics, from the result of an engine."""
+        if self.pairs is None:
+            return {"loss": float(result)}
+        assert isinstance(result, Tensor)
+        return self.pairs.metrics(result)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy the micro-batch to `device` asynchronously.
@@ -42,16 +51,23 @@ class MicroBatch:
         """
         if self.input_ids.device.type == device.type:
             return self
-        chosen = choose(self.labels)
+        chosen = choose(self.labels, self.pairs)
         rows = torch.stack([self.input_ids, self.labels, self.position_ids]).pin_memory()
         ids, labels, positions = rows.to(device, non_blocking=True)
         if chosen.rows is not None:
             chosen = replace(chosen, rows=chosen.rows.pin_memory().to(device, non_blocking=True))
-        return replace(self, input_ids=ids, labels=labels, position_ids=positions, chosen=chosen)
+        chosen = replace(chosen, pairs=chosen.pairs and chosen.pairs.to(device))
+        pairs = self.pairs and self.pairs.to(device)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions, chosen=chosen, pairs=pairs)
 
     def tensors(self) -> list[Tensor]:
+        """Return all tensors of the micro-batch."""
         tensors = [self.input_ids, self.labels, self.position_ids]
-        return tensors if self.chosen is None or self.chosen.rows is None else [*tensors, self.chosen.rows]
+        if self.chosen is not None and self.chosen.rows is not None:
+            tensors.append(self.chosen.rows)
+        for pairs in (self.pairs, None if self.chosen is None else self.chosen.pairs):
+            tensors += [] if pairs is None else pairs.tensors()
+        return tensors
 
     def with_equal_calls(self) -> MicroBatch:
         """Add one-token documents without a label, so that all ranks run the same number of forward passes.

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.nn.experts.expert_modules import note_balance
-from aliquot.nn.head_loss import IGNORE, summed_cross_entropy
+from aliquot.nn.head_loss import IGNORE, token_cross_entropy
 
 if TYPE_CHECKING:
     from aliquot.nn.attention.document_attention import Documents
+    from aliquot.nn.preference_loss import Pairs
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
@@ -32,12 +33,20 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents
     return torch.cat([result.last_hidden_state[0, :length] for result, length in results])
 
 
-def whole_logits_loss(model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents) -> Tensor:
-    """Return the summed loss, computed from the logits of all tokens at once.
+def whole_logits_loss(
+    model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, pairs: Pairs | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss, detached and for autograd, computed from the logits of all tokens at once.
 
-    This is for models whose logits are not just the product with the output head, for example with a soft-cap.
+    This is for models whose logits are not just the product with the output head, for example with a soft-cap. With
+    `pairs`, the results are those of nn/head_loss.py.
     """
-    return summed_cross_entropy(logits(model, ids, positions, documents), labels)
+    losses = token_cross_entropy(logits(model, ids, positions, documents), labels)
+    if pairs is None:
+        summed = losses.sum()
+        return summed.detach(), summed
+    logprobs = pairs.logprobs(losses.detach())
+    return logprobs, (losses[: len(pairs.answers)] * pairs.weights(logprobs)).sum()
 
 
 def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:

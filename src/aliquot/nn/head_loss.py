@@ -3,6 +3,9 @@
 The forward pass already computes the gradients, and overwrites the logits with their gradient. Logits are in memory
 once, in the compute dtype, and only for tokens with a label and a few filler tokens. If these logits are too large,
 they are computed twice, in chunks.
+
+For pairs of answers (nn/preference_loss.py) the head runs twice: first for the log-probabilities of the answers, then
+for gradients, in which each token has a weight that depends on these log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from aliquot.machine.matmul import copy_pays
 from aliquot.machine.torch_compile import compile_function
+from aliquot.nn.preference_loss import Pairs
 from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logits_room
 
 if TYPE_CHECKING:
@@ -48,17 +52,21 @@ class Chosen:
 
     rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
     learned: int  # number of tokens with a label
+    pairs: Pairs | None = None  # the pairs of answers to which the tokens with a label belong, in the order of `rows`
 
 
-def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross-entropy, in fp32, of logits [1, T, V] of any dtype with shifted labels int64 [T]."""
-    return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="sum")
+def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each token, fp32 [T], of logits [1, T, V] of any dtype with shifted labels int64 [T].
+
+    It is 0 for tokens without a label.
+    """
+    return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="none")
 
 
-def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def to_gradient_(logits: Tensor, labels: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
     """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy with labels int64 [N].
 
-    Return the summed cross-entropy, and the log-sum-exp of each row [N], in fp32.
+    A scale [N, 1] applies to each row. Return the summed cross-entropy, and the log-sum-exp of each row [N], in fp32.
     """
     values, columns = logits.float(), labels[:, None]
     targets, largest = values.gather(1, columns), values.amax(1, keepdim=True)
@@ -66,7 +74,7 @@ def to_gradient_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, 
     # The largest probability is 1 / sum of exp(logit - largest). It is never tiny, so its logarithm is precise.
     normalizers = largest - probabilities.amax(1, keepdim=True).log()
     summed = (normalizers - targets).sum()
-    probabilities.mul_(scale).scatter_add_(1, columns, torch.full_like(targets, -scale))
+    probabilities.mul_(scale).scatter_add_(1, columns, torch.full_like(targets, -1.0) * scale)
     logits.copy_(probabilities)
     return summed, normalizers[:, 0]
 
@@ -86,12 +94,13 @@ def _compiled() -> Callable[..., Any]:
     return compile_function(_traced)
 
 
-def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
     """Compute `to_gradient_` with a compiled kernel, for any number of rows.
 
     The kernel gets the scale as a tensor, because torch.compile would turn a number into a constant.
     """
-    result: tuple[Tensor, Tensor] = _compiled()(logits, labels, torch.full((), scale, device=logits.device))
+    scales = scale if isinstance(scale, Tensor) else torch.full((), scale, device=logits.device)
+    result: tuple[Tensor, Tensor] = _compiled()(logits, labels, scales)
     return result
 
 
@@ -137,7 +146,9 @@ class FusedLoss:
         Shapes: hidden [T, E], weight [V, E], labels int64 [T], already shifted. Call backward() on the second value
         without further scaling. Without autograd, both values are the unscaled sum. With `rows`, this call sends the
         gradient of `weight` to `rows`, and autograd gets none. `chosen`: the result of `choose(labels)`, if known.
-        `room`: a buffer from `self.room` for the logits, which this call overwrites.
+        `room`: a buffer from `self.room` for the logits, which this call overwrites. With `chosen.pairs`, the first
+        result holds the log-probabilities of the answers, fp32 [P, 2], and the second has the gradient of `scale`
+        times the summed loss of the pairs, but not its value.
         """
         hidden = hidden.to(weight.dtype)  # as transformers does: Mamba returns fp32 for weights of any dtype
         chosen = chosen or choose(labels)
@@ -145,17 +156,31 @@ class FusedLoss:
             # The backward pass of `hidden[rows]` would sort the rows.
             hidden, labels = hidden.index_select(0, chosen.rows.to(hidden.device)), labels[chosen.rows]
         if not torch.is_grad_enabled():
-            total = torch.zeros((), device=hidden.device)
-            labels = labels.to(hidden.device)  # the planner's are on CPU
-            for a, b in self.row_chunks(hidden, weight):
-                total += self.loss_of_logits(self.logits(hidden[a:b], weight, room), labels[a:b])
-            return total, total
+            losses = self._token_losses(hidden, weight, labels, room)
+            result = losses.sum() if chosen.pairs is None else chosen.pairs.logprobs(losses[: chosen.learned])
+            return result, result
+        logprobs: Tensor | None = None
+        scales: float | Tensor = scale
+        if chosen.pairs is not None:
+            with torch.no_grad():
+                losses = self._token_losses(hidden[: chosen.learned], weight, labels[: chosen.learned], room)
+            logprobs = chosen.pairs.logprobs(losses)
+            weights = chosen.pairs.weights(logprobs)
+            scales = scale * F.pad(weights, (0, len(hidden) - len(weights)))[:, None]
         summed: Tensor
         scaled: Tensor
         scaled, summed = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, weight if rows is None else weight.detach(), labels, scale, rows, chosen.learned, room, self
+            hidden, weight if rows is None else weight.detach(), labels, scales, rows, chosen.learned, room, self
         )
-        return summed.detach(), scaled
+        return summed.detach() if logprobs is None else logprobs, scaled
+
+    def _token_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, room: Tensor | None) -> Tensor:
+        """Return the cross-entropy of each token, fp32 [N]; 0 for tokens without a label."""
+        losses = torch.zeros(len(hidden), device=hidden.device)
+        labels = labels.to(hidden.device)  # the planner's are on CPU
+        for a, b in self.row_chunks(hidden, weight):
+            self.losses_of_logits(self.logits(hidden[a:b], weight, room), labels[a:b], losses[a:b])
+        return losses
 
     def room(self, chosen: Chosen, labels: Tensor, weight: Tensor) -> Tensor:
         """Allocate a buffer for the logits of one chunk, before layers save activations.
@@ -196,18 +221,17 @@ class FusedLoss:
         for start in range(0, weight.shape[0], count):
             yield start, min(start + count, weight.shape[0])
 
-    def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the summed cross-entropy of logits [N, V], computed a few rows at a time.
+    def losses_of_logits(self, logits: Tensor, labels: Tensor, out: Tensor) -> None:
+        """Compute the cross-entropy of each row of logits [N, V] into `out` [N], a few rows at a time.
 
         All logits in fp32 would be the largest block of memory of a run, and a fragmented heap would have to grow.
         """
-        summed = torch.zeros((), device=logits.device)
         count = max(1, self.scratch_bytes // (4 * logits.shape[1]))
         for start in self.blocks(range(0, len(logits), count)):
-            summed += summed_cross_entropy(logits[None, start : start + count], labels[start : start + count])
-        return summed
+            rows = slice(start, start + count)
+            out[rows] = token_cross_entropy(logits[None, rows], labels[rows])
 
-    def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float, normalizers: Tensor) -> Tensor:
+    def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float | Tensor, normalizers: Tensor) -> Tensor:
         """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; return the sum, in fp32.
 
         `normalizers` [N] is set to the log-sum-exp of each row.
@@ -219,16 +243,19 @@ class FusedLoss:
             count = max(_ALIGNED_ROWS, count // _ALIGNED_ROWS * _ALIGNED_ROWS)
         for start in self.blocks(range(0, len(logits), count)):
             stop = start + count
-            loss_of_rows, normalizers[start:stop] = convert(logits[start:stop], labels[start:stop], scale)
+            scales = scale[start:stop] if isinstance(scale, Tensor) else scale
+            loss_of_rows, normalizers[start:stop] = convert(logits[start:stop], labels[start:stop], scales)
             summed += loss_of_rows
         return summed
 
 
-def choose(labels: Tensor) -> Chosen:
+def choose(labels: Tensor, pairs: Pairs | None = None) -> Chosen:
     """Return the tokens that enter the loss of labels [T], on the device of the labels."""
     labelled = labels != IGNORE
     learned = int(labelled.sum())
-    return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned)
+    if pairs is not None:
+        pairs = pairs.select(labelled.nonzero().flatten())
+    return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned, pairs)
 
 
 def _labelled_first(labelled: Tensor) -> Tensor:
@@ -248,7 +275,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        scale: float,
+        scale: float | Tensor,
         rows: GradientRows | None,
         learned: int,
         room: Tensor | None,
@@ -263,7 +290,8 @@ class _HeadLoss(torch.autograd.Function):
         for a, b in chunks:
             logits = fused.logits(hidden[a:b], weight, room)
             end = min(max(a, learned), b)  # tokens with a label come first
-            summed += fused.to_gradient_(logits[: end - a], labels[a:end], scale, normalizers[a:end])
+            scales = scale[a:end] if isinstance(scale, Tensor) else scale
+            summed += fused.to_gradient_(logits[: end - a], labels[a:end], scales, normalizers[a:end])
             logits[end - a :].zero_()
             if hidden_gradient is not None:
                 torch.mm(logits, weight, out=hidden_gradient[a:b])
@@ -291,7 +319,7 @@ class _HeadLoss(torch.autograd.Function):
                 rows.publish()
         ctx.gradients = (hidden_gradient, weight_gradient)
         ctx.mark_non_differentiable(summed)
-        return summed * scale, summed
+        return summed.clone() if isinstance(scale, Tensor) else summed * scale, summed
 
     @staticmethod
     def backward(ctx: Any, _gradient: Tensor, _summed: Tensor) -> tuple[Tensor | None, ...]:
@@ -301,12 +329,12 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _columns(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, normalizers: Tensor, a: int, b: int
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float | Tensor, normalizers: Tensor, a: int, b: int
 ) -> Tensor:
     """Recompute columns [a, b) of the gradient of the logits, [T, b - a]."""
     values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None]).exp_().mul_(scale)
     inside = (labels >= a) & (labels < b)
-    values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], torch.where(inside, -scale, 0.0)[:, None])
+    values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], inside[:, None].float() * -scale)
     return values.to(hidden.dtype)
 
 

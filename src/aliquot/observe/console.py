@@ -120,18 +120,18 @@ class Display:
             self._shown[description] = quarter
             self.line(f"{description}: {25 * quarter} %{pace}")
 
-    def evaluating(self, done: int, total: int, seconds: float) -> None:
-        """Show the progress of an evaluation. Plain output prints a line every 20 seconds."""
+    def evaluating(self, done: int, total: int, seconds: float, what: str = "evaluating") -> None:
+        """Show the progress of an evaluation, named `what`. Plain output prints a line every 20 seconds."""
         left_s = seconds / done * (total - done) if done else None
         if self._is_live:
             if "training" in self._tasks:
                 self._bars.update(self._tasks["training"], eta="")  # hide the ETA, which does not change
-            self._bar("evaluating", done, total, left_s)
+            self._bar(what, done, total, left_s)
             return
         turn = int(seconds // _EVALUATING_INTERVAL_S)
-        if turn > self._shown.get("evaluating", 0) and left_s is not None:
-            self.line(f"evaluating: {done} of {total} micro-batches, ETA {duration(left_s)}")
-        self._shown["evaluating"] = turn
+        if turn > self._shown.get(what, 0) and left_s is not None:
+            self.line(f"{what}: {done} of {total} micro-batches, ETA {duration(left_s)}")
+        self._shown[what] = turn
 
     def finish(self) -> None:
         if self._live is not None:
@@ -156,6 +156,8 @@ def _readings(metrics: Mapping[str, Any], verbose: bool) -> list[str]:
     formats: list[tuple[str, Callable[[Any], str | Literal[False]]]] = [
         ("epoch", lambda value: f"epoch {value:.3g}"),
         ("loss", lambda value: f"loss {value:.4f}"),
+        ("rewards/accuracies", lambda value: f"accuracy {value:.2f}"),
+        ("rewards/margins", lambda value: f"margin {value:.3f}"),
         ("learning_rate", lambda value: f"learning rate {value:.2e}"),
         ("tokens_per_s", lambda value: f"{value:,.0f} tokens/s"),
         ("eta_s", lambda value: f"ETA {duration(value)}"),
@@ -216,6 +218,9 @@ class LiveView:
                 line.append("  ").append(sparkline(self.losses, _SPARKS), style="cyan")
                 line.append(f"  from {self.losses[0]:.4f}", style="dim")
             rows.append(("loss", line))
+        if metrics.get("rewards/accuracies") is not None:
+            text = f"accuracy {metrics['rewards/accuracies']:.2f}  margin {metrics['rewards/margins']:.3f}"
+            rows.append(("rewards", Text(text)))
         if metrics.get("eval_loss") is not None:
             rows.append(("evaluation", Text(f"loss {metrics['eval_loss']:.4f}")))
         if metrics.get("epoch") is not None and metrics.get("learning_rate") is not None:

@@ -26,6 +26,13 @@ from aliquot.observe.step_clock import OWN_WORK, PARTS, Profile, SlowRanks, Step
 from aliquot.observe.throughput import Meter, RemainingWork
 
 _REMEASURE_AFTER_S = 30.0  # other work on the machine may have ended by then
+_EVALUATED = {  # metric of an evaluation -> text on the console
+    "loss": "loss {:.4f}",
+    "perplexity": "perplexity {:.2f}",
+    "bits_per_byte": "{:.3f} bits per byte",
+    "rewards/accuracies": "accuracy {:.3f}",
+    "rewards/margins": "margin {:.4f}",
+}
 _MAX_MEASUREMENTS = 3  # of the compute ceiling per attempt; each takes about a second
 
 
@@ -226,27 +233,24 @@ class Recorder:
             self._evaluation_start = time.perf_counter()
         self._display.evaluating(done, total, time.perf_counter() - self._evaluation_start)
 
-    def evaluated(self, results: Mapping[str, tuple[float, float, float | None]]) -> Mapping[str, Any]:
-        """Record an evaluation: loss, perplexity and bits per byte by name of the evaluation set.
+    def evaluated(self, results: Mapping[str, Mapping[str, float]]) -> Mapping[str, Any]:
+        """Record an evaluation: its metrics by name of the evaluation set.
 
         Return the metrics, as in metrics.jsonl.
         """
         self._remaining.evaluation_s = time.perf_counter() - self._evaluation_start
         line: dict[str, Any] = {"step": self._done}
         texts = []
-        for name, (loss, perplexity, bits_per_byte) in results.items():
+        for name, metrics in results.items():
             prefix = f"eval_{name}_" if name else "eval_"
-            line |= {f"{prefix}loss": loss, f"{prefix}perplexity": perplexity}
-            text = f"evaluation {f'{name}: ' if name else ''}loss {loss:.4f}, perplexity {perplexity:.2f}"
-            if bits_per_byte is not None:
-                line[f"{prefix}bits_per_byte"] = bits_per_byte
-                text += f", {bits_per_byte:.3f} bits per byte"
-            texts.append(text)
+            line |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
+            shown = [text.format(metrics[metric]) for metric, text in _EVALUATED.items() if metric in metrics]
+            texts.append(f"evaluation {f'{name}: ' if name else ''}{', '.join(shown)}")
         with self._handles_full_disk():
             self._metrics.write(line)
         for text in texts:
             self._display.line(f"step {self._done}: {text}")
-        self._eval_loss = results.get("", next(iter(results.values())))[0]
+        self._eval_loss = results.get("", next(iter(results.values())))["loss"]
         return line
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:

@@ -39,6 +39,7 @@ class RunDirectory:
         self.profile = path / "profile"
         self.tensorboard = path / "tensorboard"
         self.export = path / "export"
+        self.reference = path / "reference"
         self.logs = path / "logs"
 
     def check(self, config: RunConfig) -> None:

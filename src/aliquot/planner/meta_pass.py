@@ -90,7 +90,7 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
             """Return the live bytes after the layers, and the loss."""
             documents = Documents(edges, attention)
             if not traits.plain_head:
-                loss = model_calls.whole_logits_loss(model, ids, ids, ids, documents)
+                loss = model_calls.whole_logits_loss(model, ids, ids, ids, documents)[1]
                 return live.live_bytes, loss
             head_loss = head_loss_on(step.device, live.two_for_all, step.logits_bytes, step.copies_transposed)
             head, chosen = model.get_output_embeddings().weight, choose(labels)
@@ -99,6 +99,9 @@ def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int
             hidden = model_calls.hidden_states(model, inputs, ids, documents)
             saved_bytes, before = live.live_bytes - (0 if room is None else room.nbytes), live.products.copy()
             sink = _head_ring(shape, step, live) if in_ring and head.requires_grad else None
+            if step.runs_head_twice and torch.is_grad_enabled():
+                with torch.no_grad():
+                    head_loss(hidden, head, labels, 1.0, None, chosen, room)
             loss = head_loss(hidden, head, labels, 1.0, sink, chosen, room)[1]
             head_products.update(live.products - before)
             return saved_bytes, loss

@@ -36,6 +36,7 @@ class Step:
     looks_up: bool  # the embedding gradient has a row per token (engine host), not per vocabulary entry
     head_gradient: bool  # the head's gradient is one tensor; engine host instead writes blocks into its ring buffer
     compiled: bool = False  # decoder layers are compiled
+    runs_head_twice: bool = False  # for pairs of answers: log-probabilities first, then gradients
     logits_bytes: int = HOST_LOGITS_BYTES  # size of the buffer in which the loss computes logits
     copies_transposed: bool = False  # products with a transposed left side use copies (machine/matmul.py)
 

@@ -66,6 +66,7 @@ class Plan:
     evaluations: int = 0  # evaluations whose number of sequences is known
     evaluation_s: float = 0.0  # seconds of one evaluation
     uncounted_evaluations: int = 0  # evaluations whose number of sequences is unknown until the data are read
+    reference_s: float = 0.0  # log-probabilities before training; 0 also if the number of sequences is unknown
     saves: int = 0  # saves during which training waits
     saves_beside: int = 0  # saves that overlap with steps
     stall_s: float = 0.0  # total time that steps wait for overlapping saves
@@ -137,7 +138,7 @@ class Plan:
     def beside_steps_s(self) -> float:
         if not self.steps:
             return 0.0
-        return self.evaluations * self.evaluation_s + self.saving_s + self.export_s
+        return self.reference_s + self.evaluations * self.evaluation_s + self.saving_s + self.export_s
 
     @property
     def saving_s(self) -> float:

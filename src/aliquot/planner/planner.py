@@ -228,6 +228,8 @@ class _RunPlan:
         saves = count_saves(config, self.steps or 0, self.saving, layout.world_size, step.total_s, until_update_s)
         evaluations = config.train.eval_on_start + times_due(config.train.eval_steps, self.steps or 0)
         evaluated = BatchSize(workload.eval_sequences or 0, size.micro).sequences(layout.world_size) / size.micro
+        with_reference = (workload.sequences or 0) + (workload.eval_sequences or 0)
+        compared = BatchSize(with_reference, size.micro).sequences(layout.world_size) / size.micro
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         return Plan(
@@ -258,6 +260,9 @@ class _RunPlan:
             evaluations=evaluations if evaluated else 0,
             uncounted_evaluations=evaluations if evaluates(config) and not evaluated else 0,
             evaluation_s=evaluation_time(setting, self.whole_micro_batch, evaluated, moved, self.rates),
+            reference_s=0.0
+            if config.train.objective != "dpo"
+            else evaluation_time(setting, self.whole_micro_batch, compared, moved, self.rates),
             saves=saves.blocking,
             saves_beside=saves.overlapped,
             stall_s=saves.stall_s,
@@ -290,6 +295,7 @@ class _RunPlan:
             looks_up=self.engine == "host",
             head_gradient=self.engine != "host",
             compiled=config.train.compile == "layers",
+            runs_head_twice=config.train.objective != "sft",
             logits_bytes=logits_room(self.machine.gpu_memory_bytes if on_gpu else None),
             copies_transposed=not on_gpu and config.train.precision == "bf16" and "amx_bf16" in self.machine.isa,
         )

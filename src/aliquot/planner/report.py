@@ -148,6 +148,7 @@ def _run_lines(plan: Plan) -> list[str]:
         return ["whole run       not known before the data are read: set train.max_steps"]
     uncounted = plan.uncounted_evaluations
     besides = [
+        f"reference log-probabilities {_seconds(plan.reference_s)}" if plan.reference_s else "",
         f"{count_of(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
         count_of(uncounted, "evaluation that is", "evaluations that are") + " not counted" if uncounted else "",
         f"{count_of(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",

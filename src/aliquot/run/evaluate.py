@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due
 from aliquot.core.on_rank_0 import run_on_rank_0
@@ -17,6 +15,7 @@ from aliquot.data.data_summary import irregularities
 from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.source import resolve
 from aliquot.run import setup
 from aliquot.run.data_sanity import check_inputs
@@ -32,7 +31,7 @@ def evaluate(
     ranks: Ranks,
     progress: Callable[[int, int], None],
     stop_requested: Callable[[], int],
-) -> tuple[float, float, float | None] | None:
+) -> dict[str, float] | None:
     """Evaluate the model on one evaluation set. Collective.
 
     Args:
@@ -41,9 +40,10 @@ def evaluate(
         stop_requested: a collective function; if its result is not 0, the evaluation is given up.
 
     Returns:
-        Loss and perplexity per predicted token, and bits per byte if the size of the text is known. None if given up.
+        Loss and perplexity per predicted token, and bits per byte if the size of the text is known; for pairs of
+        answers, their mean loss and TRL's metrics. None if given up.
     """
-    summed = torch.zeros((), dtype=torch.float64)
+    sums: dict[str, float] = {}
     total = batches.count(ranks.world_size)
     progress(0, total)
     ask_at, interval, start = 0, 1, time.perf_counter()
@@ -55,11 +55,18 @@ def evaluate(
                 batch_s = max(ranks.gather(time.perf_counter() - start)) / interval
                 interval = max(1, min(_MAX_GROWTH * interval, int(_ASK_INTERVAL_S / batch_s)))
             ask_at, start = done + interval, time.perf_counter()
-        summed += engine.evaluate(micro_batch).cpu()
+        for name, value in (micro_batch or MicroBatch.empty()).metrics(engine.evaluate(micro_batch)).items():
+            sums[name] = sums.get(name, 0.0) + value
         progress(done + 1, total)
-    nats = math.fsum(ranks.gather(float(summed)))
-    loss, text_bytes = nats / batches.predicted, batches.store.text_bytes
-    return loss, math.exp(loss) if loss < 700 else math.inf, nats / math.log(2) / text_bytes if text_bytes else None
+    gathered = ranks.gather(sums)
+    totals = {name: math.fsum(rank_sums[name] for rank_sums in gathered if name in rank_sums) for name in gathered[0]}
+    metrics = {name: value / batches.predicted for name, value in totals.items()}
+    if batches.format.objective is not None:
+        return metrics
+    metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf
+    if batches.store.text_bytes:
+        metrics["bits_per_byte"] = totals["loss"] / math.log(2) / batches.store.text_bytes
+    return metrics
 
 
 class Evaluator:
@@ -113,11 +120,11 @@ class Evaluator:
             results[name] = result
             done_before += batches.count(ranks.world_size)
         metrics = training.recorder.evaluated(results)
-        training.progress.perplexity = results.get("", next(iter(results.values())))[1]
+        training.progress.perplexity = results.get("", next(iter(results.values()))).get("perplexity")
         # The allocator holds blocks of the evaluation's sizes, which would fragment the memory of the steps.
         training.memory_release.release(training.progress.step)
         if training.progress.step > 0:
-            self._compare(next(iter(results.values()))[0])
+            self._compare(next(iter(results.values()))["loss"])
         training.call_back("on_evaluate", metrics)
         return 0
 
@@ -204,7 +211,10 @@ def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
         result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda: 0)
         assert result is not None  # because nothing stops the evaluation
         documents, length = batches.store.documents, batches.format.length
-        results[name] = Evaluation(*result, batches.predicted, documents, length, ranks.world_size)
+        results[name] = Evaluation(
+            result["loss"], result["perplexity"], result.get("bits_per_byte"), batches.predicted, documents, length,
+            ranks.world_size,
+        )  # fmt: skip
     model.engine.close()
     return results
 

@@ -60,6 +60,7 @@ class Stage(Enum):
     PLAN = "planning"
     BUILD_MODEL = "building the model"
     LOAD_WEIGHTS = "loading weights"
+    REFERENCE = "computing reference log-probabilities"
     START_ENGINE = "preparing the engine"
     STEP = "in step {step}"
     COMPILE_EVALUATION = "compiling the evaluation"
@@ -163,11 +164,14 @@ class Inputs:
     def determinants(self, config: RunConfig) -> dict[str, str | int | float | None]:
         """Return the values that must not change when a run resumes, by key.
 
-        They determine the order of the data, and the base model and the scaling of an adapter.
+        They determine the order of the data, the reference of a preference loss, and the base model and the scaling of
+        an adapter.
         """
         fixed = self.batches.determinants()
         if self.data.day is not None:
             fixed["data.chat_template_date"] = self.data.day
+        if (objective := self.batches.format.objective) is not None and objective.needs_reference:
+            fixed[BASE] = str(self.source.fingerprint)
         if config.adapter is None:
             return fixed
         scaling = {f"adapter.{key}": getattr(config.adapter, key) for key in ("r", "alpha", "use_rslora")}

@@ -18,9 +18,10 @@ from aliquot.checkpoint.resume import changed_settings, check_continuity, check_
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig
 from aliquot.core.decode import read_json
+from aliquot.core.errors import UnsupportedModelError
 from aliquot.core.number_format import count_of
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
-from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.batches import Batches, EvalBatches, Position, objective_of
 from aliquot.data.data_files import files_written_after
 from aliquot.data.data_summary import day_line, first_samples, header
 from aliquot.data.prepare import AddedTokens, prepare, prepare_together
@@ -106,6 +107,14 @@ def read_inputs(run: RunContext) -> Inputs:
     def lay_out() -> tuple[Batches, int, dict[str, EvalBatches]]:
         batches = Batches.of(data, config.data, config.run.seed, size, epochs, model_traits.packs, fills_up)
         held_out = EvalBatches.of(data, config.data, size, model_traits.packs, fills_up)
+        if (objective := objective_of(config.train)) is not None:
+            if getattr(source.config, "output_router_logits", False):
+                raise UnsupportedModelError(
+                    f"train.objective: {objective.name} has no loss for output_router_logits: set it to false in"
+                    " config.json"
+                )
+            batches = batches.with_objective(objective)
+            held_out = {name: batches_of_set.with_objective(objective) for name, batches_of_set in held_out.items()}
         return batches, batches.total_steps(config.train.max_steps), held_out
 
     batches, total_steps, held_out = run_on_all_ranks(ranks, lay_out)
@@ -212,24 +221,41 @@ def _warn_of_bf16(run: RunContext, built: meta.MetaModel) -> None:
         )
 
 
-def fill_model(run: RunContext, inputs: Inputs, model: Model) -> Start:
-    """Load the weights from a checkpoint of this run or a pretrained model, or initialise them randomly. Collective."""
-    config, engine, built = run.config, model.engine, model.built
-    if built.adapter is not None:
+def fill_model(run: RunContext, inputs: Inputs, model: Model, has_begun: bool = False) -> Start:
+    """Load the weights from a checkpoint of this run, or else those with which the run begins. Collective.
+
+    `has_begun`: `begin_model` has been called, so that the model has the latter already.
+    """
+    if model.built.adapter is not None and not has_begun:
         _load_pretrained(run, inputs, model)
     start = _resume(run, inputs, model)
     if start is None:
         start = Start()
-        if built.adapter is not None and config.adapter is not None and config.adapter.directory is not None:
-            fingerprint = inputs.source.fingerprint
-            load_adapter(model.saved, config.adapter.directory, built.adapter.saves, fingerprint, run.ranks)
-        elif built.adapter is not None or inputs.source.directory is None:
-            initialize.initialize(engine, built.fills, config.run.seed)
-        else:
-            _load_pretrained(run, inputs, model)
-    run.ledger.mark("weights loaded", engine.counters().memory())
+        if not has_begun:
+            _load_initial(run, inputs, model)
+    run.ledger.mark("weights loaded", model.engine.counters().memory())
     release_free_memory()  # initialisation draws whole tensors, although this rank keeps only its rows
     return start
+
+
+def begin_model(run: RunContext, inputs: Inputs, model: Model) -> None:
+    """Load the weights with which the run begins, and get the engine ready to compute with them. Collective."""
+    if model.built.adapter is not None:
+        _load_pretrained(run, inputs, model)
+    _load_initial(run, inputs, model)
+    model.engine.ready()
+
+
+def _load_initial(run: RunContext, inputs: Inputs, model: Model) -> None:
+    """Load the pretrained model, or the adapter, with which the run begins, or initialise the weights randomly."""
+    config, built = run.config, model.built
+    if built.adapter is not None and config.adapter is not None and config.adapter.directory is not None:
+        fingerprint = inputs.source.fingerprint
+        load_adapter(model.saved, config.adapter.directory, built.adapter.saves, fingerprint, run.ranks)
+    elif built.adapter is not None or inputs.source.directory is None:
+        initialize.initialize(model.engine, built.fills, config.run.seed)
+    else:
+        _load_pretrained(run, inputs, model)
 
 
 def _load_pretrained(run: RunContext, inputs: Inputs, model: Model) -> None:

@@ -27,6 +27,7 @@ from aliquot.run import setup
 from aliquot.run.callbacks import Callback, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, check_inputs, show_data
 from aliquot.run.export_run import finish_run, is_exported
+from aliquot.run.reference import with_reference
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
 from aliquot.run.run_context import (
     Inputs,
@@ -104,7 +105,8 @@ def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool)
     run.activity.enter(Stage.BUILD_MODEL)
     model = setup.build_model(run, inputs, plan)
     run.activity.enter(Stage.LOAD_WEIGHTS)
-    start = setup.fill_model(run, inputs, model)
+    inputs, has_begun = with_reference(run, inputs, model.engine, lambda: setup.begin_model(run, inputs, model))
+    start = setup.fill_model(run, inputs, model, has_begun)
     inputs = inputs.resumed_at(start, run.config.train)
     run_on_rank_0(run.ranks, lambda: run.directory.begin(run.config))
     run_on_rank_0(run.ranks, lambda: run.directory.write_day(inputs.data.day))

@@ -13,6 +13,7 @@ from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
 from aliquot.data.batches import StepBatch
 from aliquot.distributed.signals import Terminated
 from aliquot.models.meta import attention_widths
+from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
 from aliquot.observe.throughput import model_flops
 from aliquot.run.evaluate import Evaluator
@@ -46,8 +47,8 @@ class TrainingLoop:
                 self._run.activity.enter(Stage.STEP, self._progress.step + 1, saving=self._checkpoints.current_step)
                 self._recorder.begin()
                 batch = batches.take(self._progress.step)
-                loss_sums = self._backward(batch)
-                reports = self._exchange_reports(batch, loss_sums)
+                sums = self._backward(batch)
+                reports = self._exchange_reports(batch, sums)
                 metrics = self._update(batch, reports)
                 stop_signal = self._training.agreed_signal(report["stop"] for report in reports)
                 self._training.call_back("on_step_end", metrics)
@@ -73,25 +74,28 @@ class TrainingLoop:
             # The checkpoint must hold this evaluation. The best evaluation in the checkpoint may be of another run.
             self._checkpoints.start_save()
 
-    def _backward(self, batch: StepBatch) -> list[float]:
-        """Compute the gradients of this rank's micro-batches, and return the summed loss of each data source."""
+    def _backward(self, batch: StepBatch) -> list[dict[str, float]]:
+        """Compute the gradients of this rank's micro-batches; return the sums of the metrics of each data source."""
         self._recorder.enter("forward")
-        losses = []
+        results = []
         for index, micro_batch in enumerate(batch.micro_batches):
             is_last = index == len(batch.micro_batches) - 1
-            losses.append(self._engine.backward(micro_batch, 1 / max(1, batch.predicted), is_last))
-        sums = [0.0] * len(batch.predicted_of)
-        for micro_batch, loss in zip(batch.micro_batches, losses, strict=True):
-            sums[0 if micro_batch is None else micro_batch.source] += float(loss)
+            results.append(self._engine.backward(micro_batch, 1 / max(1, batch.predicted), is_last))
+        sums: list[dict[str, float]] = [{"loss": 0.0} for _ in batch.predicted_of]
+        for micro_batch, result in zip(batch.micro_batches, results, strict=True):
+            source_sums = sums[0 if micro_batch is None else micro_batch.source]
+            for name, value in (micro_batch or MicroBatch.empty()).metrics(result).items():
+                source_sums[name] = source_sums.get(name, 0.0) + value
         return sums
 
-    def _exchange_reports(self, batch: StepBatch, loss_sums: list[float]) -> list[dict[str, Any]]:
+    def _exchange_reports(self, batch: StepBatch, sums: list[dict[str, float]]) -> list[dict[str, Any]]:
         """Gather one report from every rank, so that all ranks decide by the same values.
 
         This is the only exchange of small values in a step.
         """
         report = {
-            "loss": loss_sums,
+            "loss": [source_sums.pop("loss") for source_sums in sums],
+            "preference": sums,
             "stop": self._training.shutdown.requested,
             **self._checkpoints.report(),
             "freed": self._training.memory_release.is_due(self._progress.step),
@@ -126,6 +130,7 @@ class TrainingLoop:
             training.memory_release.release(progress.step)
         return {
             "loss": progress.loss,
+            **self._preference_metrics([report["preference"] for report in reports], batch.predicted),
             "learning_rate": rate,
             "grad_norm": grad_norm,
             "tokens": progress.tokens,
@@ -176,6 +181,11 @@ class TrainingLoop:
         if bad_ranks:
             raise self._diverged(f"the loss is not finite on rank {', '.join(bad_ranks)}")
         return math.fsum(sums) / max(1, predicted)
+
+    def _preference_metrics(self, sums: list[list[dict[str, float]]], pairs: int) -> dict[str, float]:
+        """The mean of each metric of pairs of answers over the global batch; empty without pairs."""
+        parts = [source_sums for rank_sums in sums for source_sums in rank_sums if source_sums]
+        return {name: math.fsum(part[name] for part in parts) / pairs for name in (parts[0] if parts else ())}
 
     def _source_losses(self, sums: list[list[float]], batch: StepBatch) -> dict[str, float]:
         """The mean loss of each named data source in the batch, over its predicted tokens."""

@@ -15,7 +15,7 @@ from aliquot.nn.attention.document_attention import (
     document_attention,
     register,
 )
-from aliquot.nn.head_loss import summed_cross_entropy
+from aliquot.nn.head_loss import token_cross_entropy
 from tests.engines.cases import SMALL, micro_batch
 
 MODELS = [
@@ -66,7 +66,7 @@ def test_changing_one_document_changes_no_gradient_contribution_of_another(shape
         model.zero_grad()
         labels = micro_batch(sequence).labels.clone()
         labels[:12] = -100  # only the third document's loss
-        summed_cross_entropy(logits_of(model, sequence), labels).backward()
+        token_cross_entropy(logits_of(model, sequence), labels).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
     sequence = three_documents()

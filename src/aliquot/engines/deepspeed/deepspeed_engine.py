@@ -232,8 +232,8 @@ class _Training(nn.Module):
         self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen | None
     ) -> tuple[Tensor, Tensor]:
         if not self.fused:
-            loss = model_calls.whole_logits_loss(self.model, ids, positions, labels, documents)
-            summed, scaled = loss.detach(), loss * scale
+            summed, loss = model_calls.whole_logits_loss(self.model, ids, positions, labels, documents)
+            scaled = loss * scale
         else:
             hidden = model_calls.hidden_states(self.model, ids, positions, documents)
             head = cast(nn.Parameter, self.head.weight)

@@ -39,7 +39,7 @@ from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import decoder_layers, materialise
 from aliquot.nn.attention.document_attention import Documents, attention_on
-from aliquot.nn.head_loss import Chosen, FusedLoss, head_loss_on
+from aliquot.nn.head_loss import Chosen, FusedLoss, choose, head_loss_on
 from aliquot.optim.adamw import ShardedAdamW, decays
 from aliquot.optim.gradient_norm import squared_norms
 from aliquot.tensor_io.parts import KINDS, Part, row_ranges
@@ -223,15 +223,16 @@ class FsdpEngine:
         return 1 if batch is None or self._spec.packs else max(batch.calls, len(batch.edges) - 1)
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, detached, and the scaled loss to call backward() on."""
+        """Return the result of `evaluate`, and the scaled loss to call backward() on."""
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
         if not self._spec.fused_loss:
-            loss = model_calls.whole_logits_loss(self._model, *inputs)
-            summed, scaled = loss.detach(), loss * scale
+            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.pairs)
+            scaled = loss * scale
         else:
-            summed, scaled = self._model.fused_loss(*inputs, scale, fed.chosen)  # type: ignore[operator]
-        return summed, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
+            chosen = fed.chosen or choose(fed.labels, fed.pairs)
+            result, scaled = self._model.fused_loss(*inputs, scale, chosen)  # type: ignore[operator]
+        return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         for shard in self._trainable:

@@ -25,7 +25,7 @@ from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import materialise
 from aliquot.nn.attention.document_attention import Documents, attention_on
-from aliquot.nn.head_loss import head_loss_on
+from aliquot.nn.head_loss import choose, head_loss_on
 from aliquot.optim.adamw import decays
 from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
 from aliquot.tensor_io.parts import KINDS, Part
@@ -144,17 +144,20 @@ class SingleGpuEngine:
             return self._loss(batch, 1.0)[0]
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, detached, and the scaled loss to call backward() on."""
+        """Return the result of `evaluate`, and the scaled loss to call backward() on."""
         fed = (batch or MicroBatch.empty()).to(self._device)
         documents = Documents(fed.edges, self._attention).on(self._device)
         if self._spec.fused_loss:
             head = self._model.get_output_embeddings().weight  # type: ignore[operator]
             hidden = model_calls.hidden_states(self._model, fed.input_ids, fed.position_ids, documents)
-            summed, scaled = self._head_loss(hidden, head, fed.labels, scale, chosen=fed.chosen)
+            chosen = fed.chosen or choose(fed.labels, fed.pairs)
+            result, scaled = self._head_loss(hidden, head, fed.labels, scale, chosen=chosen)
         else:
-            loss = model_calls.whole_logits_loss(self._model, fed.input_ids, fed.position_ids, fed.labels, documents)
-            summed, scaled = loss.detach(), loss * scale
-        return summed, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, documents)
+            result, loss = model_calls.whole_logits_loss(
+                self._model, fed.input_ids, fed.position_ids, fed.labels, documents, fed.pairs
+            )
+            scaled = loss * scale
+        return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, documents)
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         gradients = [gradient.take() for gradient in self._gradients]

@@ -194,15 +194,17 @@ class HostEngine:
             return self._loss(batch, 1.0)[0]
 
     def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, detached, and the scaled loss to call backward() on."""
+        """Return the result of `evaluate`, and the scaled loss to call backward() on."""
         documents = Documents(batch.edges, self._attention)
         positions, labels = batch.position_ids, batch.labels
         if not self._spec.fused_loss:
-            loss = model_calls.whole_logits_loss(self._model, batch.input_ids, positions, labels, documents)
-            return loss.detach(), model_calls.with_auxiliary(self._model, loss * scale, scale, labels, documents)
+            result, loss = model_calls.whole_logits_loss(
+                self._model, batch.input_ids, positions, labels, documents, batch.pairs
+            )
+            return result, model_calls.with_auxiliary(self._model, loss * scale, scale, labels, documents)
         tokens = batch.input_ids if rows is None else rows
         head = self._model.get_output_embeddings()  # type: ignore[operator]
-        training, chosen = torch.is_grad_enabled(), choose(labels)
+        training, chosen = torch.is_grad_enabled(), choose(labels, batch.pairs)
         # Allocate the logits before layers save activations, while the heap has a free block of this size.
         room = self._head_loss.room(chosen, labels, head.weight) if training else None
         hidden = model_calls.hidden_states(self._model, tokens, positions, documents)

@@ -38,7 +38,8 @@ def loss(run: Run) -> Figure:
     lines = [
         Line("training loss", trained, 0, smooth=True), Line("evaluation loss", evaluated, 1, "dots dashed")
     ]  # fmt: skip
-    axis = Axis("nats per token", "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
+    unit = "nats per token" if run.setting("train", "objective") in (None, "sft") else "loss of a pair"
+    axis = Axis(unit, "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
     epochs = {step: f"{value:.3g}" for step, value in run.points("epoch")}
     return line_figure(Figure("loss", "Loss", says), axis, lines, {"epoch": epochs} if epochs else {})
 
@@ -60,6 +61,28 @@ def perplexity(run: Run) -> Figure:
     bits = {step: f"{value:.3f}" for step, value in run.points("eval_bits_per_byte", run.evaluations)}
     lines = [Line("perplexity", points, 1, "dots")]
     return line_figure(Figure(name, title, says), axis, lines, {"bits per byte": bits})
+
+
+def rewards(run: Run) -> list[Figure]:
+    """Draw rewards and accuracy of preference training; no figures for another objective."""
+    chosen, rejected, accuracies = (run.points(f"rewards/{name}") for name in ("chosen", "rejected", "accuracies"))
+    if not accuracies:
+        return []
+    evaluated = {name: run.points(f"eval_rewards/{name}", run.evaluations) for name in ("accuracies", "margins")}
+    says = f"The rewards of chosen and rejected answers ended at {chosen[-1][1]:.3f} and {rejected[-1][1]:.3f}."
+    counted = f"{percent(accuracies[-1][1])} of the last pairs have the higher reward for the chosen answer"
+    if held_out := evaluated["accuracies"]:
+        counted += f", and {percent(held_out[-1][1])} of held-out pairs"
+    lines = [Line("chosen", chosen, 2, smooth=True), Line("rejected", rejected, 1, smooth=True)]
+    shares = [Line("training", accuracies, 0, smooth=True), Line("held-out", held_out, 1, "dots dashed")]
+    axis = Axis("reward", "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
+    share_axis = Axis("share of pairs", percent, percent, True, marks=resumes(run))
+    margins = {step: f"{value:.4f}" for step, value in evaluated["margins"]}
+    return [
+        line_figure(Figure("rewards", "Rewards of answers", says), axis, lines),
+        line_figure(Figure("accuracy", "Pairs with the preferred order", f"{counted}."), share_axis, shares,
+                    {"held-out margin": margins} if margins else {}),
+    ]  # fmt: skip
 
 
 def learning_rate(run: Run) -> Figure:

@@ -66,7 +66,8 @@ def render(runs: Sequence[Run]) -> str:
 
 def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
     learning = [
-        figures.loss(run), figures.perplexity(run), *figures.source_figures(run), figures.learning_rate(run),
+        figures.loss(run), *(figures.rewards(run) or [figures.perplexity(run)]), *figures.source_figures(run),
+        figures.learning_rate(run),
         figures.gradient_norm(run), *figures.expert_figures(run),
     ]  # fmt: skip
     return [

@@ -90,6 +90,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
     if evaluated:
         figures.append(("perplexity", significant(evaluated[-1][1]), "on held-out text"))
+    if accuracies := run.points("eval_rewards/accuracies", run.evaluations):
+        figures.append(("accuracy", percent(accuracies[-1][1]), "of held-out pairs have the preferred order"))
     if bits:
         figures.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
     if (training_s := run.training_s()) > 0:

@@ -1,0 +1,152 @@
+"""Compute the log-probabilities of answers before training, with which DPO compares the model, and keep them in a file.
+
+All ranks compute them once, before the first step, with the engine that trains afterwards, so that no second model is
+in memory. Rank 0 writes the results to <run>/reference/ again and again, so that a killed run continues there. Each
+file is named by the hash of the tokens and the weights from which its values follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from aliquot.config.schema import RunConfig
+from aliquot.core.errors import WeightsFileError
+from aliquot.core.on_rank_0 import run_on_rank_0
+from aliquot.core.small_files import publish_bytes, read_small_file
+from aliquot.data.batches import EvalBatches
+from aliquot.data.token_store import Reference, TokenStore
+from aliquot.engines.base import Engine
+from aliquot.models.stored_weights import fingerprint
+from aliquot.run.run_context import Inputs, RunContext, Stage
+
+_BETWEEN_WRITES = 16  # micro-batches of each rank
+_DIGEST_BYTES = 32
+_LARGEST_FILE = 1 << 34
+
+
+def with_reference(run: RunContext, inputs: Inputs, engine: Engine, begin: Callable[[], None]) -> tuple[Inputs, bool]:
+    """Return the inputs with the log-probabilities before training, and whether `begin` was called. Collective.
+
+    Args:
+        begin: gives the engine the weights with which the run begins; called only if results are missing.
+
+    Raises WeightsFileError if a log-probability is not finite.
+    """
+    objective, ranks = inputs.batches.format.objective, run.ranks
+    if objective is None or not objective.needs_reference:
+        return inputs, False
+    weights = weights_key(run.config, inputs)
+    files = {
+        key: _ReferenceFile(run.directory.reference / f"{_hash([store.path.name, weights])}.bin", store)
+        for key, store in _stores(inputs).items()
+    }
+    if ranks.rank == 0:
+        for file in files.values():
+            file.read()
+    passes = {
+        (kind, name): inputs.held_out[name]
+        if kind == "eval"
+        else EvalBatches(file.store, inputs.batches.format, inputs.size.micro)
+        for (kind, name), file in files.items()
+    }
+    starts = run_on_rank_0(ranks, lambda: [files[key].first_missing(batches) for key, batches in passes.items()])
+    stops = [batches.epoch.packing.sequences for batches in passes.values()]
+    if missing := starts != stops:
+        run_on_rank_0(ranks, lambda: run.directory.begin(run.config))  # so that a killed run may continue here
+        begin()
+        run.activity.enter(Stage.REFERENCE)
+        for start, (key, batches) in zip(starts, passes.items(), strict=True):
+            _compute(run, engine, batches, files[key], start)
+        run.activity.enter(Stage.LOAD_WEIGHTS)
+    for file in files.values():
+        ranks.broadcast_into(torch.from_numpy(file.values))
+    train = {name: file.values for (kind, name), file in files.items() if kind == "train"}
+    held_out = {
+        name: batches.with_objective(objective, files["eval", name].values) for name, batches in inputs.held_out.items()
+    }
+    return replace(inputs, batches=inputs.batches.with_objective(objective, train), held_out=held_out), missing
+
+
+def weights_key(config: RunConfig, inputs: Inputs) -> str:
+    """Return the hash of all that determines the weights before training."""
+    adapter = None if config.adapter is None else config.adapter.directory
+    adds_tokens = [config.model.add_tokens, config.model.add_special_tokens]
+    seed = config.run.seed if any(adds_tokens) else None  # rows of added tokens are drawn
+    trained_adapter = None if adapter is None else fingerprint(adapter)
+    return _hash([inputs.source.fingerprint, trained_adapter, adds_tokens, seed, config.train.precision])
+
+
+def _hash(values: list[object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
+
+
+def _stores(inputs: Inputs) -> dict[tuple[str, str], TokenStore]:
+    train = {("train", source.name): source.store for source in inputs.batches.sources}
+    return train | {("eval", name): batches.store for name, batches in inputs.held_out.items()}
+
+
+@dataclass
+class _ReferenceFile:
+    """A file with the log-probability of each answer of a token store, behind a SHA-256 of these numbers."""
+
+    path: Path
+    store: TokenStore
+
+    def __post_init__(self) -> None:
+        self.values: Reference = np.full(self.store.documents, np.nan, np.float32)  # NaN: not computed yet
+
+    def read(self) -> None:
+        """Read the values; a missing or damaged file has none."""
+        with suppress(OSError, ValueError):
+            data = read_small_file(self.path, _LARGEST_FILE, follow_links=False)
+            digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+            if len(content) == self.values.nbytes and hashlib.sha256(content).digest() == digest:
+                self.values = np.frombuffer(content, np.float32).copy()
+
+    def add(self, results: list[tuple[list[int], list[float]]]) -> None:
+        """Set the values of (documents, log-probabilities), and write all values. Raises WeightsFileError."""
+        for documents, logprobs in results:
+            if not all(map(math.isfinite, logprobs)):
+                raise WeightsFileError(
+                    "a log-probability before training is not finite: check the weights of model.path"
+                )
+            self.values[documents] = logprobs
+        content = self.values.tobytes()
+        self.path.parent.mkdir(exist_ok=True)
+        publish_bytes(self.path, hashlib.sha256(content).digest() + content)
+
+    def first_missing(self, batches: EvalBatches) -> int:
+        """Return the first sequence of `batches` without values; the number of sequences if all have values."""
+        count = batches.epoch.packing.sequences
+        chosen = np.searchsorted(self.store.offsets, batches.epoch.packing.pieces.start)
+        if not np.isnan(self.values[chosen]).any() and not np.isnan(self.values[chosen + 1]).any():
+            return count
+        return next((at for at in range(count) if np.isnan(self.values[batches.documents(at)]).any()), count)
+
+
+def _compute(run: RunContext, engine: Engine, batches: EvalBatches, file: _ReferenceFile, start: int) -> None:
+    """Compute the log-probabilities from sequence `start` on; rank 0 receives and writes them. Collective."""
+    ranks, total = run.ranks, batches.count(run.ranks.world_size)
+    first = start // (ranks.world_size * batches.micro_batch_size)
+    started_s, results = time.perf_counter(), list[tuple[list[int], list[float]]]()
+    for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size, first), first + 1):
+        logprobs = engine.evaluate(micro_batch)
+        if micro_batch is not None and micro_batch.pairs is not None:
+            results.append((list(micro_batch.pairs.documents), logprobs.view(-1).tolist()))
+        if done < total and (done - first) % _BETWEEN_WRITES:
+            continue
+        gathered = [result for rank_results in ranks.gather(results) for result in rank_results]
+        results = []
+        run_on_rank_0(ranks, partial(file.add, gathered))
+        run.display.evaluating(done, total, time.perf_counter() - started_s, "reference log-probabilities")

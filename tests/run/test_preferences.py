@@ -1,0 +1,189 @@
+"""Preference training as a person runs it, against a plain loop with a second, frozen model as the reference."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import aliquot
+from aliquot.data.batches import Batches, EvalBatches, objective_of
+from aliquot.data.prepare import prepare
+from aliquot.data.workload import batch_size
+from aliquot.models.micro_batch import MicroBatch
+from tests import plain
+from tests.runs import WORDS, curve, refused, trained, write_config
+
+LORA = {"adapter": {"r": 3, "alpha": 12.0}}
+METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
+
+
+def write_pairs(folder: Path, count: int = 40) -> Path:
+    draw = random.Random(3)
+
+    def words(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+    records = [{"prompt": f"{words(4)} ", "chosen": words(9), "rejected": words(6)} for _ in range(count)]
+    records.append({"prompt": "a ", "chosen": " ".join(WORDS * 4), "rejected": "b"})
+    records.append({"prompt": "a ", "chosen": "the same", "rejected": "the same"})
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=300, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    write_pairs(folder)
+    return folder
+
+
+def write(folder: Path, name: str, train: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
+    """The config of a run on the pairs, of which each optimizer step takes an uneven number."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder / "model"), "config": None},
+        "data": {"path": str(folder / "pairs.jsonl"), "document": None, "sequence_length": 64},
+        "train": {"objective": "dpo", "beta": 0.3, "learning_rate": 1e-2, **(train or {})},
+        "checkpoint": {"every": 2, "keep": 9, "export": False},
+    }
+    for section, values in sections.items():
+        defaults.setdefault(section, {}).update(values)
+    return write_config(folder, name, **defaults)
+
+
+def answer_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """[pairs, 2], of answers fed one by one, and [pairs, 2] numbers of their tokens."""
+    sums, lengths = [], []
+    for start, stop in pairwise(batch.edges):
+        labels = batch.labels[start:stop]
+        if bool((labels != -100).any()):
+            logits = model(input_ids=batch.input_ids[None, start:stop]).logits[0]
+            sums.append(-F.cross_entropy(logits, labels, reduction="sum"))
+            lengths.append((labels != -100).sum())
+    return torch.stack([torch.stack(sums), torch.stack(lengths)]).view(2, -1, 2)
+
+
+def plain_curve(file: Path, steps: int) -> tuple[list[float], float]:
+    """Losses of a loop with a frozen copy of the model, and the loss on held-out pairs at the end."""
+    config = aliquot.read_config(file)
+    train = config.train
+    assert config.model.path is not None
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    reference = deepcopy(model)
+    data = prepare(config.data, Path(config.model.path), model.config.vocab_size)
+    if config.adapter is not None:
+        plain.add_lora(model, config.adapter)
+        drawn = plain.initial_weights(reference.config, config.run.seed, config.adapter)
+        model.load_state_dict({n: values for n, values in drawn.items() if ".lora_" in n}, strict=False)
+    objective = objective_of(train)
+    assert objective is not None
+
+    def loss(model: nn.Module, batch: MicroBatch | None) -> Tensor:
+        assert batch is not None
+        logprobs, lengths = answer_logprobs(model, batch)
+        with torch.no_grad():
+            before = answer_logprobs(reference, batch)[0]
+        if train.objective == "orpo":
+            means = logprobs / lengths
+            odds = means.exp() / (1 - means.exp())
+            return (-means[:, 0] - train.beta * F.logsigmoid((odds[:, 0] / odds[:, 1]).log())).sum()
+        if train.objective == "simpo":
+            means = logprobs / lengths
+            return -F.logsigmoid(train.beta * (means[:, 0] - means[:, 1]) - train.simpo_gamma).sum()
+        ratios = logprobs - before
+        return -F.logsigmoid(train.beta * (ratios[:, 0] - ratios[:, 1])).sum()
+
+    size = batch_size(train, 1)
+    batches = Batches.of(data, config.data, config.run.seed, size, None).with_objective(objective)
+    losses = plain.train(model, batches, train, steps, loss)
+    held_out = EvalBatches.of(data, config.data, size)[""].with_objective(objective)
+    with torch.no_grad():
+        evaluated = sum(float(loss(model, batch)) for batch in held_out.micro_batches(0, 1)) / held_out.predicted
+    return losses, evaluated
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> tuple[Path, str]:
+    """The directory of a run, and what the run printed."""
+    output = trained(write(folder, "whole", launch={"ranks": 2}, shard={"engine": "host"}))
+    return folder / "whole", output
+
+
+def check_curve(file: Path) -> None:
+    directory = file.with_suffix("")
+    losses, evaluated = plain_curve(file, 6)
+    assert list(curve(directory).values()) == pytest.approx(losses, rel=1e-5)
+    assert curve(directory, "eval_loss")[6] == pytest.approx(evaluated, rel=1e-5)
+    assert all(set(curve(directory, metric)) == set(range(1, 7)) for metric in METRICS)
+    assert all(set(curve(directory, f"eval_{metric}")) == {6} for metric in METRICS)
+
+
+def test_the_curve_is_that_of_a_plain_loop(whole: tuple[Path, str]) -> None:
+    check_curve(whole[0].with_suffix(".yaml"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "engine", "sections"),
+    [
+        (1, "host", {"data": {"packing": False}}),
+        (3, "host", {"train": {"objective": "orpo"}}),
+        (2, "host", LORA),
+        (1, "fsdp", {"train": {"objective": "simpo", "beta": 2.0}}),
+        (2, "fsdp", LORA),
+        (3, "fsdp", {"data": {"packing": False}}),
+        (2, "fsdp", {"train": {"gradient_checkpointing": "full"}}),
+    ],
+)
+def test_every_engine_has_the_curve_of_a_plain_loop(
+    folder: Path, ranks: int, engine: str, sections: dict[str, Any]
+) -> None:
+    name = f"{engine}-{ranks}-{'-'.join(sections)}"
+    file = write(folder, name, launch={"ranks": ranks}, shard={"engine": engine}, **deepcopy(sections))
+    trained(file)
+    check_curve(file)
+
+
+def test_a_run_goes_on_with_the_reference_of_its_beginning(folder: Path, whole: tuple[Path, str]) -> None:
+    """At another world size; a reference that is lost or damaged is computed again."""
+    directory, output = whole
+    assert "1 x a pair of two equal answers, left out" in output
+    assert "1 pair is longer than data.sequence_length, left out" in output
+    reference = sorted((directory / "reference").iterdir())
+    assert len(reference) == 2  # of training data, and of held-out data
+    values = [np.frombuffer(file.read_bytes()[32:], np.float32) for file in reference]
+    assert sorted(int(np.isnan(numbers).sum()) for numbers in values) == [0, 2]  # the long pair has none
+    shutil.copytree(directory, folder / "moved")
+    for step in (4, 6):
+        shutil.rmtree(folder / "moved" / "checkpoints" / f"step-{step:08d}")
+    lost, damaged = (folder / "moved" / "reference" / file.name for file in reference)
+    lost.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"abcd")
+    assert "resuming from" in trained(write(folder, "moved", launch={"ranks": 1}))
+    assert curve(folder / "moved") == pytest.approx(curve(directory), rel=1e-5)
+    for file, numbers in zip((lost, damaged), values, strict=True):
+        again = np.frombuffer(file.read_bytes()[32:], np.float32)
+        np.testing.assert_allclose(again, numbers, rtol=1e-5)
+
+
+def test_plain_text_has_no_preferences(folder: Path) -> None:
+    text = {"path": str(folder / "text.txt"), "document": "line"}
+    assert "needs pairs of answers" in refused(write(folder, "no", data=text))
