@@ -59,6 +59,17 @@ def test_render(run_file: Path, tmp_path: Path) -> None:
     assert aliquot("cluster", "check", tmp_path / "out").exit_code == 0
 
 
+def test_render_a_proof(run_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "proof"
+    result = aliquot("cluster", "render", run_file, "--proof", "-o", out)
+    assert result.exit_code == 0 and f"kubectl apply --server-side -k {out}" in result.output, result.output
+    assert "cluster\n" in (out / "train-job.yaml").read_text()
+    result = aliquot("cluster", "render", run_file, "--proof", "--runtime")
+    assert result.exit_code == 2 and "give one of them" in result.stderr
+    result = aliquot("cluster", "proof", run_file, out / "train-job.yaml")
+    assert result.exit_code == 2 and "train-job.yaml: not the expectations of a plan" in result.stderr
+
+
 def test_errors_are_not_rendered(run_file: Path, tmp_path: Path) -> None:
     result = aliquot("cluster", "render", run_file, "-o", tmp_path / "out", "checkpoint.resume=never")
     assert result.exit_code == 1 and "error: checkpoint.resume" in result.output

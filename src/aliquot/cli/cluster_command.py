@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from aliquot import __version__
-from aliquot.cli.options import ConfigCommand, Debug, Overrides
-from aliquot.cli.terminal import one_line_errors
-from aliquot.core.errors import printable
+from aliquot.cli.options import ConfigCommand, ConfigFile, Debug, Overrides
+from aliquot.cli.terminal import one_line_errors, run_rank, show_table
+from aliquot.core.errors import ClusterError, UsageError, printable
 
 if TYPE_CHECKING:
     from aliquot.cluster.findings import RuleFinding
     from aliquot.cluster.job import Job
+    from aliquot.config.schema import RunConfig
+    from aliquot.doctor.node_proof import Expected
 
 app = typer.Typer(
     help="The manifests of a run on EKS with Karpenter and Kubeflow Trainer.",
@@ -36,6 +42,9 @@ def render(
         bool,
         typer.Option("--runtime", help="Write the ClusterTrainingRuntime of this kind of node instead of the job."),
     ] = False,
+    proof: Annotated[
+        bool, typer.Option("--proof", help="Write a short job that compares the same nodes with the plan, instead.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Write the manifests of a run (nodes, storage, config, job) for `kubectl apply --server-side -k DIR`.
@@ -46,8 +55,10 @@ def render(
         from aliquot.cluster import render as rendering
         from aliquot.cluster.check import check_job_of_config, check_manifests
 
-        job = _job(config, overrides)
-        directory = out_dir or Path("manifests") / job.name
+        if runtime and proof:
+            raise UsageError("--runtime and --proof write different jobs: give one of them")
+        job = replace(_job(config, overrides), is_proof=proof)
+        directory = out_dir or Path("manifests") / (f"{job.name}-proof" if proof else job.name)
         findings = check_manifests(rendering.parsed(job, runtime=True)) if runtime else check_job_of_config(job)
         if not runtime:
             print(rendering.plan_line(job))
@@ -132,7 +143,6 @@ def logs(
         from aliquot.cluster.job_status import job_pods
         from aliquot.cluster.live_cluster import kubectl_here
         from aliquot.cluster.trainjob import NODE
-        from aliquot.core.errors import ClusterError
 
         kubectl = kubectl_here()
         pods = job_pods(name, namespace, kubectl)
@@ -140,6 +150,54 @@ def logs(
             raise ClusterError(f"{namespace}/{name} has no pods: see aliquot cluster status {name} -n {namespace}")
         arguments = ["logs", pods[0]["metadata"]["name"], "-n", namespace, "-c", NODE, *(["-f"] if follow else [])]
         raise typer.Exit(subprocess.run([kubectl.program, *arguments], check=False).returncode)
+
+
+@app.command("proof")
+def proof(
+    config: ConfigFile,
+    expected: Annotated[
+        Path, typer.Argument(metavar="EXPECTED", help="JSON with the expectations of the plan, of `render --proof`.")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Compare this node and the other nodes of a run with the plan. The pods of `render --proof` run this command.
+
+    Exit code 2: a node, the network or the file system is not as planned.
+    """
+    from aliquot.config.read_config import read_config
+    from aliquot.distributed import launcher
+    from aliquot.distributed.auto_ranks import resolve_auto_ranks
+    from aliquot.doctor.node_proof import read_expected
+
+    with one_line_errors(debug):
+        settings, plan = read_config(config, []), read_expected(expected)
+        placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
+        if launcher.launch_mode(placed, os.environ) == "launcher":
+            arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
+            with tempfile.TemporaryDirectory() as logs:
+                grace_s, shared = settings.checkpoint.grace_s, settings.run.directory
+                code = launcher.start_ranks(placed, arguments, Path(logs), grace_s, automatic, shared)
+            raise typer.Exit(code)
+    run_rank(lambda: _prove(settings, plan), debug)
+
+
+def _prove(settings: RunConfig, expected: Expected) -> None:
+    from aliquot.doctor.node_proof import prove_nodes
+
+    result = prove_nodes(settings, expected)
+    if os.environ.get("RANK", "0") == "0":
+        columns = {
+            "": [row.subject for row in result.rows],
+            "expected": [row.expected for row in result.rows],
+            "measured": [row.measured for row in result.rows],
+            "verdict": ["PROBLEM" if row.fix else "ok" for row in result.rows],
+        }
+        show_table(columns, optional=(), left_aligned=columns)
+        for line in (*(f"{row.subject}: {row.fix}" for row in result.rows if row.fix), *result.notes):
+            print(printable(line))
+        sys.stdout.flush()
+    if bad := [row.subject for row in result.rows if row.fix]:
+        raise ClusterError(f"not as planned: {'; '.join(bad)}; the table above shows measurements and fixes")
 
 
 def _job(config: Path, overrides: list[str] | None) -> Job:

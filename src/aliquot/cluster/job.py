@@ -51,6 +51,7 @@ class Job:
     grace_s: int
     scratch_bytes: int  # disk space of a node for optimizer states that do not fit into memory
     local_disks: bool  # whether scratch space is on local NVMe disks, not on the node's EBS volume
+    is_proof: bool = False  # whether the pods compare the nodes with the plan, instead of training
 
     @property
     def gpu_nodes(self) -> bool:

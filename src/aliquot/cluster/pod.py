@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,6 +14,7 @@ from aliquot.core.errors import ClusterError
 
 CONFIG_DIRECTORY = "/etc/aliquot"
 CONFIG_FILE = "config.yaml"
+_EXPECTED_FILE = "expected.json"  # of a proof: the plan's expectations, as doctor/node_proof.py reads them
 USER = 1000  # user id of the trainer in the container image
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 
@@ -29,7 +31,16 @@ def config_map(job: Job) -> Document:
     The config has the planned settings, contains the model's config, and places run directory and cache on the shared
     file system.
     """
-    return job.manifest("v1", "ConfigMap", _config_name(job), data={CONFIG_FILE: to_yaml(shipped_config(job))})
+    data = {CONFIG_FILE: to_yaml(shipped_config(job))}
+    if job.is_proof:
+        expected = {
+            "nodes": job.plan.nodes,
+            "network_bytes_per_s": job.plan.network_bytes_per_s,
+            "storage_bytes_per_s": job.plan.storage_bytes_per_s,
+            "efa_interfaces": job.efa_interfaces,
+        }
+        data[_EXPECTED_FILE] = f"{json.dumps(expected, indent=1)}\n"
+    return job.manifest("v1", "ConfigMap", _config_name(job), data=data)
 
 
 def _config_name(job: Job) -> str:
@@ -51,7 +62,7 @@ def shipped_config(job: Job) -> dict[str, Any]:
             raise ClusterError(f"model.config cannot be read: {error}", file) from None
     values["launch"].update(
         device=plan.device,
-        nodes=job.section.nodes if job.section.is_elastic else plan.nodes,
+        nodes=job.section.nodes if job.section.is_elastic and not job.is_proof else plan.nodes,
         ranks=plan.ranks_per_node,
         threads_per_rank=plan.threads_per_rank,
     )
@@ -91,8 +102,11 @@ def _below(mount: str, path: Path) -> str:
     return str(PurePosixPath(mount) / path.as_posix())
 
 
-def command() -> list[str]:
-    return ["aliquot", "train", f"{CONFIG_DIRECTORY}/{CONFIG_FILE}"]
+def command(job: Job) -> list[str]:
+    config = f"{CONFIG_DIRECTORY}/{CONFIG_FILE}"
+    if job.is_proof:
+        return ["aliquot", "cluster", "proof", config, f"{CONFIG_DIRECTORY}/{_EXPECTED_FILE}"]
+    return ["aliquot", "train", config]
 
 
 def environment(job: Job) -> list[Document]:

@@ -32,7 +32,7 @@ def train_job(job: Job) -> Document:
     queue = {"kueue.x-k8s.io/queue-name": job.section.queue} if job.section.queue else {}
     trainer = {
         "image": job.section.image,
-        "command": pod.command(),
+        "command": pod.command(job),
         "numNodes": job.plan.nodes,
         # Not "auto", which means one process per CPU on a CPU node.
         "numProcPerNode": job.plan.ranks_per_node,

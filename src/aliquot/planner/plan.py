@@ -75,6 +75,7 @@ class Plan:
     export_bytes: int = 0
     storage_bytes_per_s: float = 0.5e9  # written by all nodes together
     storage_measured: bool = False
+    network_bytes_per_s: float = 1e9  # sent by a node to other nodes
     beside_bytes: int = 0  # memory per node of the launcher and of dashboard clients
     on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
     unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps unsharded in a step

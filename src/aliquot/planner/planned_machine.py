@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -19,10 +17,10 @@ from aliquot.distributed.topology import RankLayout, threads_per_rank
 from aliquot.machine.allocator import training_allocator
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.machine.memory import memory_limit
+from aliquot.machine.storage import nearest_directory, written_bytes_per_s
 from aliquot.machine.torch_compile import can_compile
 
 GIB = 1 << 30
-_PROBE_PIECE_BYTES, _PROBE_PIECES = 4 << 20, 4  # written to measure a disk
 
 # The most cores of one socket on EC2, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
 # Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with other numbers (x2idn, u-6tb1): 48.
@@ -235,33 +233,9 @@ def measure_disks(machine: Machine, config: RunConfig) -> Machine:
     if not machine.is_local:
         return machine
     if config.cluster is None:
-        machine = replace(machine, written_bytes_per_s=_written_bytes_per_s(nearest_directory(config.run.directory)))
+        machine = replace(machine, written_bytes_per_s=written_bytes_per_s(nearest_directory(config.run.directory)))
     if config.shard.offload != "disk":
         return machine
     from aliquot.offload.scratch_file import disk_rate
 
     return replace(machine, disk_bytes_per_s=disk_rate(config.offload_directory))
-
-
-def _written_bytes_per_s(directory: Path) -> float | None:
-    """Measure writes like those of checkpoints: page cache, then fsync. None if the directory cannot be written."""
-    piece, fastest = os.urandom(_PROBE_PIECE_BYTES), 0.0
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            for _ in range(2):  # the faster of two writes, because other processes may write
-                file.seek(0)
-                began = time.perf_counter()
-                for _ in range(_PROBE_PIECES):
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-                fastest = max(fastest, _PROBE_PIECES * _PROBE_PIECE_BYTES / (time.perf_counter() - began))
-    except OSError:  # the run itself reports the error
-        return None
-    return fastest
-
-
-def nearest_directory(directory: Path) -> Path:
-    """Return the directory itself, or its nearest parent that exists."""
-    absolute = directory.absolute()
-    return next(path for path in (absolute, *absolute.parents) if path.is_dir())

@@ -271,6 +271,7 @@ class _RunPlan:
             export_bytes=exported,
             storage_bytes_per_s=self.saving.storage_bytes_per_s,
             storage_measured=self.saving.storage_is_measured,
+            network_bytes_per_s=self.rates.sent_bytes_per_s(layout),
             beside_bytes=helpers,
             on_disk=memory.on_disk,
             unsharded=memory.unsharded,

@@ -49,6 +49,12 @@ class Rates:
         """
         return moved_bytes / interpolate(self.memory[_kind(operation)], max(1, tensor_bytes))
 
+    def sent_bytes_per_s(self, layout: RankLayout) -> float:
+        """Return the rate at which a node sends to other nodes. On CPU, gloo occupies the cores of the ranks."""
+        if layout.device == "cuda":
+            return self.network_bytes_per_s
+        return min(self.network_bytes_per_s, layout.ranks_per_node * self.gloo_bytes_per_s)
+
     def states_s(self, moved_bytes: float) -> float:
         """Return the seconds to read and write `moved_bytes` of gradients, gradient sums and optimizer states."""
         return self.memory_s("add_", _STATES_BYTES, moved_bytes)

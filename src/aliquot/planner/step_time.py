@@ -207,11 +207,9 @@ def _calls(setting: StepSetting) -> int:
 def _sending_s(local_bytes: float, wire_bytes: float, layout: RankLayout, rates: Rates) -> tuple[float, float]:
     """Return the seconds of traffic (within hosts, between hosts). CPUs compute nothing while they send."""
     local_s = local_bytes / layout.world_size / rates.socket_bytes_per_s
-    wire_s = wire_bytes / layout.nodes / rates.network_bytes_per_s
-    if layout.device == "cuda":
-        return local_s, wire_s
-    local_s += local_bytes / layout.world_size / rates.gloo_bytes_per_s
-    return local_s, max(wire_s, wire_bytes / layout.world_size / rates.gloo_bytes_per_s)
+    if layout.device == "cpu":
+        local_s += local_bytes / layout.world_size / rates.gloo_bytes_per_s
+    return local_s, wire_bytes / layout.nodes / rates.sent_bytes_per_s(layout)
 
 
 def _work_s(work: Work, rates: Rates) -> tuple[float, float]:

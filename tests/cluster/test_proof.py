@@ -1,0 +1,126 @@
+"""The job that compares the nodes with the plan before the long one: its manifests, its program, its verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aliquot.cluster.check import check_manifests
+from aliquot.cluster.job import Job, describe
+from aliquot.cluster.render import documents, parsed
+from aliquot.config.read_config import read_config
+from aliquot.doctor.node_proof import Expected, efa_sent_bytes, judge_efa, judge_rate, read_expected
+from aliquot.planner.plan import PhaseMemory
+from tests.cluster.cases import cluster_section, cpu_job, gpu_job, plan
+from tests.cluster.nodes import Cluster, nodes
+from tests.cluster.test_elastic import elastic
+from tests.doctor.machines import lay_out
+from tests.multinode.namespaces import why_not
+from tests.processes import run_ranks
+from tests.runs import write_config
+
+EXPECTED = Expected(nodes=4, network_bytes_per_s=1e9, storage_bytes_per_s=1e8, efa_interfaces=1)
+
+
+@pytest.mark.parametrize("make", [cpu_job, gpu_job, elastic])
+def test_only_config_and_command_differ_from_the_long_job(make: Callable[[], Job], tmp_path: Path) -> None:
+    """The nodes, the image, the volumes and the environment are those of the long job."""
+    job = make()
+    long, proof = documents(job), documents(replace(job, is_proof=True))
+    assert [name for name in long if long[name] != proof[name]] == ["config-map.yaml", "train-job.yaml"]
+    trainer = proof["train-job.yaml"]["spec"]["trainer"]
+    program, config = trainer["command"][:3], [Path(path).name for path in trainer["command"][3:]]
+    assert program == ["aliquot", "cluster", "proof"]
+    trainer["command"] = long["train-job.yaml"]["spec"]["trainer"]["command"]
+    assert long["train-job.yaml"] == proof["train-job.yaml"]
+    data = proof["config-map.yaml"]["data"]
+    assert yaml.safe_load(data[config[0]])["launch"]["nodes"] == 4  # a number, for elastic jobs, too
+    (tmp_path / config[1]).write_text(data[config[1]])
+    expected = read_expected(tmp_path / config[1])
+    assert expected.efa_interfaces == job.efa_interfaces and expected.nodes == 4
+    assert check_manifests(parsed(replace(job, is_proof=True))) == []
+
+
+def test_two_ranks_measure(tmp_path: Path) -> None:
+    """Real gloo between two ranks, a real file; every rank comes to the same verdict."""
+    run_ranks(Path(__file__).parent / "proof_worker.py", 2, tmp_path)
+    proof, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert proof == other
+    rows = {row["subject"]: row for row in proof["rows"]}
+    assert list(rows) == [
+        "nodes",
+        "doctor on 2 nodes",
+        "all-gather of 2 ranks, sent by a node",
+        "EFA",
+        "written by 2 ranks",
+    ]
+    assert [row["subject"] for row in proof["rows"] if row["fix"]] == ["doctor on 2 nodes", "EFA"]
+    assert rows["doctor on 2 nodes"]["measured"] == "1 problem, 2 warnings"
+    assert rows["EFA"]["measured"] == "not used"
+    assert len(proof["notes"]) == 2 and proof["notes"][0].startswith("2 nodes, first ")
+    assert "fix: more cores" in proof["notes"][0] and "storage: read-only" in proof["notes"][1]
+
+
+@pytest.mark.parametrize(("measured", "is_problem"), [(2e9, False), (5e8, False), (4.9e8, True)])
+def test_less_than_half_of_a_rate_is_a_problem(measured: float, is_problem: bool) -> None:
+    row = judge_rate("network", 1e9, measured, "fix")
+    assert bool(row.fix) is is_problem and row.expected == "1 GB/s"
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "grown", "measured", "is_problem"),
+    [
+        (1, 8000, "8 kB of 8 kB", False),
+        (1, 0, "not used", True),
+        (1, 3000, "3 kB of 8 kB", True),  # the bytes of something else
+        (0, 0, "not used", False),
+    ],
+)
+def test_efa(interfaces: int, grown: int, measured: str, is_problem: bool, tmp_path: Path) -> None:
+    """The counters of the devices tell whether NCCL has used them."""
+    counter = "sys/class/infiniband/{}/ports/1/hw_counters/tx_bytes"
+    lay_out(tmp_path, {counter.format("rdmap0s6"): "700\n", counter.format("rdmap1s6"): "0\n"})
+    before = efa_sent_bytes(tmp_path)
+    lay_out(tmp_path, {counter.format("rdmap1s6"): f"{grown}\n"})
+    row = judge_efa(replace(EXPECTED, efa_interfaces=interfaces), 8000, efa_sent_bytes(tmp_path) - before)
+    assert row.measured == measured and bool(row.fix) is is_problem
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("network_bytes_per_s", [0.5e6, 25e6])
+def test_rendered_proof_runs(network_bytes_per_s: float, tmp_path: Path) -> None:
+    """Two nodes, with the doctor, over links of 20 Mbit/s: as planned, and far below the planned rate."""
+    shared = tmp_path / "shared"
+    file = write_config(shared, "two", launch={"threads_per_rank": 1})
+    values = yaml.safe_load(file.read_text())
+    values["run"]["directory"] = "runs/two"
+    values["data"]["path"] = "/mnt/fsx/text.txt"
+    values["cluster"] = cluster_section(nodes=2, instance_types=["r7i.large"], huggingface_secret=None)
+    values["cluster"]["storage"]["mount_path"] = "/mnt/fsx"
+    file.write_text(yaml.safe_dump(values))
+    foreseen = plan(
+        nodes=2, ranks_per_node=1, threads_per_rank=1, instance="r7i.large", storage_bytes_per_s=1e6,
+        phases=(PhaseMemory("steady peak", {"all": 1}, {}),), network_bytes_per_s=network_bytes_per_s,
+    )  # fmt: skip
+    job = replace(describe(read_config(file), foreseen), is_proof=True)
+    with nodes(2, rate="20mbit") as hosts:
+        cluster = Cluster(job, hosts, tmp_path / "pods", shared)
+        try:
+            results = [pod.ended(600) for pod in cluster.start()]
+        finally:
+            cluster.stop()
+    log = results[0][1]
+    as_planned = "PROBLEM" not in log
+    assert [code for code, _ in results] == [0, 0] if as_planned else [2, 2], results
+    subjects = ("nodes", "all-gather of 2 ranks, sent by a node", "EFA", "written by 2 ranks")
+    verdicts = [line.split()[-1] for subject in subjects for line in log.splitlines() if line.startswith(f"{subject} ")]
+    assert verdicts == ["ok", "ok" if network_bytes_per_s < 1e6 else "PROBLEM", "ok", "ok"], log
+    assert cluster.decision([2, 2]) == "FailJobSet"
+    assert not list((shared / "runs" / "two").glob("[!.]*")), "the proof leaves a file in the run directory"
