@@ -10,12 +10,11 @@ from importlib.resources import files
 import pytest
 
 from aliquot.catalogue.instances import (
-    PRICES_DATE,
-    PRICES_REGION,
     allocatable_cpu_millicores,
     allocatable_memory_bytes,
     instance,
     instances,
+    shipped_catalogue,
 )
 from aliquot.core.errors import UserError
 
@@ -24,7 +23,7 @@ MIB = 1 << 20
 
 
 def test_every_type_has_karpenters_allocatable_memory() -> None:
-    assert len(instances()) == 1336
+    assert len(instances()) == 1364
     for each in instances():
         expected = allocatable_memory_bytes(each.memory_bytes, each.max_pods, each.arch)
         assert each.allocatable_memory_bytes == expected, each.name
@@ -96,9 +95,20 @@ def test_unknown_name_gets_the_nearest(wrong: str, near: str) -> None:
 
 
 def test_source_and_date_are_in_the_file() -> None:
-    data = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())
-    assert (data["prices_date"], data["region"]) == (PRICES_DATE, PRICES_REGION)
-    assert "Karpenter" in data["source"] and PRICES_DATE in data["source"]
+    source = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())["source"]
+    assert "Karpenter" in source and shipped_catalogue().date in source and shipped_catalogue().region in source
+
+
+def test_types_of_2026() -> None:
+    g7, c9g = instance("g7.48xlarge"), instance("c9g.8xlarge")
+    assert (g7.gpus, g7.gpu_name, g7.gpu_memory_bytes, g7.efa_interfaces, g7.amx) == (
+        8,
+        "rtx-pro-4500",
+        32 * GIB,
+        2,
+        True,
+    )
+    assert (c9g.physical_cores, c9g.network_bytes_per_s, c9g.usd_per_hour) == (32, 2_125_000_000, 1.39104)
 
 
 def test_loads_nothing_heavy() -> None:

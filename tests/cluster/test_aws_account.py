@@ -11,7 +11,6 @@ import pytest
 from botocore.exceptions import ClientError
 from moto import mock_aws
 
-from aliquot.catalogue.instances import _type, instance, instances, live_instances
 from aliquot.cluster.aws_account import ask_account
 from aliquot.cluster.job import describe
 from aliquot.cluster.render import parsed
@@ -22,10 +21,10 @@ from tests.cluster.cases import cluster_section, config, cpu_job, dynamic_storag
 def ec2(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setattr("aliquot.cluster.aws_account.ask_resources", lambda session, section: ())
     with mock_aws():
-        yield boto3.client("ec2")
+        yield boto3.client("ec2", "us-east-1")
 
 
 def network(ec2: Any, zone: str = "us-east-1a") -> str:
@@ -169,42 +168,3 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     assert "no answer" in found()["permission"]
-
-
-@pytest.mark.long
-def test_live_types_agree_with_the_catalogue(ec2: Any) -> None:
-    """moto's types are AWS' own answers of some day."""
-    live = {each.name: each for each in live_instances()}
-    assert len(live) > 500
-    compared = 0
-    for name in (
-        "c7i.8xlarge",
-        "m7i.large",
-        "r7i.48xlarge",
-        "c7g.4xlarge",
-        "m7a.4xlarge",
-        "g6e.8xlarge",
-        "p5.48xlarge",
-    ):
-        if name not in live:
-            continue
-        ours, theirs = instance(name), live[name]
-        compared += 1
-        for field in ("arch", "vcpus", "physical_cores", "memory_bytes", "allocatable_memory_bytes", "efa_interfaces",
-                      "allocatable_cpu_millicores", "amx", "gpus", "max_pods", "cpu_manufacturer"):  # fmt: skip
-            assert getattr(ours, field) == getattr(theirs, field), (name, field)
-    assert compared >= 5
-
-
-@pytest.mark.long
-def test_instance_generation_equals_the_catalogue(ec2: Any) -> None:
-    for each in live_instances():
-        if each.name in {known.name for known in instances()}:
-            assert (each.generation, each.amx) == (instance(each.name).generation, instance(each.name).amx), each.name
-
-
-def test_terabytes_are_no_generation() -> None:
-    answer = {"InstanceType": "u-9tb1.112xlarge", "VCpuInfo": {"DefaultVCpus": 448}, "NetworkInfo": {},
-              "MemoryInfo": {"SizeInMiB": 9 << 20}}  # fmt: skip
-    found = _type(answer, "u-9tb1.112xlarge", "amd64", None)
-    assert (found.generation, found.amx) == (1, False)

@@ -92,4 +92,4 @@ def test_a_speed_outside_the_band_of_the_plan(speed: float, device: str, expecte
 def test_the_cost_is_that_of_a_known_instance(tmp_path: Path, instance: str | None, price: bool) -> None:
     events: list[dict[str, Any]] = [start(machine={**MACHINE, "instance": instance}, nodes=2)]
     told = lines(whole_run(tmp_path / "run", events=events)).get("cost", "")
-    assert told.endswith(" USD, 2 x c7i.2xlarge on demand (us-east-1)") == price and bool(told) == price
+    assert told.endswith(" USD, 2 x c7i.2xlarge on demand (us-east-1, 2026-07-20)") == price and bool(told) == price

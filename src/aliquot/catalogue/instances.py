@@ -1,6 +1,7 @@
 """The catalogue of EC2 instance types: resources that pods can request, AMX, EFA, GPUs, and prices.
 
-The data ship with the package (ec2-instances.json, with source and date). Only `live_instances` calls AWS.
+A catalogue ships with the package (ec2-instances.json, with source and date). `aliquot instances --refresh` stores
+newer types and prices of a region in the user's cache (see aws_answers.py), and every command then uses these.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from aliquot.core.errors import InstanceError, MissingToolError
+from aliquot.core.errors import InstanceError, writing
+from aliquot.core.small_files import cache_root, publish_text, read_small_file
 
-PRICES_DATE = "2026-07-20"
-PRICES_REGION = "us-east-1"
+# Price of a spot node as a fraction of on-demand, if it is unknown. For years, it has been 30 to 50 %.
+SPOT_FRACTION = 0.4
 
 _MIB = 1 << 20
-_ARCH = {"x86_64": "amd64", "arm64": "arm64"}
-_MAX_PODS_SMALL, _MAX_PODS_LARGE = 110, 250  # kubelet's limit below 30 vCPUs and from 30 on, if ENIs allow more
 
 # Intel AMX came with the 4th generation of Xeon Scalable (Sapphire Rapids). On EC2 these processors are in the Intel
 # types of generation 7 and above (c7i, m7i, r7i, i7i, u7i, c8i, ... and their flex, n, b, d, z variants).
@@ -63,7 +63,8 @@ class InstanceType:
     gpu_name: str | None
     gpu_memory_bytes: int | None
     local_nvme_bytes: int
-    usd_per_hour: float | None  # on demand, PRICES_REGION, PRICES_DATE; None: not sold there
+    usd_per_hour: float | None  # on demand, in the catalogue's region; None: not sold there
+    spot_usd_per_hour: float | None = None  # median of the region's zones; None: unknown
 
     @property
     def family(self) -> str:
@@ -72,6 +73,12 @@ class InstanceType:
     @property
     def on_spot(self) -> bool:
         return not _NOT_ON_SPOT.match(self.name)
+
+    def spot_price(self, fraction: float | None = None) -> float | None:
+        """Return the USD per hour on spot: `fraction` of on-demand, or else the region's price, or else an estimate."""
+        if fraction is None and self.spot_usd_per_hour is not None:
+            return self.spot_usd_per_hour
+        return None if self.usd_per_hour is None else self.usd_per_hour * (fraction or SPOT_FRACTION)
 
     @property
     def shares_cpus(self) -> bool:
@@ -88,19 +95,55 @@ class InstanceType:
         return self.name.partition(".")[2]
 
 
+@dataclass(frozen=True)
+class Catalogue:
+    """The types of EC2, with the prices of one region on one day."""
+
+    region: str
+    date: str  # ISO 8601
+    types: tuple[InstanceType, ...]
+
+    @property
+    def source(self) -> str:
+        """Region and date of the prices, for tables: `us-east-1, 2026-07-20`."""
+        return f"{self.region}, {self.date}"
+
+    @property
+    def has_spot_prices(self) -> bool:
+        return any(ec2.spot_usd_per_hour is not None for ec2 in self.types)
+
+
+@cache
+def catalogue() -> Catalogue:
+    """Return the catalogue that the user has refreshed, or else the shipped catalogue.
+
+    Shipped types that the refreshed region lacks stay known, without a price.
+    """
+    shipped, refreshed = shipped_catalogue(), _read(refreshed_path())
+    if refreshed is None:
+        return shipped
+    types = {ec2.name: replace(ec2, usd_per_hour=None) for ec2 in shipped.types}
+    return replace(refreshed, types=tuple((types | {ec2.name: ec2 for ec2 in refreshed.types}).values()))
+
+
+def refreshed_path() -> Path:
+    """Return the file of the refreshed catalogue in the user's cache."""
+    return cache_root() / "ec2-instances.json"
+
+
 def instance(name: str) -> InstanceType:
     """Return the type of this name. Raises UserError, with the nearest names, for an unknown name."""
-    known = _catalogue()
+    known = _types_by_name()
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.75)
         hint = f"; nearest: {', '.join(near)}" if near else "; see `aliquot instances`"
-        raise InstanceError(f"EC2 instance type {name!r} is not in the catalogue of {PRICES_DATE}{hint}")
+        raise InstanceError(f"EC2 instance type {name!r} is not in the catalogue of {catalogue().date}{hint}")
     return known[name]
 
 
 def instances() -> tuple[InstanceType, ...]:
     """Return all types, sorted by family and size."""
-    return tuple(_catalogue().values())
+    return catalogue().types
 
 
 def allocatable_memory_bytes(memory_bytes: int, max_pods: int, arch: str) -> int:
@@ -133,10 +176,39 @@ def has_amx(family: str, cpu_manufacturer: str, generation: int) -> bool:
 
 
 @cache
-def _catalogue() -> dict[str, InstanceType]:
+def _types_by_name() -> dict[str, InstanceType]:
+    return {ec2.name: ec2 for ec2 in catalogue().types}
+
+
+@cache
+def shipped_catalogue() -> Catalogue:
     data = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())
-    types = (_instance(dict(zip(data["columns"], row, strict=True))) for row in data["rows"])
-    return {ec2.name: ec2 for ec2 in types}
+    types = tuple(_instance(dict(zip(data["columns"], row, strict=True))) for row in data["rows"])
+    return Catalogue(data["region"], data["prices_date"], types)
+
+
+def store(refreshed: Catalogue) -> None:
+    """Store a refreshed catalogue in the user's cache, and use it from now on. Raises StorageError."""
+    path = refreshed_path()
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish_text(path, json.dumps(asdict(refreshed)))
+    catalogue.cache_clear()
+    _types_by_name.cache_clear()
+
+
+def _read(path: Path) -> Catalogue | None:
+    """Return a refreshed catalogue; None if the file is missing, damaged, or of another version of aliquot."""
+    try:
+        data = read_small_file(path)
+    except (OSError, ValueError):
+        return None
+    from pydantic import TypeAdapter  # slow to import, and most users have no refreshed catalogue
+
+    try:
+        return TypeAdapter(Catalogue).validate_json(data)
+    except ValueError:
+        return None
 
 
 def _instance(row: dict[str, Any]) -> InstanceType:
@@ -159,94 +231,6 @@ def _physical_cores(row: dict[str, Any], family: str) -> int:
     if row["arch"] == "arm64" or amd_core or family.startswith("hpc") or family in _OLD_WITHOUT_THREADS:
         return int(row["vcpus"])
     return max(1, int(row["vcpus"]) // 2)
-
-
-def live_instances() -> list[InstanceType]:
-    """Ask AWS for all types, in the region of the user's credentials; prices come from the catalogue.
-
-    Raises UserError without boto3, credentials, a region or the permission.
-    """
-    try:
-        import boto3
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError:
-        raise MissingToolError("--live needs boto3: pip install 'aliquot[cluster]'") from None
-    try:
-        pages = boto3.client("ec2").get_paginator("describe_instance_types").paginate()
-        described = [description for page in pages for description in page["InstanceTypes"]]
-    except ClientError as error:
-        code = error.response.get("Error", {}).get("Code")
-        raise InstanceError(f"AWS refused {error.operation_name}: {code}") from None
-    except BotoCoreError as error:
-        raise InstanceError(f"AWS could not be asked: {error}") from None
-    return list(_types(described))
-
-
-def _types(described: list[dict[str, Any]]) -> Iterator[InstanceType]:
-    shipped = {ec2.name: ec2 for ec2 in instances()}
-    for description in described:
-        name, processor = description["InstanceType"], description.get("ProcessorInfo", {})
-        arch = next((_ARCH[arch] for arch in processor.get("SupportedArchitectures", []) if arch in _ARCH), None)
-        if arch is None:  # 32-bit and Mac types
-            continue
-        yield _type(description, name, arch, shipped.get(name))
-
-
-def _type(description: dict[str, Any], name: str, arch: str, known: InstanceType | None) -> InstanceType:
-    cpu, network = description["VCpuInfo"], description["NetworkInfo"]
-    gpus = description.get("GpuInfo", {}).get("Gpus", [])
-    family = name.partition(".")[0]
-    digits = re.search(r"\d+(?!\d*tb)", family)  # u-6tb1 has 6 TiB and is of generation 1
-    generation = int(digits.group()) if digits else 0
-    maker = _manufacturer(description, arch)
-    vcpus, memory_bytes = cpu["DefaultVCpus"], description["MemoryInfo"]["SizeInMiB"] * _MIB
-    max_pods = known.max_pods if known is not None else _max_pods(network, vcpus)
-    return InstanceType(
-        name=name,
-        arch=arch,
-        cpu_manufacturer=maker,
-        generation=generation,
-        vcpus=vcpus,
-        physical_cores=cpu.get("DefaultCores", vcpus),
-        clock_mhz=int(description.get("ProcessorInfo", {}).get("SustainedClockSpeedInGhz", 0) * 1000),
-        memory_bytes=memory_bytes,
-        allocatable_memory_bytes=allocatable_memory_bytes(memory_bytes, max_pods, arch),
-        allocatable_cpu_millicores=allocatable_cpu_millicores(vcpus),
-        max_pods=max_pods,
-        network_bytes_per_s=_network(network),
-        efa_interfaces=network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0) if network.get("EfaSupported") else 0,
-        amx=has_amx(family, maker, generation),
-        gpus=sum(gpu.get("Count", 0) for gpu in gpus),
-        gpu_name=gpus[0]["Name"].lower() if gpus else None,
-        gpu_memory_bytes=gpus[0].get("MemoryInfo", {}).get("SizeInMiB", 0) * _MIB if gpus else None,
-        local_nvme_bytes=description.get("InstanceStorageInfo", {}).get("TotalSizeInGB", 0) * 10**9,
-        usd_per_hour=None if known is None else known.usd_per_hour,
-    )
-
-
-def _manufacturer(description: dict[str, Any], arch: str) -> str:
-    """Return intel, amd or aws. If the answer of AWS names no manufacturer, the name of the family decides."""
-    named = str(description.get("ProcessorInfo", {}).get("Manufacturer", "")).lower()
-    for maker in ("intel", "amd", "aws"):
-        if maker in named:
-            return maker
-    if arch == "arm64":
-        return "aws"
-    family = description["InstanceType"].partition(".")[0]
-    return "amd" if re.match(r"[a-z]+\d+a", family) else "intel"
-
-
-def _max_pods(network: dict[str, Any], vcpus: int) -> int:
-    """Return the maximum pods of a node: the IP addresses of the VPC CNI, up to the limit of kubelet."""
-    addresses = network.get("MaximumNetworkInterfaces", 1) * (network.get("Ipv4AddressesPerInterface", 2) - 1) + 2
-    return min(int(addresses), _MAX_PODS_SMALL if vcpus < 30 else _MAX_PODS_LARGE)
-
-
-def _network(network: dict[str, Any]) -> int | None:
-    """Return the sustained bytes per second of all network cards; None if AWS publishes no number."""
-    rates = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards", [])]
-    known = [rate for rate in rates if rate is not None]
-    return int(sum(known) * 1e9 / 8) if known else None
 
 
 def dollars(amount: float) -> str:

@@ -1,8 +1,9 @@
-"""aliquot instances: list EC2 types with memory, network and price, from the shipped catalogue or from AWS."""
+"""aliquot instances: list EC2 types with memory, network and price, from the catalogue or from AWS."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _SHARING = "share their CPUs (t3, -flex), and sustain only a part of the planned speed"
-_OPTIONAL_COLUMNS = ("USD/h GiB", "for a pod", "vCPU", "EFA", "AMX", "Gbit/s")  # omitted on a narrow terminal
+# Columns that a narrow terminal omits.
+_OPTIONAL_COLUMNS = ("USD/h GiB", "USD/h spot", "for a pod", "vCPU", "EFA", "AMX", "Gbit/s")
 
 
 def command(
@@ -50,16 +52,27 @@ def command(
         typer.Option(min=1, help="With --fits: number of nodes. Default: cluster.nodes, or else launch.nodes."),
     ] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask AWS (boto3) for the types of your region.")] = False,
+    refresh: Annotated[
+        bool,
+        typer.Option(
+            "--refresh",
+            help="First take types, on-demand and spot prices of your AWS region (boto3) into the cache. All commands"
+            " then use them in place of the shipped catalogue.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all columns as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """List EC2 types: vCPU, the memory that is left for a pod, EFA, AMX, network, price."""
     with one_line_errors(debug):
-        from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances, live_instances
+        from aliquot.catalogue.instances import catalogue, instances
         from aliquot.core.errors import InstanceError
 
+        if refresh:
+            _refresh()
+        known = _live_types() if live else instances()
         types = [
-            item for item in (live_instances() if live else instances())
+            item for item in known
             if _matches(item, name)
             and (item.amx or not amx)
             and (item.efa_interfaces > 0 or not efa)
@@ -78,15 +91,15 @@ def command(
         if plans is not None:
             types = [item for item in types if item.name in plans]
             if sort is None:
-                types.sort(key=lambda item: _infinite_if_unknown(_usd_per_billion(plans[item.name])))
+                types.sort(key=lambda item: _infinite_if_unknown(plans[item.name].usd_per_billion_tokens))
         if not types:
             raise InstanceError("no EC2 type matches all options")
         if as_json:
             print(json.dumps([asdict(item) | _training_json(item, plans) for item in types], indent=1))
             return
         show_table(_columns(types, plans), _OPTIONAL_COLUMNS, ("type",))
-        source = "types from AWS, this region" if live else f"catalogue of {PRICES_DATE}"
-        print(f"{len(types)} types; {source}; prices on demand, {PRICES_REGION}, {PRICES_DATE}")
+        source = "types from AWS, this region" if live else f"catalogue of {catalogue().date}"
+        print(f"{len(types)} types; {source}; prices on demand, {catalogue().source}")
         if fits is not None and plans:
             off_by = max(plan.off_by for plan in plans.values())
             count = max(plan.nodes for plan in plans.values())
@@ -95,9 +108,31 @@ def command(
             else:
                 print("USD/h, tokens/s and USD/1B tokens are of one node (--nodes)")
             print(f"tokens/s are estimates: a factor of {off_by:g} either way")
+            if fees := max(plan.fees_usd_per_hour for plan in plans.values()):
+                print(f"USD/1B tokens: with {fees:.2f} USD/h for EKS and FSx")
             if sharing:
                 print(f"left out: {len(sharing)} types, which {_SHARING}")
             print(f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost")
+
+
+def _live_types() -> Sequence[InstanceType]:
+    from aliquot.catalogue.aws_answers import live_instances
+
+    return live_instances()
+
+
+def _refresh() -> None:
+    from aliquot.catalogue.aws_answers import refresh
+    from aliquot.catalogue.instances import refreshed_path
+
+    with progress() as update:
+        refreshed = refresh(update)
+    path = refreshed_path()
+    print(
+        f"stored {len(refreshed.types)} types with prices of {refreshed.source} in {path}; without this file, aliquot"
+        " uses the shipped catalogue",
+        file=sys.stderr,
+    )
 
 
 def _matches(item: InstanceType, patterns: str | None) -> bool:
@@ -120,17 +155,12 @@ def _infinite_if_unknown(price: float | None) -> float:
     return price if price is not None else float("inf")
 
 
-def _usd_per_billion(plan: Plan) -> float | None:
-    """Return the on-demand cost of training on 1e9 tokens, of all nodes together; None if no price is known."""
-    return None if plan.usd_per_hour is None else plan.usd_per_hour / 3600 * 1e9 / plan.tokens_per_s
-
-
 def _training_json(item: InstanceType, plans: Mapping[str, Plan] | None) -> dict[str, object]:
     """Return the training facts that --json adds to the facts of an instance type."""
     if plans is None:
         return {}
     plan = plans[item.name]
-    return {"nodes": plan.nodes, "tokens_per_s": plan.tokens_per_s, "usd_per_billion_tokens": _usd_per_billion(plan)}
+    return {name: getattr(plan, name) for name in ("nodes", "tokens_per_s", "usd_per_billion_tokens")}
 
 
 def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> dict[str, Plan]:
@@ -207,8 +237,11 @@ def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) ->
         "USD/h": column(lambda item: "?" if item.usd_per_hour is None else f"{item.usd_per_hour:,.3f}"),
         "USD/h GiB": column(lambda i: "?" if i.usd_per_hour is None else f"{i.usd_per_hour / pod_gib(i):.4f}"),
     }
+    if any(item.spot_usd_per_hour is not None for item in types):
+        spot = [item.spot_usd_per_hour for item in types]
+        columns["USD/h spot"] = ["?" if usd is None else f"{usd:,.3f}" for usd in spot]
     if plans is not None:
-        costs = [_usd_per_billion(plans[item.name]) for item in types]
+        costs = [plans[item.name].usd_per_billion_tokens for item in types]
         columns["tokens/s"] = column(lambda item: f"{plans[item.name].tokens_per_s:,.0f}")
         columns["USD/1B tokens"] = ["?" if usd is None else dollars(usd) for usd in costs]
     return columns

@@ -99,11 +99,14 @@ def command(
         typer.Option(help="Sequences of a step in the offers of --tokens, like 64 or 32-256. Default: the config's."),
     ] = None,
     spot_price: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0.01, max=1, help="Price of a spot node in the offers of --tokens, as a fraction of on-demand; assumed."
+            min=0.01,
+            max=1,
+            help="Price of a spot node in the offers of --tokens, as a fraction of on-demand. Default: the prices that"
+            " `aliquot instances --refresh` has stored, or else 0.4, assumed.",
         ),
-    ] = 0.4,
+    ] = None,
     spot_losses: Annotated[
         float,
         typer.Option(min=0, max=1000, help="Percent of spot nodes that AWS takes back per month; assumed."),

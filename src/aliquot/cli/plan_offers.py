@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars
+from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, dollars
 from aliquot.cli.terminal import progress, show_table
 from aliquot.core.errors import UsageError, UserError
 
@@ -106,10 +106,13 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
         hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"
         print(f"saves take {hours} of the first offer: a faster file system (cluster.storage) takes less")
     print(f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}")
-    print(
-        f"prices {PRICES_REGION}, {PRICES_DATE}; spot: {spot.price:g} of them, {100 * spot.lost_a_month:g} % of"
-        " nodes lost a month, both assumed (--spot-price, --spot-losses: see AWS' Spot Instance Advisor)"
-    )
+    losses = f"{100 * spot.lost_a_month:g} % of nodes lost a month"
+    if spot.price is None and catalogue().has_spot_prices:
+        words = f", on demand and on spot; {losses} on spot, assumed (--spot-losses"
+    else:
+        fraction = spot.price or SPOT_FRACTION
+        words = f"; spot: {fraction:g} of them, {losses}, both assumed (--spot-price, --spot-losses"
+    print(f"prices {catalogue().source}{words}: see AWS' Spot Instance Advisor)")
 
 
 def parse_tokens(text: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aliquot.catalogue.aws_answers import aws_session
 from aliquot.cluster.aws_resources import ask_resources
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import EFA
@@ -29,12 +30,12 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
     if not classes:
         return []
     try:
-        import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
         return [finding("permission", "AWS", "boto3 is not installed", "pip install 'aliquot[cluster]'")]
     try:
-        account = _Account(boto3.client("ec2"), ClientError, [])
+        session = aws_session()
+        account = _Account(session.client("ec2"), ClientError, [])
         for node_class in classes:
             account.findings.extend(_node_class(account, node_class, manifests))
         if section is not None and (identities := section.storage.security_group_ids):
@@ -42,7 +43,7 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
             groups = account.groups([{"id": identity} for identity in identities], where)
             account.findings.extend(_lustre(groups, where) if groups else [])
         if section is not None:
-            account.findings.extend(ask_resources(boto3, section))
+            account.findings.extend(ask_resources(session, section))
         return account.findings
     except BotoCoreError as error:
         reason = " ".join(str(error).split())

@@ -32,7 +32,7 @@ def ask_resources(session: Any, section: ClusterSection) -> Iterator[RuleFinding
     """Check each thing that `section` names. A refused or failed query becomes a finding.
 
     Args:
-        session: the module boto3, or a boto3.Session.
+        session: a boto3.Session.
     """
     from botocore.exceptions import ClientError
 

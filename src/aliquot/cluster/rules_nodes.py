@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, instances
+from aliquot.catalogue.instances import catalogue, instances
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
@@ -139,9 +139,9 @@ def _sold(pool: PoolView) -> Iterator[RuleFinding]:
     if pool.types and pool.capacities == ["spot"] and not any(node_type.on_spot for node_type in pool.types):
         yield finding("not-sold", pool.manifest, f"{names}: not sold as spot", f"{CAPACITY}: on-demand")
     zones = pool.values(ZONE)
-    is_priced_region = bool(zones) and all(zone.startswith(PRICES_REGION) for zone in zones)
+    is_priced_region = bool(zones) and all(zone.startswith(catalogue().region) for zone in zones)
     if is_priced_region and pool.types and all(node_type.usd_per_hour is None for node_type in pool.types):
-        message = f"{names}: not sold on demand in {PRICES_REGION} ({PRICES_DATE})"
+        message = f"{names}: not sold on demand in {catalogue().region} ({catalogue().date})"
         fix = "a type that is (`aliquot instances` shows prices), or another region"
         yield finding("not-sold", pool.manifest, message, fix, "warning")
 

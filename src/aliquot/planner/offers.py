@@ -14,7 +14,7 @@ from itertools import product
 from operator import ge
 from typing import Any, Literal
 
-from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, InstanceType, instance, instances
+from aliquot.catalogue.instances import InstanceType, catalogue, instance, instances
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import PlanError, UserError
 from aliquot.data.workload import Workload, batch_size
@@ -44,9 +44,9 @@ _SAVING_PART = 0.5  # a save takes at most this part of the time between two sav
 
 @dataclass(frozen=True)
 class Spot:
-    """Facts about spot nodes that the catalogue lacks; AWS' Spot Instance Advisor shows both for each type."""
+    """Facts about spot nodes that the shipped catalogue lacks; AWS' Spot Instance Advisor shows both for each type."""
 
-    price: float  # fraction of the price on demand
+    price: float | None  # fraction of the price on demand; None: the catalogue's prices
     lost_a_month: float  # fraction of the nodes that AWS interrupts per month
 
 
@@ -189,7 +189,7 @@ def _type(name: str, device: str) -> InstanceType:
     """Return the type. Raises UserError for an unknown type, without a price, or without the device."""
     ec2 = instance(name)
     if ec2.usd_per_hour is None:
-        raise PlanError(f"{name} has no price in {PRICES_REGION}, {PRICES_DATE}: plan without --tokens")
+        raise PlanError(f"{name} has no price in {catalogue().source}: plan without --tokens")
     if device != "auto" and bool(ec2.gpus) != (device == "cuda"):
         raise PlanError(f"{name} has {'' if ec2.gpus else 'no '}GPUs, but launch.device is {device}")
     return ec2
@@ -280,7 +280,8 @@ class _Search:
         if not plan.fits or lost_time >= 0.5 or plan.usd_per_hour is None:
             return
         total_s = plan.total_s / (1 - lost_time)
-        hourly = plan.usd_per_hour * (1.0 if on_demand else spot.price) + plan.fees_usd_per_hour
+        spot_usd = instance(str(plan.instance)).spot_price(spot.price) or 0.0
+        hourly = (plan.usd_per_hour if on_demand else plan.nodes * spot_usd) + plan.fees_usd_per_hour
         train = config.train
         yield Offer(
             plan, capacity, int(train.global_batch_size or 0), int(train.per_device_train_batch_size),

@@ -195,6 +195,13 @@ class Plan:
         return (self.usd_per_hour + self.fees_usd_per_hour) * self.total_s / 3600
 
     @property
+    def usd_per_billion_tokens(self) -> float | None:
+        """On-demand price of training on 1e9 tokens with the fees, without saves and evaluations; None: unknown."""
+        if self.usd_per_hour is None:
+            return None
+        return (self.usd_per_hour + self.fees_usd_per_hour) / 3600 * 1e9 / self.tokens_per_s
+
+    @property
     def allocator_cache_bytes(self) -> int:
         """Freed memory that the allocator of a rank may keep at the steady peak while layers stream from disk.
 
@@ -233,6 +240,7 @@ class Plan:
             "saving_s",
             "disk_words",
             "cost_usd",
+            "usd_per_billion_tokens",
             "concerns",
         )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}

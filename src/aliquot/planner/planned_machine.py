@@ -23,8 +23,10 @@ from aliquot.machine.torch_compile import can_compile
 GIB = 1 << 30
 
 # The most cores of one socket on EC2, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
-# Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96. Families with other numbers (x2idn, u-6tb1): 48.
-_SOCKET_CORES = {("intel", 5): 24, ("intel", 6): 32, ("intel", 8): 96, ("amd", 7): 96, ("amd", 8): 96}
+# Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96, Graviton 5 192. Other families (x2idn, u-6tb1): 48.
+_SOCKET_CORES = {
+    ("intel", 5): 24, ("intel", 6): 32, ("intel", 8): 96, ("amd", 7): 96, ("amd", 8): 96, ("aws", 9): 192,
+}  # fmt: skip
 # EC2's families of Intel processors without AVX-512 (Haswell, Broadwell), and without AVX2 (Sandy and Ivy Bridge).
 _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
 _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}

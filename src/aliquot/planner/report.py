@@ -9,14 +9,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from aliquot.catalogue.instances import PRICES_DATE, PRICES_REGION, dollars, instance
+from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, dollars, instance
 from aliquot.core.number_format import count_of, gib
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planner import DISK_BYTES_PER_S
 from aliquot.planner.settings_search import Candidate, Names, as_arguments
 
-# The spot price changes by the hour. For years, it has been 30 to 50 % of the on-demand price.
-SPOT_FACTOR = 0.4
 _LABEL = 16  # characters that a label takes in a line
 
 # Columns of the memory table, and the categories that each column adds up. --json shows all categories.
@@ -145,7 +143,7 @@ def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:
 def _run_lines(plan: Plan) -> list[str]:
     """Describe the whole run: steps, evaluations, saves, export and cost."""
     if not plan.steps:
-        return ["whole run       not known before the data are read: set train.max_steps"]
+        return ["whole run       not known before the data are read: set train.max_steps", *_cost_lines(plan)]
     uncounted = plan.uncounted_evaluations
     besides = [
         f"reference log-probabilities {_seconds(plan.reference_s)}" if plan.reference_s else "",
@@ -169,14 +167,29 @@ def _run_lines(plan: Plan) -> list[str]:
     ]
     if plan.saving_s > plan.steps * plan.step_s:
         lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {advise_saves(plan)}")
-    if plan.cost_usd is not None:
-        saved = (1 - SPOT_FACTOR) * (plan.usd_per_hour or 0.0) * plan.total_s / 3600
-        spot = f", about {dollars(plan.cost_usd - saved)} on spot (factor {SPOT_FACTOR}, assumed)"
-        sold = plan.instance is not None and instance(plan.instance).on_spot
-        fees = f", with {plan.fees_usd_per_hour:.2f} USD/h for EKS and FSx" if plan.fees_usd_per_hour else ""
-        cost = f"{dollars(plan.cost_usd)} USD on demand ({PRICES_REGION}, {PRICES_DATE}{fees})"
-        lines.append(f"cost            {cost}{spot if sold else ''}")
-    return lines
+    return lines + _cost_lines(plan)
+
+
+def _cost_lines(plan: Plan) -> list[str]:
+    """Describe the cost of the whole run, or if its length is unknown the price of an hour and of a billion tokens."""
+    if plan.instance is None or plan.usd_per_hour is None:
+        return []
+    ec2, fees = instance(plan.instance), plan.fees_usd_per_hour
+    on_demand = _amount(plan, plan.usd_per_hour + fees)
+    with_fees = f", with {fees:.2f} USD/h for EKS and FSx" if fees else ""
+    spot_usd = ec2.spot_price()
+    spot = ""
+    if ec2.on_spot and spot_usd is not None:
+        assumed = "" if ec2.spot_usd_per_hour is not None else f" (factor {SPOT_FRACTION}, assumed)"
+        spot = f", about {_amount(plan, plan.nodes * spot_usd + fees)} on spot{assumed}"
+    return [f"cost            {on_demand} on demand ({catalogue().source}{with_fees}){spot}"]
+
+
+def _amount(plan: Plan, usd_per_hour: float) -> str:
+    if plan.steps:
+        return f"{dollars(usd_per_hour * plan.total_s / 3600)} USD"
+    a_billion = usd_per_hour / 3600 * 1e9 / plan.tokens_per_s
+    return f"{dollars(usd_per_hour)} USD an hour, {dollars(a_billion)} USD per billion tokens"
 
 
 def advise_saves(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from aliquot.catalogue.instances import PRICES_REGION, dollars, instances
+from aliquot.catalogue.instances import catalogue, dollars, instances
 from aliquot.core.number_format import (
     byte_size,
     compact,
@@ -52,7 +52,7 @@ def cost(run: Run, training_s: float) -> str | None:
     price = next((ec2.usd_per_hour for ec2 in instances() if ec2.name == name), None)
     if price is None or not nodes * training_s > 0:
         return None
-    return f"{dollars(nodes * price * training_s / 3600)} USD, {nodes:.0f} x {name} on demand ({PRICES_REGION})"
+    return f"{dollars(nodes * price * training_s / 3600)} USD, {nodes:.0f} x {name} on demand ({catalogue().source})"
 
 
 def summary(run: Run) -> str:
