@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import secrets
+import select
 import subprocess
 import sys
 import threading
@@ -29,8 +30,9 @@ from aliquot.core.python_command import python_command
 from aliquot.core.small_files import open_unlinked, publish_text
 from aliquot.observe.events import ENDS
 
-_LAST_WORDS_S = 20.0  # time to send the remaining metrics after the end of a run
+_IDLE_INTERVALS = 20  # intervals to send the remaining metrics after the end of a run, once the client has started
 _INTERVAL_S = 1.0
+_SILENCE_S = 30.0  # without a sign of life of the process, after the end of a run
 _RETRY_S = 10.0
 _MAX_LINES = 40  # lines of metrics.jsonl per call of a client
 _MLFLOW_STATUS = {"end": "FINISHED", "failed": "FAILED"}
@@ -70,23 +72,29 @@ class Dashboard:
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Pass errors of the process to `warn`. The process itself reads metrics.jsonl, so `metrics` is not used."""
-        with suppress(BlockingIOError):
-            for line in os.read(self._complaints, 1 << 16).decode(errors="replace").splitlines():
-                self._warn(f"{self._service}: {line}; training goes on ({self._log})")
+        self._pass_errors()
+
+    def _pass_errors(self) -> bool:
+        """Pass errors of the process to `warn`. Return False if the process has closed its output."""
+        try:
+            text = os.read(self._complaints, 1 << 16)
+        except BlockingIOError:
+            return True
+        for line in filter(None, text.decode(errors="replace").splitlines()):  # an empty line is a sign of life
+            self._warn(f"{self._service}: {line}; training goes on ({self._log})")
+        return text != b""
 
     def close(self) -> None:
-        """Wait a limited time until the process has sent all metrics."""
+        """Wait until the process has sent all metrics, or has given up, or has stopped to give signs of life."""
         assert self._process.stdin is not None
         self._process.stdin.close()  # signals the end of the run
-        limit_s, reason = _LAST_WORDS_S + 5.0, "its client failed"
-        try:
-            complete = self._process.wait(limit_s) == 0
-        except subprocess.TimeoutExpired:
+        is_alive = True
+        while is_alive and select.select([self._complaints], [], [], _SILENCE_S)[0]:
+            is_alive = self._pass_errors()
+        if is_alive:
             self._process.kill()
-            complete, reason = False, f"its client had not finished {limit_s:g} s after the end"
-        self.write({})
-        if not complete:
-            self._warn(f"{self._service} does not have all of this run: {reason}; metrics.jsonl has ({self._log})")
+        if self._process.wait() != 0:
+            self._warn(f"{self._service} does not have all of this run; metrics.jsonl has ({self._log})")
 
 
 class WandbRun:
@@ -191,6 +199,11 @@ class Follower:
         self._attached: dict[str, int] = {}
         self._run: WandbRun | MlflowRun | None = None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the client has started, and has opened the run at the service."""
+        return self._run is not None
+
     def send(self) -> WandbRun | MlflowRun:
         """Send all new lines. Raises the errors of the client. Lines sent before an error are not sent again."""
         if self._run is None:
@@ -243,6 +256,21 @@ def follow(follower: Follower, over: threading.Event) -> int:
     return 0
 
 
+def wait_for_idleness(follower: Follower, intervals: int, interval_s: float) -> None:
+    """Return once `intervals` have passed without progress of the client's start: an imported module, or an open run.
+
+    The start itself has no limit, because it takes seconds of computing, and a busy machine may run this process
+    rarely. Each interval gives the run a sign of life.
+    """
+    idle, before = 0, (0, False)
+    while idle < intervals:
+        progress = (len(sys.modules), follower.is_connected)
+        idle, before = (idle + 1, before) if progress == before else (0, progress)
+        with suppress(OSError):  # the run was killed
+            complain("")
+        time.sleep(interval_s)
+
+
 def complain(text: str) -> None:
     print(text, file=_person, flush=True)
 
@@ -252,19 +280,20 @@ def _one_line(error: Exception) -> str:
 
 
 def main(service: str, directory: str, size_bytes: str) -> int:
-    over = threading.Event()
+    over, follower = threading.Event(), Follower(service, Path(directory), int(size_bytes))
 
-    def wait_for_the_end() -> None:
+    def give_up_after_the_end() -> None:
         sys.stdin.buffer.read()
         over.set()
         # A client may wait for its server for minutes, in a call that cannot be interrupted.
-        timer = threading.Timer(_LAST_WORDS_S, os._exit, [1])
-        timer.daemon = True
-        timer.start()
+        wait_for_idleness(follower, _IDLE_INTERVALS, _INTERVAL_S)
+        with suppress(OSError):
+            complain(f"the client had not finished {_IDLE_INTERVALS * _INTERVAL_S:g} s after the end of the run")
+        os._exit(1)
 
-    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    threading.Thread(target=give_up_after_the_end, daemon=True).start()
     os.nice(10)
-    return follow(Follower(service, Path(directory), int(size_bytes)), over)
+    return follow(follower, over)
 
 
 _person: TextIO = sys.stdout
@@ -273,5 +302,6 @@ if __name__ == "__main__":
     _person = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # print output of clients goes to the log
     status = main(*sys.argv[1:])
-    _person.close()
+    with suppress(OSError):
+        _person.close()
     os._exit(status)  # also ends threads of the client
