@@ -14,7 +14,7 @@ from aliquot.cli.main import app
     ("argument", "expected"),
     [
         ("export", "runs/x/export: this is an export, not a checkpoint: give runs/x/checkpoints/step-00000002 or"),
-        (".", "runs/x: this is a run, not a checkpoint: give runs/x/checkpoints/step-00000002 or runs/x/checkpoints/"),
+        (".", "runs/x: this run has no complete checkpoint"),
         ("checkpoints/step-2", "runs/x/checkpoints/step-2: no such directory; there are step-00000002, step-00000004"),
         ("checkpoints/step-00000002", "runs/x/checkpoints/step-00000002: not a complete checkpoint"),
     ],

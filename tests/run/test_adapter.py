@@ -107,7 +107,7 @@ def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path
     checkpoint = lora / "checkpoints" / "step-00000006"
     for options in ([], ["--merge"]):
         out = folder / ("merged" if options else "exported")
-        done = command("export", checkpoint, out, "--dtype", "float32", *options)
+        done = command("export", lora if options else checkpoint, out, "--dtype", "float32", *options)
         assert done.returncode == 0, done.stderr
     again = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)

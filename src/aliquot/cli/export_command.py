@@ -15,7 +15,9 @@ from aliquot.core.errors import UsageError
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, runs/NAME/checkpoints/step-..., or its URL.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, its URL, or a run directory: its newest checkpoint.")
+    ],
     out_dir: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
         "bfloat16"
@@ -39,7 +41,8 @@ def command(
 
         directory = Path(checkpoint)
         if not is_url(checkpoint):
-            _check_checkpoint(directory)
+            directory = _checkpoint(directory)
+            checkpoint = str(directory)
         if is_url(checkpoint):
             directory = stack.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:
@@ -52,13 +55,21 @@ def command(
     print(f"exported {checkpoint} to {out_dir} ({dtype})")
 
 
-def _check_checkpoint(directory: Path) -> None:
-    """Raise UsageError if `directory` is missing, or if it is an export or a run; name the checkpoints to give."""
-    from aliquot.checkpoint.directories import directories
+def _checkpoint(directory: Path) -> Path:
+    """Return `directory`, or the newest complete checkpoint of the run in `directory`.
+
+    Raises UsageError if `directory` is missing or an export; the error names the checkpoints to give.
+    """
+    from aliquot.checkpoint.directories import directories, newest
 
     if not directory.is_dir():
         names = ", ".join(path.name for path in directories(directory.parent))
         raise UsageError(f"no such directory{names and f'; there are {names}'}", directory)
-    for name, root in (("an export", directory.parent / "checkpoints"), ("a run", directory / "checkpoints")):
-        if checkpoints := directories(root):
-            raise UsageError(f"this is {name}, not a checkpoint: give {' or '.join(map(str, checkpoints))}", directory)
+    if checkpoints := directories(directory.parent / "checkpoints"):
+        choice = " or ".join(map(str, checkpoints))
+        raise UsageError(f"this is an export, not a checkpoint: give {choice}", directory)
+    if not directories(directory / "checkpoints"):
+        return directory
+    if (checkpoint := newest(directory / "checkpoints")) is None:
+        raise UsageError("this run has no complete checkpoint", directory)
+    return checkpoint
