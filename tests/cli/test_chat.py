@@ -70,6 +70,24 @@ def test_chat_remembers_messages_until_reset(model: Path) -> None:
     assert result.stdout == f"{once}\n{again}\n{once}\n"
 
 
+def test_system_message_and_tools_stay_after_reset(model: Path, tmp_path: Path) -> None:
+    first = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    once = plain(model, first)
+    result = talk(model, "hello\n/reset\nhello", "--temperature", "0", "--system", "be kind")
+    assert (result.returncode, result.stdout) == (0, f"{once}\n{once}\n"), result.stderr
+    loaded, tools = load(model), [{"type": "function", "function": {"name": "weather"}}]
+    with pytest.raises(UsageError, match="--tools: the chat template leaves out tools"):
+        Chat(loaded, Sampling(12, 0.0), None, tools)
+    loaded.tokenizer.chat_template = "{{ tools[0].function.name if tools }}" + TEMPLATE
+    assert "".join(Chat(loaded, Sampling(12, 0.0), None, tools).reply("hello")) != plain(model, first[1:])
+    loaded.tokenizer.chat_template = TEMPLATE.replace("messages", "messages if m.role == 'user'")
+    with pytest.raises(UsageError, match="--system: the chat template leaves out system messages"):
+        Chat(loaded, Sampling(12, 0.0), "be kind")
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    result = talk(model, "hello", "--tools", str(tmp_path / "tools.json"))
+    assert result.returncode == 2 and "tools.json: not a list of functions: [{" in result.stderr
+
+
 def test_reply_is_no_longer_than_the_model_can_read(model: Path) -> None:
     result = talk(model, "hello", "--temperature", "0", "--max-new-tokens", "1000")
     assert result.returncode == 0 and "/reset" not in result.stderr
@@ -100,9 +118,9 @@ def test_generation_config_applies_to_sampling_only(model: Path, tmp_path: Path)
     found = load(tmp_path / "own")
     config = found.model.generation_config
     assert (config.top_k, config.repetition_penalty, config.no_repeat_ngram_size, config.eos_token_id) == (7, 1.9, 2, 1)
-    said = "".join(Chat(found, 12, 0.0, 1).reply("hello"))
+    said = "".join(Chat(found, Sampling(12, 0.0, 1)).reply("hello"))
     assert said == plain(model, [{"role": "user", "content": "hello"}])
-    assert "".join(Chat(found, 12, 0.8, 1).reply("hello"))
+    assert "".join(Chat(found, Sampling(12, 0.8, 1)).reply("hello"))
 
 
 def test_chat_without_a_template_names_generate(model: Path, tmp_path: Path) -> None:

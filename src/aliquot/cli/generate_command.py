@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from aliquot.cli.options import BaseModel, Debug, ModelDirectory, Seed, Temperature
 from aliquot.cli.terminal import one_line_errors
+from aliquot.core.decode import decode_json
 from aliquot.core.errors import UsageError, UserError, printable, reading
+from aliquot.data.chat_messages import has_readable_calls
 
 if TYPE_CHECKING:
     from aliquot.models.generate import Chat
@@ -52,6 +54,10 @@ def _prompts(file: Path) -> list[str]:
 
 def chat_command(
     model_dir: ModelDirectory,
+    system: Annotated[str | None, typer.Option(help="The system message, with which the conversation begins.")] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="A JSON file with a list of functions that the model may call, as OpenAI's.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a reply.")] = 256,
     temperature: Temperature = 0.8,
     seed: Seed = 42,
@@ -63,14 +69,27 @@ def chat_command(
     Ctrl-C ends a reply; end of input ends the chat. With lines from a pipe, each reply is a paragraph.
     """
     with one_line_errors(debug):
-        from aliquot.models.generate import Chat, load
+        functions = _tools(tools) if tools is not None else None
+        from aliquot.models.generate import Chat, Sampling, load
 
-        chat = Chat(load(model_dir, base), max_new_tokens, temperature, seed)
+        chat = Chat(load(model_dir, base), Sampling(max_new_tokens, temperature, seed), system, functions)
         for line in _messages():
             if line == "/reset":
                 chat.reset()
             elif line:
                 _answer(chat, line)
+
+
+def _tools(file: Path) -> list[dict[str, Any]]:
+    with reading(file):
+        try:
+            functions = decode_json(file.read_bytes())
+        except ValueError as error:
+            raise UsageError(f"not JSON: {error}", file) from None
+    # A definition of a function has its name in the same place as a call.
+    if not isinstance(functions, list) or not has_readable_calls({"tool_calls": functions}):
+        raise UsageError('not a list of functions: [{"type": "function", "function": {"name": ...}}, ...]', file)
+    return functions
 
 
 def _messages() -> Iterator[str]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Messages = Sequence[Mapping[str, str]]
+Tool = Mapping[str, Any]  # a function that the model may call, in OpenAI's format
 _COLD = 1e-4  # below this temperature, division would make logits infinite: generate greedily
 # The keys of generation_config.json that apply here: special tokens (_ENDS), limits of the set of tokens to sample from
 # (_DRAWN_FROM), and penalties of tokens (_LESS_LIKELY) with the values that turn the penalties off.
@@ -214,12 +215,14 @@ def check_text(text: str) -> None:
         raise UsageError(f"{text[:60]!r} is not UTF-8 text") from None
 
 
-def chat_ids(tokenizer: Any, messages: Messages, prefix: Sequence[int] | None) -> list[int]:
+def chat_ids(
+    tokenizer: Any, messages: Messages, prefix: Sequence[int] | None, tools: Sequence[Tool] | None = None
+) -> list[int]:
     """Return the token ids of a chat, up to the beginning of the next answer.
 
     The ids begin with `prefix`, which is not repeated if the chat template writes the prefix itself.
     """
-    text = _rendered(tokenizer, messages, add_generation_prompt=True)
+    text = _rendered(tokenizer, messages, add_generation_prompt=True, tools=tools)
     ids, before = tokenizer.encode(text, add_special_tokens=False), list(prefix or ())
     return list(ids) if ids[: len(before)] == before else [*before, *ids]
 
@@ -237,7 +240,7 @@ def ends_of_turn(tokenizer: Any) -> dict[str, Any]:
     return {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
 
 
-def _rendered(tokenizer: Any, messages: Messages, **options: bool) -> str:
+def _rendered(tokenizer: Any, messages: Messages, **options: Any) -> str:
     if not tokenizer.chat_template:
         raise TokenizerError("the tokenizer has no chat template; `aliquot generate` continues a text without one")
     try:
@@ -250,16 +253,29 @@ def _rendered(tokenizer: Any, messages: Messages, **options: bool) -> str:
 class Chat:
     """A chat with a loaded model: the messages so far, and replies to them."""
 
-    def __init__(self, loaded: Loaded, max_new_tokens: int, temperature: float, seed: int) -> None:
-        """Start an empty chat. Raises UserError if the tokenizer has no chat template."""
-        self._loaded = loaded
-        self._messages: list[dict[str, str]] = []
-        self._options = Sampling(max_new_tokens, temperature).options(max_new_tokens) | ends_of_turn(loaded.tokenizer)
-        self._max_new_tokens = max_new_tokens
-        torch.manual_seed(seed)
+    def __init__(
+        self, loaded: Loaded, sampling: Sampling, system: str | None = None, tools: Sequence[Tool] | None = None
+    ) -> None:
+        """Start a chat with the message `system`, if there is one.
+
+        Raises UserError if the tokenizer has no chat template, or if the template leaves out `system` or `tools`.
+        """
+        self._loaded, self._tools, self._max_new_tokens = loaded, tools, sampling.max_new_tokens
+        self._options = sampling.options(sampling.max_new_tokens) | ends_of_turn(loaded.tokenizer)
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+        if system is not None:
+            check_text(system)
+        text = _rendered(loaded.tokenizer, [*self._system, {"role": "user", "content": "a"}], tools=tools)
+        if system is not None and system.strip() not in text:
+            raise UsageError("--system: the chat template leaves out system messages")
+        if not all(str(tool.get("function", tool).get("name")) in text for tool in tools or ()):
+            raise UsageError("--tools: the chat template leaves out tools")
+        torch.manual_seed(sampling.seed)
 
     def reset(self) -> None:
-        self._messages.clear()
+        """Forget all messages except the system message."""
+        self._messages: list[dict[str, str]] = list(self._system)
 
     def reply(self, text: str) -> Generator[str, None, None]:
         """Yield the reply to `text` in pieces, and add both messages to the chat.
@@ -270,7 +286,7 @@ class Chat:
         """
         check_text(text)
         messages = [*self._messages, {"role": "user", "content": text}]
-        ids = chat_ids(self._loaded.tokenizer, messages, self._loaded.chat_prefix)
+        ids = chat_ids(self._loaded.tokenizer, messages, self._loaded.chat_prefix, self._tools)
         longest, context_length = self._max_new_tokens, self._loaded.context_length
         if context_length is not None:
             longest = min(longest, context_length - len(ids))
