@@ -32,6 +32,7 @@ from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.auto_ranks import resolve_auto_ranks
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.run.training_loop import LossWatch
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config, write_text
 from tests.tools import warm
@@ -548,6 +549,14 @@ def test_a_diverging_run_stops_and_keeps_the_last_checkpoint(folder: Path) -> No
     checkpoints = sorted((folder / "diverged" / "checkpoints").glob("step-*"))
     assert [path.name for path in checkpoints] == ["step-00000001", "step-00000002"]
     assert all(torch.isfinite(v).all() for v in load_file(checkpoints[-1] / "model.safetensors").values())
+
+
+def test_loss_that_explodes_while_finite_is_noticed_once() -> None:
+    watch = LossWatch()
+    learning = [5 - step / 20 for step in range(40)]
+    assert not any(map(watch.explodes, [*learning, *[90.0] * 19, 3.0, *[12.0] * 30]))
+    assert [watch.explodes(80.0 + step) for step in range(50)] == [step == 19 for step in range(50)]
+    assert 3 < watch.usual < 12 and not any(map(watch.explodes, [4.0] * 100))
 
 
 def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from aliquot.checkpoint.directories import newest
@@ -22,6 +24,30 @@ from aliquot.run.run_context import Stage, TrainingContext
 from aliquot.run.shutdown import Phase
 
 
+class LossWatch:
+    """Notices a loss that explodes but stays finite: it exceeds ten times its running median for 20 steps in a row."""
+
+    factor, steps = 10, 20
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=100)  # the losses of the latest steps that were not too high
+        self._steps_above = 0
+
+    @property
+    def usual(self) -> float:
+        """The median of the usual losses."""
+        return median(self._usual)
+
+    def explodes(self, loss: float) -> bool:
+        """Add the loss of a step; return whether it completes 20 steps with a loss that is too high."""
+        if len(self._usual) >= self.steps and loss > self.factor * self.usual:
+            self._steps_above += 1
+        else:
+            self._usual.append(loss)
+            self._steps_above = 0
+        return self._steps_above == self.steps
+
+
 class TrainingLoop:
     """Runs the optimizer steps of a run; all ranks call the same methods in the same order."""
 
@@ -33,6 +59,7 @@ class TrainingLoop:
         self._progress = training.progress
         self._checkpoints = checkpoints
         self._evaluator = Evaluator(training)
+        self._loss_watch = LossWatch()
         self._attention_widths = attention_widths(training.inputs.source.config)
 
     def run(self) -> None:
@@ -126,6 +153,8 @@ class TrainingLoop:
         flops = model_flops(training.model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
         recorder.end(batch.tokens, flops, self._checkpoints.current_step)
         training.watchdog.beat()
+        if self._loss_watch.explodes(progress.loss):
+            self._warn_of_explosion()
         if any(report["freed"] for report in reports):
             training.memory_release.release(progress.step)
         return {
@@ -137,6 +166,14 @@ class TrainingLoop:
             **self._source_losses([report["loss"] for report in reports], batch),
             "epoch": batch.epoch,
         }
+
+    def _warn_of_explosion(self) -> None:
+        watch, first = self._loss_watch, self._progress.step - self._loss_watch.steps + 1
+        self._recorder.warn(
+            f"since step {first} the loss is above {watch.factor} times its usual value of {watch.usual:.4g}:"
+            f" train.learning_rate ({self._run.config.train.learning_rate:g}) is probably too high. Stop the run, and"
+            f" continue with a lower one from a checkpoint before step {first}"
+        )
 
     def _log(self, metrics: dict[str, Any]) -> None:
         if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
