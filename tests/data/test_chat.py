@@ -26,6 +26,7 @@ from aliquot.data.chat import (
     encode_chat,
     encode_record,
 )
+from aliquot.data.chat_messages import has_words
 from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut
 from aliquot.data.text_encoder import AS_TEXT, AS_TOKENS, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level
@@ -58,11 +59,17 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     made.chat_template = template
     return made
 
+def _answers(messages: list[dict[str, Any]]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant" and has_words(message)]
+
+
 
 def said(template: str, messages: list[dict[str, str]]) -> list[str]:
     """The stretches under the mask, as text."""
     made = tokenizer(template)
-    text, ids, mask, _ = encode_chat(ChatTemplate.of(made, {}), messages, 0, False, TextEncoder(made, "", False))
+    text, ids, mask, _ = encode_chat(
+        ChatTemplate.of(made, {}), messages, _answers(messages), TextEncoder(made, "", False)
+    )
     assert len(ids) == len(mask)
     assert text == made.decode(ids) == made.apply_chat_template(messages, tokenize=False)
     stretches: list[list[int]] = [[]]
@@ -134,6 +141,23 @@ def test_turns_of_the_prompt_and_of_no_weight_are_not_learned() -> None:
         assert learned({"messages": TALK, "context": 2}, template)[1] == [f"stop{end}"]
         unweighted = [{**TALK[1], "weight": 0} if message is TALK[1] else message for message in TALK]
         assert learned({"messages": unweighted, "context": 0}, template)[1] == [f"stop{end}"]
+
+def test_loss_on_last_turn_and_on_roles() -> None:
+    for template, end in ((CHATML, "</s>\n"), (MARKED, "</s>")):
+        for messages, expected in ((TALK[:2], ["dog é 12345"]), (TALK, ["stop"]), ([*TALK, TALK[0]], ["stop"])):
+            parts = learned({"messages": messages, "context": 0}, template, train_on="last_turn")[1]
+            assert parts == [f"{part}{end}" for part in expected]
+        calls = [*TALK, TALK[0], call(), {"role": "tool", "content": "12345"}, GREETING]
+        assert len(learned({"messages": calls, "context": 0}, CALLING, train_on="last_turn")[1]) == 2, (
+            "a call and the answer after it"
+        )
+        both = learned({"messages": TALK, "context": 0}, template, roles=("user", "assistant"))[1]
+        assert [part.removesuffix("\n") for part in both] == [f"{message['content']}</s>" for message in TALK]
+        questions = learned({"messages": TALK, "context": 0}, template, roles=("user",))[1]
+        assert [part.removesuffix("\n") for part in questions] == ["fox?</s>", "It's now</s>"]
+        kept = [TALK[0], TALK[1], TALK[2], {**TALK[3], "weight": 0}]
+        assert learned({"messages": kept, "context": 0}, template, train_on="last_turn") == ("", [], NO_ANSWER)
+
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
@@ -298,7 +322,7 @@ def call(arguments: object = None) -> dict[str, Any]:
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> tuple[Any, ...]:
-    return encode_chat(ChatTemplate.of(tokenizer, {}), messages, 0, False, TextEncoder(tokenizer, "", False))
+    return encode_chat(ChatTemplate.of(tokenizer, {}), messages, _answers(messages), TextEncoder(tokenizer, "", False))
 
 
 def test_leading_answer_is_learned_without_its_prefix() -> None:

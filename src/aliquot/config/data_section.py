@@ -86,8 +86,11 @@ class SourceSection(NamedSection):
 class DataSection(RecordsSection):
     sources: list[SourceSection] | None = None
     """Several sources instead of `path`: a list of the keys above, with `name` and `weight`."""
-    train_on: Literal["completions", "all"] = "completions"
-    """completions: the loss is on answers alone, if records have answers; all: on all tokens."""
+    train_on: Literal["completions", "last_turn", "all"] = "completions"
+    """completions: the loss is on answers alone, if records have answers; last_turn: of a chat, on the answers after
+    the last question; all: on all tokens."""
+    roles_to_train: list[Literal["assistant", "user", "system", "tool"]] = Field(["assistant"], min_length=1)
+    """The roles of a chat's messages whose words are learned, unless `train_on` is `all`."""
     chat_template: Annotated[str | None, PATH] = None
     """A Jinja template, or the path of one, instead of the tokenizer's; `none`: prompts and completions without a
     template."""

@@ -41,8 +41,7 @@ _EQUIVALENTS = {
     "data.tokenizer": "tokenizer_name tokenizer_config tokenizer_path tokenizer_name_or_path tokenizer_type"
     " use_fast_tokenizer tokenizer_use_fast",
     "data.chat_template": "chat_template_path chat_template_jinja template",
-    "data.train_on": "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss mask_history"
-    " roles_to_train",
+    "data.train_on": "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss mask_history",
     "data.add_eos": "eos_token eot_tokens add_eos_token",
     "data.add_bos": "bos_token add_bos_token",
     "data.sequence_length": "max_seq_length max_seq_len max_length sequence_len seq_length seq_len cutoff_len"

@@ -8,7 +8,7 @@ with a message reworded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import TokenizerError
@@ -91,10 +91,11 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
     encoder = TextEncoder(tokenizer, text, spec.special_tokens_as_text)
     if spec.templated:
         messages, context = _messages(record)
-        if not everything and not any(_answers(message) for message in messages[context:]):
+        learned = _learned_messages(messages, context, spec)
+        if not everything and not learned:
             raise LeftOut(NO_ANSWER)
         template = ChatTemplate.of(tokenizer, record, spec.day)
-        rendered, ids, mask, changed = encode_chat(template, messages, context, everything, encoder)
+        rendered, ids, mask, changed = encode_chat(template, messages, None if everything else learned, encoder)
         empty = any(message["role"] == "assistant" and not has_words(message) for message in messages[context:])
         notes |= {changed: ""} if changed else {}
         notes |= {EMPTY_ANSWER: ""} if empty and not everything else {}
@@ -104,7 +105,7 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
         if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
             ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
         if spec.suffix and tuple(ids[-len(spec.suffix) :]) != spec.suffix:
-            learns_end = int(len(messages) > context and _answers(messages[-1]))
+            learns_end = int(len(messages) - 1 in learned)
             ids, mask = [*ids, *spec.suffix], mask + [learns_end] * len(spec.suffix)
     else:
         prompt, completion = _prompt_and_completion(record)
@@ -125,27 +126,27 @@ def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[i
 
 
 def encode_chat(
-    template: ChatTemplate, messages: Messages, context: int, everything: bool, encoder: TextEncoder
+    template: ChatTemplate, messages: Messages, turns: Sequence[int] | None, encoder: TextEncoder
 ) -> tuple[str, list[int], list[int], str | None]:
     """Return (text, token ids, mask, changes) of `messages`, rendered by the chat template.
 
-    The mask is 1 at tokens of assistant turns after the first `context` messages. The {% generation %} marks of the
-    template delimit these turns; without marks, a turn extends from its generation prompt to the next message. The mask
-    is 0 at turns without words, and at turns whose words the template omits. If `everything` is learned, the mask is 1
-    at all tokens. `changes` describes how the messages were changed to fit the template, or is None.
+    The mask is 1 at tokens of the messages with the indices `turns`; if `turns` is None, at all tokens. The
+    {% generation %} marks of the template delimit the turns of the assistant; without marks, a turn extends from its
+    generation prompt to the next message. The mask is 0 at turns whose words the template omits. `changes` describes
+    how the messages were changed to fit the template, or is None.
     """
     form, changed = fit_messages(template, messages)
-    if everything:
+    if turns is None:
         whole = template.render(form)
         return whole, *encoder.encode_chat(whole, None, template, form), changed
-    turns = [index for index, message in enumerate(messages) if index >= context and _answers(message)]
     if template.is_marked:
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         whole, marks = template.render_marked(form)
         spans = _marks_of_turns(marks, len(assistants))
         if spans is not None:
-            spans = [span for index, span in zip(assistants, spans, strict=True) if index in turns]
-        elif all(index in turns or not has_words(messages[index]) for index in assistants):
+            marked = dict(zip(assistants, spans, strict=True))
+            spans = [marked.get(index) or _rendered_span(template, form, whole, index) for index in turns]
+        elif set(turns) == {index for index in assistants if has_words(messages[index])}:
             return whole, *encoder.encode_chat(whole, marks, template, form), changed
         else:
             raise LeftOut(
@@ -194,8 +195,17 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
     return system + prompt, record["output"]
 
 
-def _answers(message: dict[str, Any]) -> bool:
-    return is_learned(message) and has_words(message)
+def _learned_messages(messages: Messages, context: int, spec: EncoderSpec) -> list[int]:
+    """Return the indices of the messages to learn: after the first `context`, with words, not excluded by a flag."""
+    if spec.train_on == "last_turn":  # a turn is a question with all messages up to the next question
+        answers = (index for index, message in enumerate(messages) if message["role"] == "assistant")
+        questions = (index for index in range(max(answers, default=0)) if messages[index]["role"] == "user")
+        context = max(context, max(questions, default=0))
+    return [
+        index
+        for index, message in enumerate(messages)
+        if index >= context and is_learned(message, spec.roles) and has_words(message)
+    ]
 
 
 def _marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
@@ -212,7 +222,7 @@ def _marks_of_turns(marks: list[Span], turns: int) -> list[Span] | None:
 
 
 def _rendered_span(template: ChatTemplate, messages: Messages, whole: str, index: int) -> Span:
-    """Return the span of an answer, message `index`: from the end of its generation prompt to the next message."""
+    """Return the span of message `index`: from the end of its header to the next message."""
     start = _start(template, messages, whole, index)
     if start is not None:
         end = next((end for end in _ends(template, messages, whole, index + 1) if end > start), None)
@@ -224,17 +234,18 @@ def _rendered_span(template: ChatTemplate, messages: Messages, whole: str, index
 
 
 def _start(template: ChatTemplate, messages: Messages, whole: str, index: int) -> int | None:
-    """Return the index in `whole` at which an answer begins: after its generation prompt, else at its first word.
+    """Return the index in `whole` at which a message begins: an answer after its generation prompt, else at a word.
 
     A generation prompt may open a reasoning block that the answer lacks (DeepSeek-R1, Qwen3 models that always reason).
     The answer then begins after the longest prefix of the prompt that `whole` contains.
     """
-    asked = template.attempt(messages[:index], prompt=True) if index else None
+    is_answer = messages[index]["role"] == "assistant"
+    asked = template.attempt(messages[:index], prompt=True) if index and is_answer else None
     if asked is not None and whole.startswith(asked):
         return len(asked)
     words = _words(template, messages, whole, index)
-    if words is None:
-        return None
+    if words is None or not is_answer:
+        return None if words is None else words[0]
     before = (_words(template, messages, whole, earlier) for earlier in range(index - 1, -1, -1))
     low = next((span[1] for span in before if span is not None), 0)
     header, prompt = whole[low : words[0]], _prompt(template)
@@ -267,7 +278,7 @@ def _common_length(first: str, second: str) -> int:
 
 
 def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) -> Iterator[int]:
-    """Yield candidate indices in `whole` at which the first `count` messages end; the last of them is an answer."""
+    """Yield candidate indices in `whole` at which the first `count` messages end."""
     if count == len(messages):
         yield len(whole)
         return
@@ -292,9 +303,8 @@ def _ends(template: ChatTemplate, messages: Messages, whole: str, count: int) ->
 def _beginnings(template: ChatTemplate, messages: Messages) -> Iterator[str]:
     """Yield candidate texts for `messages` as they would appear at the beginning of a longer chat.
 
-    The last message is an answer. No single rendering fits all templates. Some end a chat with a special token unless
-    they add a generation prompt (Phi-3). Others render the last answer of a chat differently from an answer that a
-    question follows (Qwen3).
+    No single rendering fits all templates. Some end a chat with a special token unless they add a generation prompt
+    (Phi-3). Others render the last answer of a chat differently from an answer that a question follows (Qwen3).
     """
     rendered, asked = template.attempt(messages), template.attempt(messages, prompt=True)
     yield from filter(None, [rendered])

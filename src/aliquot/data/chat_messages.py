@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from aliquot.core.decode import decode_json
@@ -34,9 +34,9 @@ def text_parts(message: Mapping[str, Any]) -> list[str]:
     return [part["text"] for part in content if _is_text(part)] if isinstance(content, list) else []
 
 
-def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether the loss includes this message: its role is `assistant`, and no flag excludes it."""
-    return message["role"] == "assistant" and all(message.get(flag) is None or message[flag] for flag in LOSS_FLAGS)
+def is_learned(message: Mapping[str, Any], roles: Collection[str] = ("assistant",)) -> bool:
+    """Return whether the loss includes this message: its role is one of `roles`, and no flag excludes it."""
+    return message["role"] in roles and all(message.get(flag) is None or message[flag] for flag in LOSS_FLAGS)
 
 
 def unread_flags(message: Mapping[str, Any], template: str) -> list[str]:

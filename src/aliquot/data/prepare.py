@@ -186,7 +186,8 @@ class _Builder:
         ingredients = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
         as_text = section.special_tokens_in_text
         text_path = self._path([*ingredients, *([] if as_text in (None, "encode") else [as_text])])
-        answers_path = self._path([*ingredients, "answers", ENCODING, as_text, self.day])
+        roles = section.roles_to_train if section.roles_to_train != ["assistant"] else []
+        answers_path = self._path([*ingredients, "answers", ENCODING, as_text, self.day, *roles])
         if answers_path.is_dir():
             return answers_path
         if text_path.is_dir() and TokenStore.open(text_path).mask is None:  # older caches hold answers here, too
@@ -223,6 +224,7 @@ class _Builder:
             pairs=first.kind == "preference",
             templated=templated,
             train_on=self.section.train_on,
+            roles=tuple(self.section.roles_to_train),
             special_tokens_as_text=(as_text or "text" if templated else as_text) == "text",
             day=self.day,
         )

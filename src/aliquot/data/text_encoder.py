@@ -35,7 +35,8 @@ class EncoderSpec:
     answers: bool = False  # whether texts are records with answers, in the JSON of formats.py
     pairs: bool = False  # whether each record is a pair of answers
     templated: bool = False  # whether the tokenizer's chat template renders the records
-    train_on: Literal["completions", "all"] = "completions"
+    train_on: Literal["completions", "last_turn", "all"] = "completions"
+    roles: tuple[str, ...] = ("assistant",)  # of the messages to learn
     special_tokens_as_text: bool = False  # for special tokens spelled out in texts, not for the template's
     day: str | None = None  # the date that a chat template writes, in ISO 8601
 
