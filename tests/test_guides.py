@@ -46,7 +46,7 @@ def place(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     instruct = folder / HUB_MODEL  # a directory that the config of the tutorial names like the model of the hub
     shutil.copytree(model, instruct)
     instruct.chmod(0o755)  # the shared directory cannot be written
-    shutil.copy(ROOT / "examples" / "chat.jinja", instruct / "chat_template.jinja")
+    shutil.copy(ROOT / "src/aliquot/data/templates/zephyr.jinja", instruct / "chat_template.jinja")
     for name, texts in {"texts": ("wikitext2-raw-valid", "tinyshakespeare"), "other-texts": ("austen-train",)}.items():
         (folder / name).mkdir()
         for text in texts:

@@ -30,7 +30,6 @@ from aliquot.data.chat_messages import has_words
 from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut
 from aliquot.data.text_encoder import AS_TEXT, AS_TOKENS, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level
-from tests.tools.docs_pages import ROOT
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
@@ -59,9 +58,9 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     made.chat_template = template
     return made
 
+
 def _answers(messages: list[dict[str, Any]]) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] == "assistant" and has_words(message)]
-
 
 
 def said(template: str, messages: list[dict[str, str]]) -> list[str]:
@@ -142,6 +141,7 @@ def test_turns_of_the_prompt_and_of_no_weight_are_not_learned() -> None:
         unweighted = [{**TALK[1], "weight": 0} if message is TALK[1] else message for message in TALK]
         assert learned({"messages": unweighted, "context": 0}, template)[1] == [f"stop{end}"]
 
+
 def test_loss_on_last_turn_and_on_roles() -> None:
     for template, end in ((CHATML, "</s>\n"), (MARKED, "</s>")):
         for messages, expected in ((TALK[:2], ["dog é 12345"]), (TALK, ["stop"]), ([*TALK, TALK[0]], ["stop"])):
@@ -157,7 +157,6 @@ def test_loss_on_last_turn_and_on_roles() -> None:
         assert [part.removesuffix("\n") for part in questions] == ["fox?</s>", "It's now</s>"]
         kept = [TALK[0], TALK[1], TALK[2], {**TALK[3], "weight": 0}]
         assert learned({"messages": kept, "context": 0}, template, train_on="last_turn") == ("", [], NO_ANSWER)
-
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
@@ -288,7 +287,7 @@ def test_records_without_labels_have_a_reason() -> None:
 
 def test_a_chat_without_a_template_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"the tokenizer has no chat template, .*\. Set data\.chat_template .* examples/chat\.jinja"
+        UserError, match=r"the tokenizer has no chat template, .*\. Set data\.chat_template .* zephyr, which suits"
     ):
         learned({"messages": TALK, "context": 0})
 
@@ -409,20 +408,6 @@ def test_template_gets_json_arguments_if_required() -> None:
     record: dict[str, Any] = {"messages": [TALK[0], call()], "context": 0}
     told = ['weather  with {"city": "fox"}</s>\n'], f"{CHANGED} with arguments as JSON text"
     assert learned(record, adding)[1:] == told
-
-
-def test_the_example_template_writes_tools_calls_and_their_results() -> None:
-    example = (ROOT / "examples" / "chat.jinja").read_text()
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    messages = [TALK[0], call('{"city":"fox"}'), {"role": "tool", "content": "12345"}, GREETING]
-    whole, parts, missing = learned({"messages": messages, "tools": tools, "context": 0}, example)
-    assert whole.startswith(f"<|tools|>\n{json.dumps(tools[0])}\n<|user|>\nfox?\n<|assistant|>\n<tool_call>")
-    assert "<|tool|>\n12345\n<|assistant|>\ndog</s>" in whole
-    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "fox"}}\n</tool_call></s>'
-    assert (parts, missing) == ([written, "dog</s>"], None)
-    both = {**call(), "content": "now", "tool_calls": call()["tool_calls"] * 2}
-    assert learned({"messages": [TALK[0], both], "context": 0}, example)[1][0].count("\n<tool_call>") == 2
-    assert learned({"messages": TALK, "context": 0}, example)[1:] == (["dog é 12345</s>", "stop</s>"], None)
 
 
 def test_an_empty_answer_teaches_nothing_and_is_counted() -> None:

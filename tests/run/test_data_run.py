@@ -142,7 +142,8 @@ def test_the_data_are_shown_without_training(config: Path) -> None:
     assert learned[2].startswith("learned > "), "the prompt, but for its first token"
     wrong = command("data", "show", config, "data.chat_template=absent.jinja")
     assert (wrong.returncode, wrong.stderr.strip()) == (
-        2, "aliquot: absent.jinja: data.chat_template cannot be read: No such file or directory [tokenizer]",
+        2, "aliquot: absent.jinja: data.chat_template cannot be read: No such file or directory. Give a file, a"
+        " template or one of chatml, gemma, llama3, mistral, qwen, zephyr [tokenizer]",
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ _TOKENIZER = ROOT.parent / "shared" / "tokenizers" / "llama3" / "tokenizer.json"
 _WORDS = 20_000  # of the tokenizer's 128,000, so that it loads quickly
 _TEMPLATES = {"Qwen/Qwen3-4B-Instruct-2507": "qwen3_instruct_2507", "Qwen/Qwen3-8B": "qwen3"}  # in the package `trl`
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_OF_LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"\$ aliquot data show (\S+)\n")
@@ -77,9 +78,12 @@ def _model(name: str) -> Path:
     directory = Path(name)
     if not directory.exists():
         directory.mkdir(parents=True)
-        end = "<|im_end|>" if name in _TEMPLATES else _SPECIAL[0]
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": _SPECIAL[0]}
-        (directory / "tokenizer.json").write_text(_tokenizer())
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if name in _TEMPLATES:
+            settings |= {"eos_token": "<|im_end|>", "pad_token": _SPECIAL[0]}
+        else:
+            settings |= {"bos_token": _OF_LLAMA[0], "eos_token": _OF_LLAMA[1]}
+        (directory / "tokenizer.json").write_text(_tokenizer(_SPECIAL if name in _TEMPLATES else _OF_LLAMA))
         (directory / "tokenizer_config.json").write_text(json.dumps(settings))
         if name in _TEMPLATES:
             template = files("trl").joinpath("chat_templates", f"{_TEMPLATES[name]}.jinja")
@@ -89,8 +93,8 @@ def _model(name: str) -> Path:
 
 
 @cache
-def _tokenizer() -> str:
-    """Return Llama 3.1's tokenizer.json with its most frequent tokens, and Qwen3's special and added tokens."""
+def _tokenizer(special: tuple[str, ...]) -> str:
+    """Return Llama 3.1's tokenizer.json with its most frequent tokens, with `special` and Qwen3's added tokens."""
     fields = json.loads(_TOKENIZER.read_text())
     model = fields["model"]
     model["vocab"] = {token: number for token, number in model["vocab"].items() if number < _WORDS}
@@ -98,8 +102,8 @@ def _tokenizer() -> str:
     model["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= model["vocab"].keys()]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     fields["added_tokens"] = [
-        {"id": number, "content": token, "special": token in _SPECIAL, **flags}
-        for number, token in enumerate([*_SPECIAL, *_ADDED], _WORDS)
+        {"id": number, "content": token, "special": token in special, **flags}
+        for number, token in enumerate([*special, *_ADDED], _WORDS)
     ]
     fields["post_processor"] = None
     return json.dumps(fields)

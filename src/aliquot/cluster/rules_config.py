@@ -92,8 +92,7 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
         local.append(("checkpoint.resume", config.checkpoint.resume))
     if (mirror := config.checkpoint.mirror) is not None and (mirror.startswith("file://") or "://" not in mirror):
         local.append(("checkpoint.mirror", mirror.removeprefix("file://")))
-    template = config.data.chat_template
-    if template is not None and template != "none" and "{" not in template:  # the name of a file, not a template
+    if (template := config.data.chat_template_path) is not None:
         local.append(("data.chat_template", template))
     names = [("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)]
     if config.adapter is not None and config.adapter.path is not None:

@@ -11,6 +11,15 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from aliquot.config.section import PATH, Section
 
+# The chat templates in data/templates, and the special tokens that a tokenizer needs for them.
+CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "zephyr": (),
+}
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 
@@ -92,8 +101,8 @@ class DataSection(RecordsSection):
     roles_to_train: list[Literal["assistant", "user", "system", "tool"]] = Field(["assistant"], min_length=1)
     """The roles of a chat's messages whose words are learned, unless `train_on` is `all`."""
     chat_template: Annotated[str | None, PATH] = None
-    """A Jinja template, or the path of one, instead of the tokenizer's; `none`: prompts and completions without a
-    template."""
+    """The name of a chat template (`chatml`, `gemma`, `llama3`, `mistral`, `qwen`, `zephyr`), or a Jinja template, or
+    the path of one, instead of the tokenizer's; `none`: prompts and completions without a template."""
     chat_template_date: date | None = None
     """The day that a chat template takes for today. Default: the day on which the run began, which the run directory
     records."""
@@ -159,6 +168,13 @@ class DataSection(RecordsSection):
             if duplicate is not None:
                 raise ValueError(f"data.{key}: two sources are called {duplicate}: rename one")
         return self
+
+    @property
+    def chat_template_path(self) -> str | None:
+        """The path of the file that `chat_template` names; None for a name, for a template and for `none`."""
+        template = self.chat_template
+        is_path = template is not None and template not in ("none", *CHAT_TEMPLATES) and "{" not in template
+        return template if is_path else None
 
     @property
     def has_evaluation(self) -> bool:

@@ -181,8 +181,8 @@ def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
     if "messages" in record:
         raise TokenizerError(
             "the records are chats, but the tokenizer has no chat template, as for most base models, or"
-            " data.chat_template is none. Set data.chat_template to a template, for example examples/chat.jinja of"
-            " aliquot's repository"
+            " data.chat_template is none. Set data.chat_template to the template of the model's family (chatml, gemma,"
+            " llama3, mistral, qwen), or to zephyr, which suits every tokenizer"
         )
     system = f"{record['system']}\n\n" if "system" in record else ""
     if "prompt" in record:

@@ -119,7 +119,7 @@ def prepare(
     is_own_tokenizer = section.tokenizer is None and section.tokenizer_vocab_size is None
     if config is not None and not is_own_tokenizer:  # the model's own tokenizer was loaded with its config.json
         tokenizer = as_loaded_with(tokenizer, config)
-    give_template(tokenizer, section.chat_template)
+    give_template(tokenizer, section)
     has_more = len(tokenizer) > tokens_before
     rows = vocab_size
     if has_more and model_dir is not None:  # the rows of added tokens follow the rows of the model's tokens

@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.data_section import DataSection
+from aliquot.config.data_section import CHAT_TEMPLATES, DataSection
 from aliquot.core.errors import MissingToolError, TokenizerError, UnsupportedModelError
 from aliquot.core.small_files import check_small, hub_advice, pointer_message, read_small_file, with_home
 from aliquot.data.cache import digest_of_directory, publishing
@@ -28,6 +29,7 @@ from aliquot.models.untrusted_code import without_code
 from aliquot.tensor_io.bytemap import scratch_advice
 
 BOS, EOS = "<|bos|>", "<|eos|>"
+_FILES = {"qwen": "chatml"}  # named chat templates in a file of another name
 # Texts that show whether two tokenizers with the same vocabulary split words in the same way.
 _SAMPLE_TEXTS = (
     "It's 12345 o'clock,\n\n  isn't it?\tYES!  ",
@@ -177,20 +179,41 @@ def configured_tokenizer(
     return load_tokenizer(model_dir)
 
 
-def give_template(tokenizer: Any, template: str | None) -> None:
-    """Set the chat template of `tokenizer`; `template` is the text or the path of a template.
+def give_template(tokenizer: Any, section: DataSection) -> None:
+    """Set the chat template of `tokenizer` that `data.chat_template` names or contains.
 
-    Raises UserError if the file cannot be read.
+    Raises UserError if the template cannot be read, or if the tokenizer lacks a special token of a named template.
     """
+    template, path = section.chat_template, section.chat_template_path
     if template is None or template == "none":
         return
-    if "{" not in template:
+    if path is not None:
         try:
-            template = read_small_file(Path(template), anywhere=True).decode("utf-8")
+            template = read_small_file(Path(path), anywhere=True).decode("utf-8")
         except (OSError, ValueError) as error:
             reason = "not a text file" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
-            raise TokenizerError(f"data.chat_template cannot be read: {reason}", template) from error
+            raise TokenizerError(
+                f"data.chat_template cannot be read: {reason}. Give a file, a template or one of"
+                f" {', '.join(CHAT_TEMPLATES)}",
+                path,
+            ) from error
+    elif template in CHAT_TEMPLATES:
+        template = _named_template(tokenizer, template)
     tokenizer.chat_template = template
+
+
+def _named_template(tokenizer: Any, name: str) -> str:
+    added = tokenizer.get_added_vocab()
+    if missing := [token for token in CHAT_TEMPLATES[name] if token not in added]:
+        raise TokenizerError(
+            f"data.chat_template: {name} writes {', '.join(missing)}, which this tokenizer would split into pieces: a"
+            f" model learns them badly. Add them with model.add_special_tokens={json.dumps(missing)}, or choose the"
+            " template of the model's family, or zephyr, which needs eos alone"
+        )
+    text = files("aliquot.data").joinpath("templates", f"{_FILES.get(name, name)}.jinja").read_text(encoding="utf-8")
+    if "eos_token" in text and tokenizer.eos_token is None:
+        raise TokenizerError(f"data.chat_template: {name} ends answers with eos, which the tokenizer does not have")
+    return text
 
 
 def largest_token(tokenizer: Any) -> int:
