@@ -80,7 +80,6 @@ def test_errors_are_not_rendered(run_file: Path, tmp_path: Path) -> None:
     ("path", "directory"),
     [
         ("meta-llama/Meta-Llama-3-8B", None),
-        ("meta-llama/Llama-3.1-8B-Instruct", None),
         ("/fsx/models/Qwen3-8B", None),
         ("/fsx/models/mine", "mine"),
         ("/fsx/models/mine", None),

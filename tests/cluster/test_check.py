@@ -385,12 +385,11 @@ def test_reserved_nodes() -> None:
 
 
 @needs_crds
-@pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize(
-    "scheduler, policy, name",
+    "trainer, scheduler, policy, name",
     [
-        ("coscheduling", {"scheduleTimeoutSeconds": 600}, "scheduler-plugins-scheduler"),
-        ("volcano", {}, "volcano"),
+        ("2.1", "coscheduling", {"scheduleTimeoutSeconds": 600}, "scheduler-plugins-scheduler"),
+        ("2.3", "volcano", {}, "volcano"),
     ],
 )
 def test_gang_scheduling(trainer: str, scheduler: str, policy: dict[str, int], name: str) -> None:
