@@ -76,6 +76,7 @@ def write_config(folder: Path, name: str = "run", **sections: dict[str, Any]) ->
             "warmup_steps": 2,
             "weight_decay": 0.1,
             "precision": "fp32",
+            "compile": "none",  # some tests stop a run of many steps, which `auto` would compile first
         },
         "launch": {"ranks": 1, "device": "cpu"},
         "observe": {"report_to": []},

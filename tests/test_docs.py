@@ -25,6 +25,7 @@ from tests.tools import docs_data, docs_python, docs_reference
 from tests.tools.docs_pages import NEEDS, PAGES, ROOT, Block, blocks, header, links
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+KOREAN = ROOT / "docs" / "ko"
 
 
 def name_of(path: Path) -> str:
@@ -41,7 +42,12 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+# Korean pages have the commands of their English pages.
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.long] if page.is_relative_to(KOREAN) else []) for page in PAGES],
+    ids=name_of,
+)
 def test_commands_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place_configs(page, tmp_path)
     monkeypatch.chdir(tmp_path)

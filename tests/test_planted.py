@@ -24,18 +24,29 @@ def test_contributing_has_the_table() -> None:
 @pytest.mark.parametrize(
     ("text", "test"),
     [
-        ("def test_it() -> None: ...", None),
-        ("def test_it() -> None: assert False", "test_file.py::test_it"),
-        ("import pytest\n@pytest.fixture\ndef run(): 1 / 0\ndef test_it(run): ...", "test_file.py::test_it"),
+        pytest.param("def test_it() -> None: ...", None, id="passes", marks=pytest.mark.long),
+        pytest.param("def test_it() -> None: assert False", "test_file.py::test_it", id="fails"),
+        pytest.param(
+            "import pytest\n@pytest.fixture\ndef run(): 1 / 0\ndef test_it(run): ...",
+            "test_file.py::test_it",
+            id="fixture-fails",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["passes", "fails", "fixture-fails"],
 )
 def test_a_failed_test_notices_a_fault(tmp_path: Path, text: str, test: str | None) -> None:
     (tmp_path / "test_file.py").write_text(text)
     assert failing_test(tmp_path, ("test_file.py",)) == test
 
 
-@pytest.mark.parametrize("text", ["import not_a_module", "", None], ids=["broken-import", "no-test", "no-file"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("import not_a_module", id="broken-import", marks=pytest.mark.long),
+        pytest.param("", id="no-test"),
+        pytest.param(None, id="no-file", marks=pytest.mark.long),
+    ],
+)
 def test_tests_that_cannot_run_are_an_error(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "test_file.py").write_text(text)

@@ -135,6 +135,7 @@ def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: Runs[str]) -> Non
     same(runs[world(FSDP_SHARED)], runs[world(FSDP)], "gemma2")
 
 
+@pytest.mark.long
 def test_host_engine_is_reproducible(runs: Runs[str]) -> None:
     same(runs[world(HOST)], runs[world(HOST, "again")], "llama-bf16")
     same(runs[world(HOST)], runs[world(HOST, "again")], "llama-int8")

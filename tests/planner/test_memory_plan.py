@@ -146,6 +146,7 @@ def test_glibc_is_planned_with_holes() -> None:
     assert {**glibc, "allocator": 0} == {**tcmalloc, "allocator": 0}
 
 
+@pytest.mark.long
 def test_disk_is_the_last_resort() -> None:
     config, machine = planned_config(WIDE), Machine.from_numbers(0.8, 2, None)
     planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)

@@ -52,7 +52,8 @@ def alone(folder: Path) -> Path:
     tests/planner/test_cli.py trains in an interpreter of its own.
     """
     observe = {"sample_prompt": "the rank", "report_to": ["tensorboard"]}
-    trained(write_config(folder, "alone", checkpoint={"every": 3, "keep": 9}, observe=observe))
+    checkpoint = {"every": 3, "keep": 9}
+    trained(write_config(folder, "alone", train={"compile": "auto"}, checkpoint=checkpoint, observe=observe))
     return folder / "alone"
 
 
@@ -576,7 +577,7 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
 @pytest.mark.long
 def test_resumed_run_keeps_the_choice_of_compilation(tmp_path: Path) -> None:
     trained(write_config(tmp_path, train={"max_steps": 1, "compile": "layers"}))
-    said = trained(write_config(tmp_path, train={"max_steps": 2}))
+    said = trained(write_config(tmp_path, train={"max_steps": 2, "compile": "auto"}))
     assert "compiled layers" in said and "train.compile" not in said
     assert read_config(tmp_path / "run" / "config.yaml").train.compile == "layers"
 

@@ -40,6 +40,7 @@ def test_verify(directory: Path) -> None:
     assert manifest.config_files == ["empty"]
 
 
+@pytest.mark.long
 def test_every_bit_of_the_manifest_counts(directory: Path) -> None:
     path = directory / MANIFEST
     good = path.read_bytes()
