@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,9 @@ RATES = {  # no machine's
 
 # Files that take longest: begun first, so that of several workers none has much to do when the others are done.
 LONGEST = (
-    "test_train.py", "test_engines.py", "test_architectures.py", "test_observed.py", "test_host.py",
-    "test_rendezvous.py", "test_launcher.py", "test_terminal.py", "test_collectives.py", "test_other_checks.py",
-    "test_deepspeed.py", "test_exports_load.py",
+    "test_train.py", "test_host_engine.py", "test_engines.py", "test_docs.py", "test_observed.py", "test_adapter.py",
+    "test_checkpoint.py", "test_elastic.py", "test_stages.py", "test_house.py", "test_compatibility.py",
+    "test_preferences.py", "test_check.py", "test_rendezvous.py", "test_launcher.py",
 )  # fmt: skip
 
 
@@ -61,7 +62,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.get_terminal_writer().line(f"order of files: make test SEED={seed}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (few := item.get_closest_marker("few")) and item.get_closest_marker("long") is None:
+            seen[name := item.nodeid.partition("[")[0]] += 1
+            if seen[name] > few.args[0]:
+                item.add_marker(pytest.mark.long)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if seed := os.environ.get("FILE_ORDER"):

@@ -134,6 +134,7 @@ FILES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_a_flipped_bit_anywhere_is_damage(name: str, tmp_path: Path) -> None:
     """And not another model, where it leaves a header that is valid: a run goes back one checkpoint."""

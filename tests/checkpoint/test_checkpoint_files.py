@@ -62,6 +62,7 @@ def restores(directory: Path, states: str, tensors: Tensors, ranks: Any) -> bool
     return all(torch.equal(store.values[part], expected.values[part]) for part in expected.parts())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("states", ["bf16", "int8"])
 @pytest.mark.parametrize("tensors", [SMALL, LARGE])
 def test_files_are_the_same_and_restored_at_any_world_size(tmp_path: Path, states: str, tensors: Tensors) -> None:

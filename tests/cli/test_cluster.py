@@ -76,6 +76,7 @@ def test_errors_are_not_rendered(run_file: Path, tmp_path: Path) -> None:
     assert "nothing was written" in result.output and not (tmp_path / "out").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("path", "directory"),
     [
@@ -185,6 +186,7 @@ def test_fits_reports_errors_of_the_config(tmp_path: Path) -> None:
     assert "model.path ./nothing: no such directory" in result.stderr and "no EC2 type" not in result.stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["c7a.8xlarge", "r8g.8xlarge", "c7a.48xlarge", "r7i.8xlarge"])
 def test_pod_is_planned_with_its_whole_cpus(tmp_path: Path, name: str) -> None:
     """Also where a CPU is a whole core, so that the node has more cores than its daemonsets leave."""

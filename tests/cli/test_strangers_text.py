@@ -45,6 +45,7 @@ def test_control_characters_of_records_are_escaped(tmp_path: Path) -> None:
         assert not set(shown.stdout + shown.stderr) & set("\x1b\x07\x9b\u202e")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("url", URLS)
 def test_url_with_a_password_is_refused_everywhere(tmp_path: Path, url: str) -> None:
     file = runs.write_config(tmp_path)

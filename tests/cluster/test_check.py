@@ -117,6 +117,7 @@ spec:
 """
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("make", [cpu_job, disk_job, gpu_job])
 @pytest.mark.parametrize("changes", [{}, {"storage": dynamic_storage(), "zone": None}])

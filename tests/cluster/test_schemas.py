@@ -52,6 +52,7 @@ def test_custom_resources(case: str, trainer: str) -> None:
             assert problems(document, trainer) == [], name
 
 
+@pytest.mark.few(10)
 @needs_crds
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("case", CASES)

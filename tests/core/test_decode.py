@@ -98,6 +98,7 @@ def recursion_limit(request: pytest.FixtureRequest) -> Iterator[None]:
     sys.setrecursionlimit(before)
 
 
+@pytest.mark.few(10)
 @pytest.mark.usefixtures("recursion_limit")
 @pytest.mark.parametrize("reader", READERS)
 def test_nesting_limit_ignores_the_recursion_limit(reader: str, tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ def test_two_numa_nodes_equal_one(runs: Runs[str]) -> None:
     same(runs[world(NUMA)], runs[world(HOST_4)], "llama-lora-bf16", world_size=4)
 
 
+@pytest.mark.long
 def test_two_hosts_equal_one_host_up_to_rounding(runs: Runs[str]) -> None:
     """Tied: of one weight two sums."""
     one, two = (result(runs[world(setup)], "qwen2-tied") for setup in (HOST, HOSTS))
@@ -360,6 +361,7 @@ def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
     assert compiled != eager
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "checkpointing"), [("host", "none"), ("host", "selective"), ("fsdp", "full")])
 def test_kernels_are_made_with_the_first_row(kind: str, checkpointing: str, tmp_path: Path) -> None:
     """oneDNN keeps one for every shape: met one by one they were what a long run's memory grew by."""

@@ -122,6 +122,7 @@ def trained(model: dict[str, Any], mode: str, dtype: torch.dtype) -> Pass:
     return Pass([hidden.detach(), *gradients], forward, backward)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [(LLAMA, torch.bfloat16), (MISTRAL, torch.float32), (GEMMA2, torch.float32)],

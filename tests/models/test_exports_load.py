@@ -76,6 +76,7 @@ def test_exported_tokenizer_gives_the_ids_of_training(tmp_path: Path, name: str)
     )
 
 
+@pytest.mark.long
 def test_export_remembers_prepended_tokens(tmp_path: Path) -> None:
     directory = exported(tmp_path, "llama", add_bos=False)
     assert json.loads((directory / "aliquot.json").read_text()) == {

@@ -38,6 +38,7 @@ def load(directory: Path, ranks: Any = None, dtype: torch.dtype = torch.float32)
     return read_bytes
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_one_rank_reads_a_byte(tmp_path: Path, dtype: torch.dtype, world: int) -> None:
@@ -115,6 +116,7 @@ def test_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     assert {str(a) for a in answers} == {f"rank 1: {tmp_path / 'not mounted here'}: no such directory"}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_weight_is_named(tmp_path: Path, dtype: torch.dtype, value: float) -> None:

@@ -75,6 +75,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "dtype"), [(Direct, torch.bfloat16), (Direct, torch.float32), (Rows, torch.float32)])
 def test_load(stored: Path, world_size: int, kind: type[Rows], dtype: torch.dtype) -> None:
@@ -93,6 +94,7 @@ def test_load(stored: Path, world_size: int, kind: type[Rows], dtype: torch.dtyp
         assert private >= held, "it is all there: nothing is left to be read later"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", [Rows, Direct])
 def test_export(tmp_path: Path, world_size: int, kind: type[Rows]) -> None:

@@ -91,6 +91,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model, folder
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("direct", [True, False])
 def test_load_and_export_equal_transformers(saved: tuple[Any, Path], tmp_path: Path, world: int, direct: bool) -> None:

@@ -70,6 +70,7 @@ def unpacked_row(draw: random.Random) -> tuple[int, ...]:
     return edges if filled == edges[-1] else (*edges, filled)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "rows"),
     [(SMALL, row), (EXPERTS, row), (SMALL, unpacked_row)],

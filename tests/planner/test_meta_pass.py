@@ -32,6 +32,7 @@ def cost_of(model: ShapedModel, how: Step, edges: tuple[int, ...], predicted: in
     return micro_batch_costs(model, how, edges, predicted)[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.long), "mistral"])
 def test_saved_bytes_match_a_real_forward_pass(name: str, mode: str) -> None:
@@ -77,6 +78,7 @@ def test_saved_bytes_beside_a_frozen_model(tmp_path: Path) -> None:
     assert foreseen != of_whole
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "model",
     [LLAMA, GEMMA2, *(pytest.param(model, marks=pytest.mark.long) for model in (QWEN3, MISTRAL))],

@@ -82,6 +82,7 @@ def test_the_curve_is_that_of_peft_in_a_plain_loop(folder: Path, lora: Path) -> 
     assert list(curve(lora).values()) == pytest.approx(plain_curve(folder / "lora.yaml", 6), rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "engine"), [(1, "host"), (2, "fsdp"), pytest.param(3, "host", marks=pytest.mark.long)]
 )
@@ -206,6 +207,7 @@ def test_an_adapter_says_how_its_documents_begin(folder: Path, base: Path, lora:
     assert model_prefix != () and adapter_prefix == () == prepare(read.data, base, 512).prefix
 
 
+@pytest.mark.long
 def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> None:
     trained(adapter_config(base, "frozen", train={"freeze": ["model.embed_tokens.*", "*.mlp.*"]}))
     before, after = (load_file(at / "model.safetensors") for at in (base, folder / "frozen" / "export"))

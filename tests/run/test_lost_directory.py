@@ -120,6 +120,7 @@ def test_lock_replaced_by_another_process_is_lost(tmp_path: Path) -> None:
     directory.check_publish()  # a process that holds no lock has nothing to compare
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("left", [None, ""])
 def test_run_without_config_is_recognised_by_checkpoints(tmp_path: Path, left: str | None) -> None:
     config, directory = write_config(tmp_path, checkpoint={"every": 2, "export": False}), tmp_path / "run"
@@ -137,6 +138,7 @@ def test_run_without_config_is_recognised_by_checkpoints(tmp_path: Path, left: s
         aliquot.train(aliquot.read_config(config))
 
 
+@pytest.mark.long
 def test_resume_with_another_engine_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, checkpoint={"every": 1, "export": False}, observe={"console": "quiet"})
     for engine, steps in (("host", 1), ("host", 2), ("fsdp", 3)):

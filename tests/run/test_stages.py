@@ -44,6 +44,7 @@ def state(directory: Path, step: int) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.long
 def test_more_epochs_continue_after_a_partial_batch(epochs: tuple[Path, int, int]) -> None:
     """The curve equals that of a plain loop over the same batches, with every sequence once in an epoch."""
     file, first, second = epochs

@@ -124,6 +124,7 @@ def test_checkpoint_saved_again_keeps_its_position(tmp_path: Path, monkeypatch: 
     run(file)
 
 
+@pytest.mark.long
 def test_export_only_start_leaves_the_ledger_unchanged(tmp_path: Path) -> None:
     file = write_config(tmp_path, train={"max_steps": 2})
     run(file)

@@ -85,6 +85,7 @@ class InMemoryStore:
     write = read
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 def test_views_of_any_dtype(tmp_path: Path, held: torch.dtype, stored: torch.dtype) -> None:

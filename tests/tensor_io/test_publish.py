@@ -50,6 +50,7 @@ def test_appears_whole(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("stage", "rank"), [("prepare", 0), ("write", 0), ("write", 1), ("finish", 0)])
 def test_an_error_reaches_all_and_leaves_nothing(tmp_path: Path, stage: str, rank: int) -> None:
     answers = run_world(2, lambda ranks: publish(tmp_path / "out", ranks, stage, rank))

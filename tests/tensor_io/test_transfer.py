@@ -75,6 +75,7 @@ def test_shards_as_transformers_writes_them(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*split.filename_to_tensors, "model.safetensors.index.json"}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("stored", FLOATS)
 @pytest.mark.parametrize("wanted", FLOATS)
 def test_any_dtype_to_any_other(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], error: float) -> N
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=error * float(theirs.abs().max()))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [None, 100], ids=["whole", "window"])
 @pytest.mark.parametrize("packed", [False, True], ids=["single", "packed"])

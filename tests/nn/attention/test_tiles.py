@@ -82,6 +82,7 @@ def test_products_of_a_run_come_in_few_shapes() -> None:
     assert seen[-1] - seen[15] <= 25  # most of them in the first steps
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize(("heads", "window"), [((4, 2, 2), None), ((2, 2, 2), 200)])
 def test_after_the_first_row_no_row_needs_another_kernel(
