@@ -73,13 +73,15 @@ _SOCKET_BYTES_PER_S = 1.5e9  # per rank, by gloo over loopback TCP
 _NETWORK_REACHED = 0.8  # fraction of the nominal rate that gloo reaches
 
 # Dense bf16 and fp32 FLOP/s, memory bytes/s, and NVLink bytes/s in one direction (None: PCIe), from NVIDIA's data
-# sheets. T4 and V100 have no bf16 and compute in fp32 instead.
+# sheets. T4 and V100 have no bf16 and compute in fp32 instead. FLOP/s of the RTX PRO 4500 are those of the RTX PRO 6000
+# in proportion to their CUDA cores.
 _GPUS: dict[str, tuple[float, float, float, float | None]] = {
     "t4": (8.1e12, 8.1e12, 320e9, None),
     "v100": (15.7e12, 15.7e12, 900e9, 150e9),
     "a10g": (70e12, 31e12, 600e9, None),
     "l4": (121e12, 30e12, 300e9, None),
     "l40s": (362e12, 91e12, 864e9, None),
+    "rtxpro4500": (218e12, 51e12, 800e9, None),
     "rtxpro6000": (500e12, 117e12, 1597e9, None),
     "rtxproserver6000": (500e12, 117e12, 1597e9, None),
     "a100": (312e12, 19.5e12, 2039e9, 300e9),
