@@ -560,6 +560,14 @@ def test_loss_that_explodes_while_finite_is_noticed_once() -> None:
     assert 3 < watch.usual < 12 and not any(map(watch.explodes, [4.0] * 100))
 
 
+@pytest.mark.long
+def test_exploding_run_names_its_learning_rate(folder: Path) -> None:
+    settings = {"learning_rate": 30.0, "warmup_steps": 100, "max_steps": 100, "lr_scheduler_type": "constant"}
+    errors = command("train", write_config(folder, "explodes", train=settings)).stderr
+    said = r"warning: since step \d+ the loss is above 10 times its usual value of \S+: (\S+ \S+)"
+    assert re.findall(said, errors) == ["train.learning_rate (30)"], errors
+
+
 def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -> None:
     file = write_config(tmp_path, train={"max_steps": 2, "global_batch_size": 8, "gradient_accumulation_steps": 2})
     values = yaml.safe_load(file.read_text())
