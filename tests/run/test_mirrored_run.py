@@ -104,6 +104,7 @@ def test_damaged_newest_checkpoint_is_fetched_from_mirror(tmp_path: Path) -> Non
     verify(directory / "checkpoints" / "step-00000004")
 
 
+@pytest.mark.long
 def test_advice_for_run_without_complete_checkpoint_works(tmp_path: Path) -> None:
     """After the move the run begins anew, or from checkpoint.resume."""
     config = runs.write_config(tmp_path, checkpoint={"every": 2, "export": False}, train={"max_steps": 4})

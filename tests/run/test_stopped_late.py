@@ -106,6 +106,7 @@ def test_skipped_last_evaluation_is_made_up(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((tmp_path / "run" / "export" / "aliquot.json").read_text())["step"] == 4
 
 
+@pytest.mark.long
 def test_checkpoint_saved_again_keeps_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start has fewer epochs than are done, so its data do not contain the step."""
     epochs = {"max_steps": None, "num_train_epochs": 2, "global_batch_size": 7, "eval_steps": 50}

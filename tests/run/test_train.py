@@ -387,6 +387,7 @@ def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
     assert {name: (alone / name).read_bytes() for name in before} == before
 
 
+@pytest.mark.long
 def test_without_last_checkpoint_only_the_export_remains(folder: Path, alone: Path) -> None:
     file, directory = folder / "alone.yaml", folder / "export-alone"
     overrides = [f"run.directory={directory}", "checkpoint.every=0", "checkpoint.last=false"]
@@ -407,6 +408,7 @@ def test_complete_run_finishes_a_killed_retention(folder: Path, alone: Path) -> 
     assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-00000006"]
 
 
+@pytest.mark.long
 def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(alone / "export", dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     AutoTokenizer.from_pretrained(alone / "export").save_pretrained(tmp_path / "bf16")
