@@ -50,12 +50,14 @@ def _references(job: JobView) -> Iterator[tuple[str, str]]:
         "volumes": list(volumes.values()),
         "containers": [*listed(pod.get("containers")), {"env": job.env}],
     }
-    found = [(kind, value) for kind, path in _REFERENCES for value in _values(spec, path.split("."))]
-    found += [
+    references = [(kind, value) for kind, path in _REFERENCES for value in _values(spec, path.split("."))]
+    references += [
         ("LocalQueue", job.queue),
         ("Namespace", job.manifest.get("metadata", "namespace")),
     ]
-    yield from ((kind, name) for kind, name in found if isinstance(name, str) and (kind, name) != _DEFAULT_NAMESPACE)
+    yield from (
+        (kind, name) for kind, name in references if isinstance(name, str) and (kind, name) != _DEFAULT_NAMESPACE
+    )
 
 
 def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
