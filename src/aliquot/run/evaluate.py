@@ -17,7 +17,7 @@ from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.source import resolve
-from aliquot.run import setup
+from aliquot.run import setup, starting_point
 from aliquot.run.data_sanity import check_inputs
 from aliquot.run.run_context import RunContext, Stage, TrainingContext, join_run
 
@@ -191,7 +191,7 @@ def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
     inputs = setup.read_inputs(run)
     check_inputs(run, inputs)
     model = setup.build_model(run, inputs)
-    setup.fill_model(run, inputs, model)
+    starting_point.fill_model(run, inputs, model)
     model.engine.ready()
     facts = (f"{model.built.numel:,} parameters", run.config.train.precision, f"engine {model.engine_name}")
     display.line(", ".join((model.built.name, *facts)))

@@ -1,28 +1,21 @@
-"""Prepare a run, in this order: read the data, plan, build the model, load its weights, describe the run."""
+"""Prepare a run, in this order: read the data, plan, build the model, describe the run."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import STATE, complete_directories, directory_of, newest, step_of
-from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
-from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
-from aliquot.checkpoint.retention import EvaluationHistory
+from aliquot.checkpoint.directories import STATE, newest, step_of
 from aliquot.config.schema import RunConfig
 from aliquot.core.decode import read_json
 from aliquot.core.errors import UnsupportedModelError
-from aliquot.core.number_format import count_of
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
-from aliquot.data.batches import Batches, EvalBatches, Position, objective_of
-from aliquot.data.data_files import files_written_after
+from aliquot.data.batches import Batches, EvalBatches, objective_of
 from aliquot.data.data_summary import day_line, first_samples, header
 from aliquot.data.prepare import AddedTokens, prepare, prepare_together
 from aliquot.data.token_store import answer_ends
@@ -36,13 +29,11 @@ from aliquot.engines.base import Engine, PhaseHooks
 from aliquot.engines.engine_plan import SHARDED
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
-from aliquot.machine.allocator import FreeMemoryLimit, release_free_memory
+from aliquot.machine.allocator import FreeMemoryLimit
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.matmul import caches_large_kernels
 from aliquot.machine.memory import memory_limit
-from aliquot.models import initialize, meta
-from aliquot.models.load import LoadOptions, load_adapter, load_weights
-from aliquot.models.model_config import computation_settings
+from aliquot.models import meta
 from aliquot.models.model_files import model_files
 from aliquot.models.source import ModelSource, import_models, resolve
 from aliquot.models.stored_weights import StoredNames, published_of
@@ -57,8 +48,6 @@ from aliquot.planner.compute_ceiling import Ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.preflight import PlanRequest, plan_together
 from aliquot.run.run_context import Inputs, Model, RunContext, Start
-
-_MAX_FILES = 3  # changed files that an error names
 
 
 def check_directory(run: RunContext) -> None:
@@ -219,148 +208,6 @@ def _warn_of_bf16(run: RunContext, built: meta.MetaModel) -> None:
             f"{len(rounded)} parameters such as {rounded[0]} are computed in bf16, although transformers keeps fp32:"
             " their master weights and exports are fp32. train.freeze keeps such parameters unchanged"
         )
-
-
-def fill_model(run: RunContext, inputs: Inputs, model: Model, has_begun: bool = False) -> Start:
-    """Load the weights from a checkpoint of this run, or else those with which the run begins. Collective.
-
-    `has_begun`: `begin_model` has been called, so that the model has the latter already.
-    """
-    if model.built.adapter is not None and not has_begun:
-        _load_pretrained(run, inputs, model)
-    start = _resume(run, inputs, model)
-    if start is None:
-        start = Start()
-        if not has_begun:
-            _load_initial(run, inputs, model)
-    run.ledger.mark("weights loaded", model.engine.counters().memory())
-    release_free_memory()  # initialisation draws whole tensors, although this rank keeps only its rows
-    return start
-
-
-def begin_model(run: RunContext, inputs: Inputs, model: Model) -> None:
-    """Load the weights with which the run begins, and get the engine ready to compute with them. Collective."""
-    if model.built.adapter is not None:
-        _load_pretrained(run, inputs, model)
-    _load_initial(run, inputs, model)
-    model.engine.ready()
-
-
-def _load_initial(run: RunContext, inputs: Inputs, model: Model) -> None:
-    """Load the pretrained model, or the adapter, with which the run begins, or initialise the weights randomly."""
-    config, built = run.config, model.built
-    if built.adapter is not None and config.adapter is not None and config.adapter.directory is not None:
-        fingerprint = inputs.source.fingerprint
-        load_adapter(model.saved, config.adapter.directory, built.adapter.saves, fingerprint, run.ranks)
-    elif built.adapter is not None or inputs.source.directory is None:
-        initialize.initialize(model.engine, built.fills, config.run.seed)
-    else:
-        _load_pretrained(run, inputs, model)
-
-
-def _load_pretrained(run: RunContext, inputs: Inputs, model: Model) -> None:
-    config, built = run.config, model.built
-    assert inputs.source.directory is not None
-    may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
-    load_weights(
-        model.engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
-        LoadOptions(
-            published=model.published, may_grow=may_grow, seed=config.run.seed, names=model.names,
-            inform=run.display.line,
-        ),
-    )  # fmt: skip
-
-
-def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
-    """Load the checkpoint from which this run continues; return None if there is no such checkpoint."""
-    config, ranks, warn = run.config, run.ranks, run.display.warning
-    root = run.directory.checkpoints
-    fetch_newer(config.checkpoint, config.mirror, root, ranks, warn)
-    settings = config.model_dump(mode="json", by_alias=True)
-    resumed = resume(
-        config.checkpoint, root, model.saved, CheckpointSpec(model.built.saved, trained=model.built.learned), ranks,
-        settings, lambda damaged: fetch_replacement(config.checkpoint, config.mirror, damaged, ranks, warn),
-    )  # fmt: skip
-    if resumed is None:
-        return None
-    checkpoint, state = resumed
-    explain = partial(_changed_data, config, inputs, state, checkpoint)
-    check_continuity(state, inputs.determinants(config), checkpoint, explain)
-    if (difference := check_model(state, computation_settings(inputs.source.config), checkpoint)) is not None:
-        warn(difference)
-    model.engine.resume_at(state["step"])
-    evaluations = _resume_evaluations(run, inputs, checkpoint, state)
-    run.display.line(f"resuming from {checkpoint}")
-    if (former_engine := state.get("engine")) not in (None, model.engine_name):
-        warn(
-            f"the engine is {model.engine_name}, but this checkpoint was saved by {former_engine}: losses agree up to"
-            f" rounding, not bit for bit. Set shard.engine={former_engine} to continue exactly"
-        )
-    for change in changed_settings(state, settings):
-        run.display.line(f"changed since: {change}")
-    position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
-    return Start(state["step"], state["tokens"], checkpoint, position, ends, evaluations)
-
-
-def _size(documents_and_tokens: Sequence[int]) -> str:
-    documents, tokens = documents_and_tokens
-    return f"{count_of(documents, 'document')} with {count_of(tokens, 'token')}"
-
-
-def _changed_data(
-    config: RunConfig, inputs: Inputs, state: dict[str, Any], checkpoint: Path, determinant: str
-) -> str | None:
-    """Describe how training data have changed since a checkpoint; None if `determinant` is not a hash of data."""
-    if determinant not in (sizes := inputs.batches.sizes()):
-        return None
-    name = determinant.removeprefix("data").partition(" (")[0].removeprefix(".sources, ").rstrip(":")
-    subject = f"the training data {name}".strip()
-    before, now = state.get("sizes", {}).get(determinant), sizes[determinant]
-    if before is None:
-        change = f"{subject} have changed and have {_size(now)} now"
-    elif tuple(before) == now:
-        change = f"{subject} have as many documents and tokens as before, but another content"
-    else:
-        change = f"{subject} had {_size(before)} and have {_size(now)} now"
-    settings = config.model_dump(mode="json", by_alias=True)
-    causes = [line for line in changed_settings(state, settings) if line.startswith(("data.", "model."))]
-    saved_s = (checkpoint / STATE).stat().st_mtime
-    files = files_written_after((path for _, path in config.data.every_path()), saved_s)
-    causes += [f"{', '.join(map(str, files[:_MAX_FILES]))} changed after the checkpoint"] if files else []
-    return f"{change} ({'; '.join(causes)})" if causes else change
-
-
-def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:
-    """Return the history of evaluations in the state of `checkpoint`.
-
-    The history is empty if the state belongs to another run or if the evaluation data have changed. The history has no
-    best step if the checkpoint of that step is neither in the run directory nor in the mirror.
-    """
-    root, mirror, history = run.directory.checkpoints, run.config.mirror, EvaluationHistory.from_state(state)
-    if is_from_another_run(run.config.checkpoint, mirror, root, checkpoint):
-        return EvaluationHistory()
-    if None not in (before := state.get("evaluated"), now := inputs.evaluated) and before != now:
-        run.display.warning("the evaluation data have changed: the best evaluation is forgotten")
-        return EvaluationHistory()
-    if not run.config.checkpoint.best or history.best_step is None:
-        return history
-    best = directory_of(root, history.best_step)
-    if run_on_rank_0(run.ranks, lambda: best in complete_directories(root)):
-        return history
-    if fetch_best(mirror, best, run.ranks, run.display.warning):
-        return history
-    run.display.warning(f"the checkpoint of step {history.best_step}, which evaluated best, is missing")
-    return replace(history, best_step=None, best_loss=math.inf)
-
-
-def continuation_advice(run: RunContext, inputs: Inputs, start: Start) -> str | None:
-    """Return how the user can continue a run that has no steps left; None if steps are left."""
-    train = run.config.train
-    if start.evaluations.exhausts(train.early_stopping_patience):
-        return f"it stopped early, {start.evaluations.summary()}; raise train.early_stopping_patience"
-    if start.step < inputs.total_steps:
-        return None
-    return f"raise {'train.max_steps' if train.max_steps else 'train.num_train_epochs'}"
 
 
 def files_beside_weights(run: RunContext, inputs: Inputs, model: Model) -> Mapping[str, bytes]:

@@ -1,4 +1,4 @@
-"""The main function of a run: join the ranks, prepare (setup.py), train (training_loop.py), export (export_run.py)."""
+"""The main function of a run: join the ranks, prepare (setup.py, starting_point.py), train, export (export_run.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aliquot.observe.metrics import Exporter
 from aliquot.observe.recorder import RecordedRun, Recorder
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.planner.compute_ceiling import ceiling
-from aliquot.run import setup
+from aliquot.run import setup, starting_point
 from aliquot.run.callbacks import Callback, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, check_inputs, show_data
 from aliquot.run.export_run import finish_run, is_exported
@@ -105,8 +105,9 @@ def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool)
     run.activity.enter(Stage.BUILD_MODEL)
     model = setup.build_model(run, inputs, plan)
     run.activity.enter(Stage.LOAD_WEIGHTS)
-    inputs, has_begun = with_reference(run, inputs, model.engine, lambda: setup.begin_model(run, inputs, model))
-    start = setup.fill_model(run, inputs, model, has_begun)
+    begin_model = partial(starting_point.begin_model, run, inputs, model)
+    inputs, has_begun = with_reference(run, inputs, model.engine, begin_model)
+    start = starting_point.fill_model(run, inputs, model, has_begun)
     inputs = inputs.resumed_at(start, run.config.train)
     run_on_rank_0(run.ranks, lambda: run.directory.begin(run.config))
     run_on_rank_0(run.ranks, lambda: run.directory.write_day(inputs.data.day))
@@ -119,7 +120,7 @@ def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool)
         if inputs.source.directory is not None:
             check_first_batch(run, inputs, model)
 
-    if advice := setup.continuation_advice(run, inputs, start):
+    if advice := starting_point.continuation_advice(run, inputs, start):
         run.display.line(f"this run is complete at step {start.step}: {advice}, or choose another run.name")
         uploader = start_uploads(run, start, run.display.warning)
         run.activity.enter(Stage.COPY_TO_MIRROR)
