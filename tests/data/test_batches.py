@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aliquot.data.batches import Batches, EvalBatches, Position, StepBatch
+from aliquot.data.batches import Batches, Position, StepBatch
 from aliquot.data.data_order import TrainStore
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.micro_batch_rows import SequenceFormat
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aliquot.config.read_config import read_config
-from aliquot.data.batches import Batches, EvalBatches
+from aliquot.data.batches import Batches
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize
 from aliquot.machine.cpu import read_cpu

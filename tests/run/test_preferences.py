@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import aliquot
-from aliquot.data.batches import Batches, EvalBatches, objective_of
+from aliquot.data.batches import Batches, objective_of
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import batch_size
 from aliquot.models.micro_batch import MicroBatch

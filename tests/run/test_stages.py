@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 import aliquot
 from aliquot.checkpoint.save import Draft
 from aliquot.core.errors import StorageFailureError, UserError
-from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.batches import Batches, Position
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import batch_size
 from aliquot.tensor_io.manifest import verify

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import aliquot
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import StorageError, UserError
-from aliquot.data.batches import Batches, EvalBatches
+from aliquot.data.batches import Batches
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.auto_ranks import resolve_auto_ranks

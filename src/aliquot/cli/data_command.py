@@ -31,9 +31,10 @@ def show(
     """
     with one_line_errors(debug):
         from aliquot.config.read_config import read_config
-        from aliquot.data.batches import Batches, EvalBatches
+        from aliquot.data.batches import Batches
         from aliquot.data.data_order import TrainStore
         from aliquot.data.data_summary import day_line, examples, header, warnings
+        from aliquot.data.eval_batches import EvalBatches
         from aliquot.data.prepare import AddedTokens, prepare
         from aliquot.data.workload import batch_size
         from aliquot.models.source import DESCRIPTION_FILES, resolve

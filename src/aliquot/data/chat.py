@@ -54,7 +54,7 @@ Notes = dict[str, str]  # remarks on a record: reason -> details; all records sh
 
 
 def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:
-    """Return (token ids, mask, notes) of a record; `text` is the JSON object that formats.py made of the record.
+    """Return (token ids, mask, notes) of a record; `text` is the JSON object that record_answers.py made of the record.
 
     The mask is 1 at tokens to learn. Notes say why a record has no tokens, which parts of the record the tokens omit,
     and which parts were changed.

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from aliquot.core.number_format import count_of
-from aliquot.data.batches import Batches, EvalBatches
+from aliquot.data.batches import Batches
 from aliquot.data.data_order import TrainStore
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.formats import TITLES
 from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore, counted

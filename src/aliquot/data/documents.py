@@ -39,7 +39,7 @@ class BadRecordError(DataError, id="data"):
 
 
 class Document(NamedTuple):
-    """A document, or a part of a long one. `text` is plain text, a record as JSON (see formats.py), or blank."""
+    """A document, or a part of a long one. `text` is plain text, a record as JSON (see record_answers.py), or blank."""
 
     text: str
     kind: Kind

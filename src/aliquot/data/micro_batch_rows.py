@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from aliquot.core.errors import DataError
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.head_loss import IGNORE
@@ -56,6 +57,15 @@ class SequenceFormat:
     def fills_rows(self) -> bool:
         """Whether rows are padded to one of a few lengths, because oneDNN keeps a compiled kernel for each shape."""
         return self.fills_up and self.model_packs and not self.packed
+
+    def with_objective(self, objective: Objective, stores: Iterable[TokenStore]) -> SequenceFormat:
+        """Return this format for a loss of pairs of answers. Raises UserError if one of `stores` has no pairs."""
+        if not all(store.pairs for store in stores):
+            raise DataError(
+                f"train.objective: {objective.name} needs pairs of answers, and these are plain text: give records with"
+                " the fields prompt, chosen and rejected"
+            )
+        return replace(self, objective=objective)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class EncoderSpec:
     prefix: tuple[int, ...]  # token ids before each document
     suffix: tuple[int, ...]  # token ids after each document
     drop_before: str | None = None  # see `Cut.drop_before` in cuts.py
-    answers: bool = False  # whether texts are records with answers, in the JSON of formats.py
+    answers: bool = False  # whether texts are records with answers, in the JSON of record_answers.py
     pairs: bool = False  # whether each record is a pair of answers
     templated: bool = False  # whether the tokenizer's chat template renders the records
     train_on: Literal["completions", "last_turn", "all"] = "completions"

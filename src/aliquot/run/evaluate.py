@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due
 from aliquot.core.on_rank_0 import run_on_rank_0
-from aliquot.data.batches import EvalBatches
 from aliquot.data.data_summary import irregularities
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine

@@ -24,7 +24,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.core.small_files import publish_bytes, read_small_file
-from aliquot.data.batches import EvalBatches
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.token_store import Reference, TokenStore
 from aliquot.engines.base import Engine
 from aliquot.models.stored_weights import fingerprint

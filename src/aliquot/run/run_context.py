@@ -14,7 +14,8 @@ from typing import Any
 from aliquot.checkpoint.directories import directory_of
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.config.schema import RunConfig, TrainSection
-from aliquot.data.batches import Batches, EvalBatches, Position
+from aliquot.data.batches import Batches, Position
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import Prepared
 from aliquot.data.workload import BatchSize
 from aliquot.distributed.flight_recorder import CollectiveWatchdog, record_collectives

@@ -15,8 +15,9 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.decode import read_json
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
-from aliquot.data.batches import Batches, EvalBatches, objective_of
+from aliquot.data.batches import Batches, objective_of
 from aliquot.data.data_summary import day_line, first_samples, header
+from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import AddedTokens, prepare, prepare_together
 from aliquot.data.token_store import answer_ends
 from aliquot.data.tokenizer import largest_token
