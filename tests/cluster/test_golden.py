@@ -16,6 +16,7 @@ from aliquot.cluster.job import Job, describe
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.cluster.render import commands, render, write
 from aliquot.config.read_config import read_config
+from aliquot.core.errors import ClusterError
 from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import cpu_job, dynamic_storage, gpu_job, plan
 from tests.conftest import REPOSITORY
@@ -42,6 +43,13 @@ def test_golden(name: str) -> None:
 
 def test_twice_the_same() -> None:
     assert render(cpu_job(), "0.1.0") == render(cpu_job(), "0.1.0")
+
+
+def test_another_jobs_manifests_stay(tmp_path: Path) -> None:
+    write(render(cpu_job(), "0.1.0"), tmp_path)
+    write(render(cpu_job(), "0.1.0"), tmp_path)
+    with pytest.raises(ClusterError, match="another job, llama3-8b"):
+        write(render(cpu_job(name="other"), "0.1.0"), tmp_path)
 
 
 def test_kustomization_lists_all() -> None:

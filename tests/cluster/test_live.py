@@ -19,6 +19,7 @@ from aliquot.cluster.live_cluster import Kubectl, Refused, Versions, ask_cluster
 from aliquot.cluster.manifests import ManifestObject
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_scheduling import quota_findings
+from aliquot.core.errors import ClusterError
 from tests.cluster.cases import cpu_job
 from tests.cluster.crd import TRAINERS
 
@@ -108,6 +109,13 @@ def test_refusal_names_verb_and_resource(refusing: None) -> None:
     } <= permissions
     assert all(each.level == "warning" for each in found if each.rule == "permission")
     assert not any("\n" in each.message for each in found)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_no_cluster_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))  # kubectl then asks localhost:8080
+    with pytest.raises(ClusterError, match=r"^no cluster answers kubectl: .*update-kubeconfig"):
+        ask_cluster(parsed(cpu_job()), None)
 
 
 class Answers(Kubectl):

@@ -134,7 +134,7 @@ RULES: dict[str, Rule] = {
     "versions": Rule("error", "these versions are not made for each other"),
     "refused-by-server": Rule("error", "the API server would refuse the object"),
     "quota": Rule("error", "the namespace's quota is smaller than the job"),
-    "permission": Rule("warning", "access was refused, so this was not checked"),
+    "permission": Rule("warning", "the query had no answer, so this was not checked"),
 }
 
 

@@ -21,7 +21,7 @@ from aliquot.cluster.job_view import job_views, pod_spec
 from aliquot.cluster.kind_schemas import KindSchema, schemas_of
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, to_yaml
 from aliquot.cluster.rules_scheduling import quota_findings
-from aliquot.core.errors import MissingToolError
+from aliquot.core.errors import ClusterError, MissingToolError
 
 _TIMEOUT_S = 60
 _OPERATORS = {
@@ -48,6 +48,13 @@ _RUNTIME_PATCHES: Version = (2, 2)  # the first version of Trainer that supports
 _JOBSET_OF_TRAINER: dict[Version, Version] = {(2, 1): (0, 10), (2, 3): (0, 12)}
 
 
+# How kubectl's last line begins if no API server answered, or if kubectl has no credentials for the server.
+_NO_ANSWER = (
+    "The connection to the server", "Unable to connect to the server", "error: You must be logged in",
+    "error: current-context", "error: no configuration",
+)  # fmt: skip
+
+
 class Refused(Exception):
     """kubectl failed; the message is the error output of kubectl."""
 
@@ -63,7 +70,10 @@ class Kubectl:
     program: str = "kubectl"
 
     def run(self, *arguments: str, text: str | None = None) -> str:
-        """Run kubectl with `text` as standard input, and return the standard output. Raises Refused."""
+        """Run kubectl with `text` as standard input, and return the standard output.
+
+        Raises Refused, or ClusterError if no cluster answers.
+        """
         try:
             result = subprocess.run(
                 [self.program, *arguments, f"--request-timeout={_TIMEOUT_S}s"],
@@ -72,7 +82,13 @@ class Kubectl:
         except subprocess.TimeoutExpired:
             raise Refused("the cluster does not answer") from None
         if result.returncode != 0:
-            raise Refused(result.stderr.strip() or f"exit code {result.returncode}")
+            refused = Refused(result.stderr.strip() or f"exit code {result.returncode}")
+            if refused.last_line.startswith(_NO_ANSWER):
+                raise ClusterError(
+                    f"no cluster answers kubectl: {refused.last_line}. Choose one with"
+                    " `aws eks update-kubeconfig --name CLUSTER`"
+                )
+            raise refused
         return result.stdout
 
     def get(self, *arguments: str) -> list[dict[str, Any]]:

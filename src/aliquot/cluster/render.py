@@ -11,15 +11,17 @@ from pathlib import Path
 from aliquot.catalogue.instances import dollars
 from aliquot.cluster.infrastructure import directory_job, node_class, node_pool, storage
 from aliquot.cluster.job import Job
-from aliquot.cluster.manifests import Document, ManifestObject, parse_manifests, to_yaml
+from aliquot.cluster.manifests import Document, ManifestObject, parse_manifests, read_manifests, to_yaml
 from aliquot.cluster.pod import config_map
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.security import network_policy
-from aliquot.cluster.trainjob import NODE, cluster_training_runtime, train_job, training_runtime
-from aliquot.core.errors import StorageError
+from aliquot.cluster.trainjob import cluster_training_runtime, train_job, training_runtime
+from aliquot.core.errors import ClusterError, StorageError
 from aliquot.core.number_format import count_of
 
 KUSTOMIZATION = "kustomization.yaml"
+_RUNTIME_FILE = "cluster-training-runtime.yaml"
+_JOB_FILE = "train-job.yaml"
 
 
 def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
@@ -36,12 +38,12 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
         objects["directories-job.yaml"] = maker
     objects["network-policy.yaml"] = network_policy(job, any_job=runtime)
     if runtime:
-        return {**objects, "cluster-training-runtime.yaml": cluster_training_runtime(job)}
+        return {**objects, _RUNTIME_FILE: cluster_training_runtime(job)}
     return {
         **objects,
         "config-map.yaml": config_map(job),
         "training-runtime.yaml": training_runtime(job),
-        "train-job.yaml": train_job(job),
+        _JOB_FILE: train_job(job),
     }
 
 
@@ -87,7 +89,17 @@ def plan_line(job: Job) -> str:
 
 
 def write(files: dict[str, str], directory: Path) -> None:
-    """Write the files to `directory`. Other files there are kept, but kustomization.yaml does not list them."""
+    """Write the files to `directory`. Other files there are kept, but kustomization.yaml does not list them.
+
+    Raises ClusterError if the directory holds the manifests of another job.
+    """
+    for name in {_JOB_FILE, _RUNTIME_FILE} & files.keys():
+        names = {manifest.name for manifest in parse_manifests(files[name], name)}
+        for former in read_manifests(directory / name) if (directory / name).is_file() else ():
+            if former.name not in names:
+                raise ClusterError(
+                    f"{directory} holds the manifests of another job, {former.name}: choose another directory with -o"
+                )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -97,16 +109,16 @@ def write(files: dict[str, str], directory: Path) -> None:
 
 
 def commands(job: Job, directory: Path) -> list[tuple[str, str]]:
-    """Return (purpose, command) pairs for users: apply, watch, status, log of rank 0, and delete."""
-    where = shlex.quote(str(directory))
+    """Return (purpose, command) pairs for users: apply, status, log of rank 0, start again, and delete."""
+    apply = f"kubectl apply --server-side -k {shlex.quote(str(directory))}"
     space = f"-n {job.section.namespace}"
-    pods = f"jobset.sigs.k8s.io/jobset-name={job.name}"
-    first = f"{pods},batch.kubernetes.io/job-completion-index=0"
+    delete = f"kubectl delete {space} trainjob/{job.name}"
     return [
-        ("apply", f"kubectl apply --server-side -k {where}"),
-        ("watch", f"kubectl get pods {space} -l {shlex.quote(pods)} -w"),
-        ("status", f"kubectl get trainjob {job.name} {space} -o yaml"),
-        ("log of rank 0", f"kubectl logs {space} -l {shlex.quote(first)} -c {NODE} -f --tail=-1"),
-        ("delete", f"kubectl delete {space} trainjob/{job.name}   # keeps nodes until they are empty, and all data"),
-        ("delete all", f"kubectl delete -k {where}"),
+        ("apply", apply),
+        ("status", f"aliquot cluster status {job.name} {space}"),
+        ("log of rank 0", f"aliquot cluster logs {job.name} {space} -f"),
+        # Trainer allows no change of an existing TrainJob, and does not start a failed one again.
+        ("start again, from the newest checkpoint", f"{delete} --cascade=foreground && {apply}"),
+        ("delete", f"{delete}   # keeps nodes until they are empty, and all data"),
+        ("delete all", f"kubectl delete -k {shlex.quote(str(directory))}"),
     ]
