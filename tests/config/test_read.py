@@ -332,6 +332,11 @@ def test_record_keys_beside_sources_are_refused(file: Path) -> None:
         (["train.objective=dpo", "train.loss_type=ipo", "train.label_smoothing=0.1"], "dpo with loss_type: ipo"),
         (["train.objective=orpo", "train.loss_type=ipo"], "train.loss_type has no effect on train.objective: orpo"),
         (["train.beta=1"], "train.beta has no effect on train.objective: sft"),
+        (["train.objective=dpo", "train.desirable_weight=2"], "desirable_weight has no effect on train.objective: dpo"),
+        (["data.prompt=a", "data.completion=b", "data.label=c"], "set train.objective to kto"),
+        (["train.objective=kto", "data.label=c"], "label rates an answer: give prompt and completion"),
+        (["train.objective=kto", "data.messages=a"], "trains on rated answers: give data.prompt, completion and label"),
+        (["train.objective=kto", "data.train_on=all"], "leave out data.train_on: all"),
         (["train.objective=dpo", "model.config={model_type: llama}", "model.path=null"], "give model.path"),
     ],
 )
@@ -345,3 +350,7 @@ def test_preference_objectives_read_trl_s_fields(file: Path) -> None:
     assert read_config(file, ["train.objective=dpo"]).data.rejected == "rejected"
     file.write_text(dump_config(config))
     assert read_config(file) == config
+    rated = read_config(file, ["train.objective=kto", "data.chosen=null", "data.rejected=null", "data.prompt=null"])
+    assert (rated.data.prompt, rated.data.completion, rated.data.label) == ("prompt", "completion", "label")
+    file.write_text(dump_config(rated))
+    assert read_config(file) == rated

@@ -18,7 +18,7 @@ from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.micro_batch_rows import SequenceFormat
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch
-from aliquot.nn.preference_loss import Objective
+from aliquot.nn.preference_loss import Objective, RatedAnswers
 from aliquot.nn.product_shapes import filled_row, row_lengths
 from tests.data.stores import make_batches, memory_store, numbered
 
@@ -261,17 +261,48 @@ def test_pairs_stay_together_and_know_their_answers() -> None:
         assert {batch.predicted for batch in batches} == {5}
         rows = [row for batch in batches for row in batch.micro_batches if row is not None]
         for row in rows:
-            assert row.pairs is not None
-            assert (row.labels != -100).sum() == row.pairs.lengths.sum()
-            for number, document in enumerate(row.pairs.documents):
+            assert row.answers is not None
+            assert (row.labels != -100).sum() == row.answers.lengths.sum()
+            for number, document in enumerate(row.answers.places):
                 first = int(store.tokens[store.offsets[document]])
                 tokens = torch.arange(first, first + lengths[document])
-                inside = row.pairs.answers == number
+                inside = row.answers.numbers == number
                 labelled = row.labels != -100
                 assert torch.equal(row.input_ids[inside & labelled], tokens[:-1])
                 assert torch.equal(row.labels[inside & labelled], tokens[1:])
-                assert row.pairs.lengths.view(-1)[number] == lengths[document] - 1
-                assert row.pairs.reference.view(-1)[number] == -document
-            assert row.pairs.documents[1::2] == tuple(one + 1 for one in row.pairs.documents[::2])
-        seen.append(sorted(document for row in rows for document in row.pairs.documents))
+                assert row.answers.lengths.view(-1)[number] == lengths[document] - 1
+                assert row.answers.reference.view(-1)[number] == -document
+            assert row.answers.places[1::2] == tuple(one + 1 for one in row.answers.places[::2])
+        seen.append(sorted(document for row in rows for document in row.answers.places))
     assert seen == [[0, 1, 2, 3, 6, 7, 8, 9, 10, 11]] * 2
+
+
+def test_rated_answers_bring_the_answer_to_another_prompt() -> None:
+    """Five documents with prompts of two tokens; the answer of the third is too long behind another prompt."""
+    lengths, length = [4, 5, 12, 3, 6], 12
+    store = numbered(lengths)
+    mask = np.concatenate([[0, 0, *[1] * (length - 2)] for length in lengths]).astype(np.uint8)
+    desirable = np.array([1, 0, 0, 1, 1], np.uint8)
+    store = replace(store, mask=mask, desirable=desirable)
+    prompts = dict(zip(range(5), [[1, 2], [5, 6], [10, 11], [22, 23], [25, 26]], strict=True))
+    made = make_batches(
+        [TrainStore(store)], sequence_length=length, packing=True, pad_id=0, seed=1, global_batch_size=3,
+        micro_batch_size=1,
+    ).with_objective(Objective("kto"), {"": -np.arange(10, dtype=np.float32)})  # fmt: skip
+    for world_size in (1, 2):
+        batches = [made.step_batch(0, rank, world_size) for rank in range(world_size)]
+        assert {batch.predicted for batch in batches} == {5}
+        for row in [row for batch in batches for row in batch.micro_batches if row is not None]:
+            assert isinstance(row.answers, RatedAnswers) and row.mismatched is not None
+            other = row.mismatched
+            assert other.answers is not None
+            for number, place in enumerate(row.answers.places):
+                document = place // 2
+                assert bool(row.answers.desirable[number]) == bool(desirable[document])
+                assert float(row.answers.reference[number]) == -place
+                assert float(other.answers.reference[number]) == -place - 1
+                start, stop = other.edges[number : number + 2]
+                mismatched = (document + 2) % 5
+                answer = np.arange(store.offsets[mismatched] + 3, store.offsets[mismatched + 1] + 1).tolist()
+                assert other.input_ids[start:stop].tolist() == (prompts[document] + answer)[:length]
+                assert other.labels[start:stop].tolist() == [-100, *answer[: stop - start - 2], -100]

@@ -269,6 +269,19 @@ def test_pairs_of_answers_have_one_prompt(record: dict[str, Any], prompt: Any, a
             assert pair[name] == {"messages": [*prompt, *answer], "context": len(prompt)}
 
 
+@pytest.mark.parametrize("label", [True, False, 1, 0, None, "yes"])
+def test_rated_answers_are_desirable_or_not(label: Any) -> None:
+    fields = {"prompt": "prompt", "completion": "completion", "label": "good"}
+    if label is None or label == "yes":
+        with pytest.raises(BadRecordError, match="field 'good' must be true or false"):
+            read({"prompt": "hi", "completion": "yes", "good": label}, **fields)
+        return
+    answer, kind = read({"prompt": "hi", "completion": "yes", "good": label}, **fields)
+    assert (answer, kind) == ({"prompt": "hi", "completion": "yes", "label": bool(label)}, "rated")
+    chat, _ = read({"prompt": [ASKED], "completion": [ANSWERED], "good": label}, **fields)
+    assert chat == {"messages": [ASKED, ANSWERED], "context": 1, "label": bool(label)}
+
+
 def test_pairs_need_an_objective_and_two_answers_of_a_kind() -> None:
     with pytest.raises(UserError, match=r"set train\.objective, for example to dpo"):
         read({"prompt": "hi", "chosen": "yes", "rejected": "no"})

@@ -15,7 +15,7 @@ from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.cuda_attention import CudaAttention
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring
 from aliquot.nn.head_loss import choose, head_loss_on
-from aliquot.nn.preference_loss import Objective, Pairs
+from aliquot.nn.preference_loss import Answers, Objective
 from aliquot.observe.step_clock import timeline_of
 from tests.gpu.on_device import DEVICE, LLAMA, needs_device, needs_gpu
 
@@ -142,14 +142,14 @@ def test_preferences_are_those_of_a_cpu() -> None:
     reference = torch.tensor([[-150.0, -149.0], [-151.0, -148.0]])
     fed = batch()
     lengths = torch.stack([(fed.labels[start : start + 24] != -100).sum() for start in range(0, 96, 24)]).view(2, 2)
-    pairs = Pairs(objective, torch.arange(96) // 24, lengths.float(), reference)
-    fed = replace(fed, pairs=pairs)
+    answers = Answers(objective, torch.arange(96) // 24, lengths.float(), reference)
+    fed = replace(fed, answers=answers)
     hidden, weight = torch.randn(96, 64), torch.randn(512, 64)
     results = []
     for device in ("cpu", DEVICE):
         there = fed.to(torch.device(device))
         leaf = hidden.to(device, copy=True).requires_grad_()
-        chosen = there.chosen or choose(there.labels, there.pairs)
+        chosen = there.chosen or choose(there.labels, there.answers)
         logprobs, scaled = head_loss_on(device)(leaf, weight.to(device), there.labels, 0.5, chosen=chosen)
         scaled.backward()
         assert leaf.grad is not None

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aliquot.machine import matmul
 from aliquot.nn import head_loss as head_loss_module
 from aliquot.nn.head_loss import Chosen, FusedLoss, GradientRows, choose, head_loss_on
-from aliquot.nn.preference_loss import Objective, Pairs
+from aliquot.nn.preference_loss import Answers, Objective
 from aliquot.nn.product_shapes import logits_room
 from tests.nn.reference_loss import reference_loss
 
@@ -242,7 +242,7 @@ def test_preference_loss_equals_autograd(backend: str, objective: Objective, by_
         return rows[a]
 
     sink = GradientRows((0, 40, 41, VOCABULARY), buffer, lambda: None) if by_rows else None
-    chosen = choose(labels, Pairs(objective, answers, lengths, reference))
+    chosen = choose(labels, Answers(objective, answers, lengths, reference))
     result, scaled = fused(hidden, weight, labels, 0.25, sink, chosen)
     scaled.backward()
     gradient = torch.cat([rows[a] for a in sorted(rows)]) if by_rows else weight.grad

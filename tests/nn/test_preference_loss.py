@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from aliquot.nn.preference_loss import Objective, Pairs
+from aliquot.nn.preference_loss import Answers, Objective, RatedAnswers
 
 LOGPROBS = torch.tensor([[-31.0, -25.5], [-12.0, -40.0], [-3.0, -2.0]])
 REFERENCE = torch.tensor([[-30.0, -27.0], [-15.0, -33.0], [-3.0, -2.0]])
@@ -61,7 +62,7 @@ def test_losses_and_weights_are_those_of_the_formulas(name: str) -> None:
         objective.losses(LOGPROBS, REFERENCE, LENGTHS), torch.tensor(expected), rtol=1e-5, atol=1e-6
     )
     # The weight of a token in the cross-entropy is -dL/d(log-probability of its answer).
-    pairs = Pairs(objective, torch.arange(6), LENGTHS, REFERENCE)
+    pairs = Answers(objective, torch.arange(6), LENGTHS, REFERENCE)
     step = 1e-5
     for pair in range(3):
         for answer in range(2):
@@ -73,8 +74,33 @@ def test_losses_and_weights_are_those_of_the_formulas(name: str) -> None:
             assert weight == pytest.approx(-slope, rel=1e-3, abs=1e-5)
 
 
+def test_kto_compares_answers_with_the_divergence() -> None:
+    objective = Objective("kto", 0.4, desirable_weight=1.5, undesirable_weight=0.5)
+    logprobs, reference = torch.tensor([[-31.0], [-12.0], [-3.0]]), torch.tensor([[-30.0], [-15.0], [-5.0]])
+    desirable = torch.tensor([True, False, True])
+    answers = RatedAnswers(objective, torch.arange(3), torch.ones(3, 1), reference, desirable=desirable, divergence=2)
+    losses = [1.5 * sigmoid(-0.4 * (-1 - 2)), 0.5 * sigmoid(0.4 * (3 - 2)), 1.5 * sigmoid(-0.4 * (2 - 2))]
+    assert answers.losses(logprobs).tolist() == pytest.approx(losses)
+    slopes = [-0.4 * losses[0] * sigmoid(0.4 * -3), 0.4 * losses[1] * sigmoid(-0.4), -0.4 * losses[2] * 0.5]
+    assert answers.weights(logprobs).tolist() == pytest.approx([-slope for slope in slopes])
+    assert answers.summed_ratios(logprobs) == pytest.approx(-1 + 3 + 2)
+    assert objective.means(answers.metrics(logprobs), 3) == pytest.approx(
+        {
+            "loss": sum(losses) / 3,
+            "kl": 2,
+            "rewards/chosen": 0.4 * (-1 + 2) / 2,
+            "rewards/rejected": 0.4 * 3,
+            "rewards/margins": 0.4 * 0.5 - 0.4 * 3,
+            "logps/chosen": -17,
+            "logps/rejected": -12,
+        }
+    )
+    undesirable = replace(answers, desirable=torch.zeros(3, dtype=torch.bool))
+    assert "rewards/chosen" not in objective.means(undesirable.metrics(logprobs), 3)
+
+
 def test_metrics_have_trl_s_names() -> None:
-    pairs = Pairs(Objective("dpo", 0.4), torch.arange(6), LENGTHS, REFERENCE)
+    pairs = Answers(Objective("dpo", 0.4), torch.arange(6), LENGTHS, REFERENCE)
     metrics = pairs.metrics(LOGPROBS)
     assert metrics["rewards/chosen"] == pytest.approx(0.4 * (-1 + 3))
     assert metrics["rewards/rejected"] == pytest.approx(0.4 * (1.5 - 7))

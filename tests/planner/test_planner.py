@@ -310,6 +310,10 @@ def test_preferences_take_the_memory_of_sft_and_time_for_their_reference() -> No
     assert twice.peak_bytes_per_rank == pytest.approx(plain.peak_bytes_per_rank, rel=0.01)
     assert plain.reference_s == twice.reference_s == 0 < compared.reference_s
     assert compared.total_s == pytest.approx(twice.total_s + compared.reference_s)
+    kto = simpo.model_copy(update={"train": simpo.train.model_copy(update={"objective": "kto"})})
+    mismatched = plan(kto, SERVER, 1, 2, workload)  # also of answers to other prompts, in each step
+    assert mismatched.reference_s == pytest.approx(2 * compared.reference_s)
+    assert 1.1 * twice.step_s < mismatched.step_s < 1.5 * twice.step_s
 
 
 def test_long_run_without_checkpoints_is_warned_of() -> None:

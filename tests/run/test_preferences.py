@@ -152,13 +152,16 @@ def test_the_curve_is_that_of_a_plain_loop(whole: tuple[Path, str]) -> None:
         (2, "fsdp", LORA),
         (3, "fsdp", {"data": {"packing": False}}),
         (2, "fsdp", {"train": {"gradient_checkpointing": "full"}}),
+        (2, "host", {"train": {"compile": "layers"}}),
+        (2, "host", {"shard": {"offload": "disk"}}),
     ],
 )
 def test_every_engine_has_the_curve_of_a_plain_loop(
     folder: Path, ranks: int, engine: str, sections: dict[str, Any]
 ) -> None:
     name = f"{engine}-{ranks}-{'-'.join(sections)}"
-    file = write(folder, name, launch={"ranks": ranks}, shard={"engine": engine}, **deepcopy(sections))
+    shard = {"engine": engine, **sections.get("shard", {})}
+    file = write(folder, name, **{**deepcopy(sections), "launch": {"ranks": ranks}, "shard": shard})
     trained(file)
     check_curve(file)
 
@@ -185,6 +188,7 @@ def test_a_run_goes_on_with_the_reference_of_its_beginning(folder: Path, whole: 
         np.testing.assert_allclose(again, numbers, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_plain_text_has_no_preferences(folder: Path) -> None:
     text = {"path": str(folder / "text.txt"), "document": "line"}
     assert "needs pairs of answers" in refused(write(folder, "no", data=text))

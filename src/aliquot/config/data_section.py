@@ -45,9 +45,13 @@ class RecordsSection(Section):
     completion: str | None = None
     """Field that holds the answer."""
     chosen: str | None = None
-    """Field that holds the preferred answer of a pair, for train.objective other than sft. Default there: `chosen`."""
+    """Field that holds the preferred answer of a pair, for train.objective dpo, simpo and orpo. Default there:
+    `chosen`."""
     rejected: str | None = None
     """Field that holds the other answer of a pair. Default with such an objective: `rejected`."""
+    label: str | None = None
+    """Field that tells whether an answer is desirable, true or false, for train.objective: kto. Default there: `label`,
+    with `prompt` and `completion`."""
     document: Literal["file", "line", "block", "field"] | None = None
     """The unit that is one document. Default: a file of plain text; a record of the other formats."""
 
@@ -61,6 +65,8 @@ class RecordsSection(Section):
             raise ValueError(
                 "prompt and completion name two fields of a record: give both, or prompt with chosen and rejected"
             )
+        if self.label is not None and self.completion is None:
+            raise ValueError("label rates an answer: give prompt and completion, too")
         if sum(field is not None for field in (self.text_field, self.messages, self.prompt)) > 1:
             raise ValueError("give only one of text_field, messages, and prompt with completion")
         return self

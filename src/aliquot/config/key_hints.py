@@ -58,6 +58,8 @@ _EQUIVALENTS = {
     "train.num_train_epochs": "num_epochs epochs n_epochs max_epochs epoch",
     "train.objective": "rl stage rlhf preference",
     "train.beta": "pref_beta dpo_beta rl_beta orpo_alpha",
+    "train.desirable_weight": "kto_desirable_weight",
+    "train.undesirable_weight": "kto_undesirable_weight",
     "train.loss_type": "dpo_loss_type pref_loss",
     "train.global_batch_size": "train_batch_size batch_size effective_batch_size total_batch_size",
     "train.per_device_train_batch_size": "micro_batch_size per_gpu_train_batch_size local_batch_size mbs"
@@ -193,8 +195,8 @@ _UNSUPPORTED = {
     " hub_revision",
     "Python that comes with a model is never run": "trust_remote_code",
     "the command is `aliquot train`": "do_train trainer_cls",
-    "reinforcement learning is out of scope, and of preferences train.objective has dpo, simpo and orpo": "trl vllm"
-    " reward_model kto_desirable_weight kto_undesirable_weight cpo_alpha rpo_alpha",
+    "reinforcement learning is out of scope, and of preferences train.objective has dpo, simpo, orpo and kto": "trl"
+    " vllm reward_model cpo_alpha rpo_alpha",
     "the model before training is the reference, and no second model is loaded": "ref_model ref_model_path"
     " precompute_ref_log_probs sync_ref_model reference_free",
     "the section launch sets how ranks connect": "local_rank ddp_backend backend ddp",

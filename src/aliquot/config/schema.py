@@ -242,22 +242,39 @@ class RunConfig(Section):
         return self
 
     def _check_objective(self) -> None:
-        """Name the fields of pairs of answers for objectives that need pairs, and refuse such fields for others."""
+        """Name the fields of pairs or rated answers for objectives that need them, and refuse them for others."""
         objective = self.train.objective
         for section in (self.data, *(self.data.sources or []), *self.data.eval_sources):
-            if objective == "sft" and section.chosen is not None:
+            if objective in ("sft", "kto") and section.chosen is not None:
                 raise ValueError(
                     "data.chosen and data.rejected are for pairs of answers: set train.objective, for example to dpo"
                 )
-            if objective != "sft" and section.chosen is None:
+            if objective != "kto" and section.label is not None:
+                raise ValueError("data.label is for rated answers: set train.objective to kto")
+            if objective == "kto":
+                if section.text_field or section.messages:
+                    raise ValueError(
+                        "train.objective: kto trains on rated answers: give data.prompt, completion and label instead"
+                        " of text_field or messages"
+                    )
+                section.prompt, section.completion = section.prompt or "prompt", section.completion or "completion"
+                section.label = section.label or "label"
+            elif objective != "sft" and section.chosen is None:
                 if section.text_field or section.messages or section.completion:
                     raise ValueError(
                         f"train.objective: {objective} trains on pairs of answers: give data.chosen and data.rejected"
                         " instead of text_field, messages or completion"
                     )
                 section.chosen, section.rejected = "chosen", "rejected"
-        if objective == "dpo" and self.model.path is None:
-            raise ValueError("train.objective: dpo compares the model with the one before training: give model.path")
+        if objective in ("dpo", "kto") and self.model.path is None:
+            raise ValueError(
+                f"train.objective: {objective} compares the model with the one before training: give model.path"
+            )
+        if objective == "kto" and self.data.train_on == "all":
+            raise ValueError(
+                "train.objective: kto compares answers to other prompts: leave out data.train_on: all, which treats"
+                " prompts as answers"
+            )
 
     def _check_node_counts(self) -> None:
         """For elastic runs, require resuming, and a global batch that does not depend on the number of nodes."""

@@ -137,18 +137,22 @@ def _problem(error: ValidationError) -> str:
 
 
 class TrainSection(Section):
-    objective: Literal["sft", "dpo", "simpo", "orpo"] = "sft"
-    """sft: cross-entropy. Others train on pairs of answers, with a loss by this name: the chosen answer becomes more
-    likely than the rejected one."""
+    objective: Literal["sft", "dpo", "simpo", "orpo", "kto"] = "sft"
+    """sft: cross-entropy. dpo, simpo and orpo train on pairs of answers: the chosen answer becomes more likely than the
+    rejected one. kto trains on answers that are desirable or not."""
     beta: PositiveFloat = 0.1
-    """Weight of the preference: how far dpo may move from the model before training, the scale of simpo's rewards, the
-    weight of orpo's odds ratio."""
+    """Weight of the preference: how far dpo and kto may move from the model before training, the scale of simpo's
+    rewards, the weight of orpo's odds ratio."""
     loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     """The loss of dpo."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
     """Probability that a pair is labelled the wrong way round; for simpo, and dpo with sigmoid or robust."""
     simpo_gamma: NonNegativeFloat = 0.5
     """The margin by which simpo's rewards of chosen answers are to exceed those of rejected ones."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of desirable answers in kto's loss. If they are rarer than the others, raise it."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of the other answers in kto's loss."""
     max_steps: PositiveInt | None = None
     """Optimizer steps; wins over num_train_epochs."""
     num_train_epochs: PositiveFloat = 1.0
@@ -208,6 +212,11 @@ class TrainSection(Section):
             raise ValueError(f"train.lr_scheduler_type {value} {REFUSED[value]}; choose one of {', '.join(SETTINGS)}")
         return value
 
+    @property
+    def answers(self) -> int:
+        """The number of answers, each with its prompt, that a sequence must hold together: 2 if it holds pairs."""
+        return 2 if self.objective in ("dpo", "simpo", "orpo") else 1
+
     @model_validator(mode="after")
     def check_objective(self) -> Self:
         is_smoothed = self.objective == "dpo" and self.loss_type in ("sigmoid", "robust")
@@ -216,6 +225,8 @@ class TrainSection(Section):
             "loss_type": self.objective == "dpo",
             "label_smoothing": self.objective == "simpo" or is_smoothed,
             "simpo_gamma": self.objective == "simpo",
+            "desirable_weight": self.objective == "kto",
+            "undesirable_weight": self.objective == "kto",
         }
         for key, is_used in users.items():
             if not is_used and getattr(self, key) != type(self).model_fields[key].default:

@@ -43,7 +43,7 @@ class StepBatch:
     """The batch of one optimizer step. Only `micro_batches` differs between ranks."""
 
     micro_batches: list[MicroBatch | None]  # the same number on every rank; None if this rank has no sequences left
-    predicted_of: tuple[int, ...]  # labels of each source, or its pairs of answers
+    predicted_of: tuple[int, ...]  # labels of each source, or its pairs or rated answers
     tokens_of: tuple[int, ...]  # real tokens of each source, padding not counted
     lengths: npt.NDArray[np.int32]  # lengths of the packed documents or pieces, which decide the cost of attention
     sequences: int
@@ -51,7 +51,7 @@ class StepBatch:
 
     @property
     def predicted(self) -> int:
-        """The number of labels, or pairs of answers, in the global batch, by which the summed loss is divided."""
+        """The number of labels, pairs or rated answers in the global batch, by which the summed loss is divided."""
         return sum(self.predicted_of)
 
     @property
@@ -65,10 +65,18 @@ class StepBatch:
 
 
 def objective_of(train: TrainSection) -> Objective | None:
-    """Return the loss of pairs of answers that the section `train` sets; None: the cross-entropy of labels."""
+    """Return the loss of answers that the section `train` sets; None: the cross-entropy of labels."""
     if train.objective == "sft":
         return None
-    return Objective(train.objective, train.beta, train.loss_type, train.label_smoothing, train.simpo_gamma)
+    return Objective(
+        train.objective,
+        train.beta,
+        train.loss_type,
+        train.label_smoothing,
+        train.simpo_gamma,
+        train.desirable_weight,
+        train.undesirable_weight,
+    )
 
 
 def _hash_key(source: TrainStore) -> str:
@@ -179,7 +187,7 @@ class Batches:
         ]
         tokens, predicted = (rates / rates.sum()) @ np.array(means)
         stores = [source.store for source in self.sources]
-        if all(store.pairs for store in stores):  # `predicted` counts pairs, and the planner needs labels
+        if all(store.keeps_whole for store in stores):  # `predicted` counts answers, and the planner needs labels
             predicted = tokens * sum(store.labels for store in stores) / sum(len(store.tokens) for store in stores)
         return Workload(
             samples=tuple(edges),

@@ -88,7 +88,7 @@ def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
 
 def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
     tokens = len(store.tokens)
-    learned = store.labels if store.pairs else int(packing.pieces.predicted.sum(dtype=np.int64))
+    learned = store.labels if store.keeps_whole else int(packing.pieces.predicted.sum(dtype=np.int64))
     kinds = ", ".join(count_of(count, *TITLES[kind]) for kind, count in store.formats.items())
     described_kinds = f"{kinds}; " if kinds else ""
     shown_share = ""
@@ -96,10 +96,11 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
         shown_share = f"; {share.tokens:.2%} of the tokens of this run, {count_of(f'{share.epochs:.3g}', 'epoch')}"
     yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){shown_share}"
     yield from irregularities(store)
-    if store.pairs:
+    if store.keeps_whole:
         too_long = int((np.diff(store.unit_offsets) > sequence_length).sum())
         if too_long:
-            yield f"{count_of(too_long, 'pair is', 'pairs are')} longer than data.sequence_length, left out"
+            what = count_of(too_long, *(("pair is", "pairs are") if store.pairs else ("answer is", "answers are")))
+            yield f"{what} longer than data.sequence_length, left out"
         return
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:
@@ -161,6 +162,8 @@ def examples(
         number = f"{document + 1}"
         if store.pairs:
             number = f"{document // 2 + 1}, {'rejected' if document % 2 else 'chosen'}"
+        if store.desirable is not None:
+            number += ", desirable" if store.desirable[document] else ", undesirable"
         yield f"example {number}{name}: {lengths}"
         ids = store.tokens[start : min(stop, start + _MAX_TOKENS)].tolist()
         mask = [0] + ([1] * (len(ids) - 1) if store.mask is None else store.mask[start + 1 : start + len(ids)].tolist())

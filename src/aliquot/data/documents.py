@@ -12,7 +12,7 @@ from aliquot.core.errors import DataError
 from aliquot.data.data_files import not_text, opened
 
 Unit = Literal["file", "line", "block", "field"]
-Kind = Literal["text", "messages", "conversations", "prompt", "instruction", "preference"]
+Kind = Literal["text", "messages", "conversations", "prompt", "instruction", "preference", "rated"]
 PART_BYTES = 16 << 20  # a longer document is yielded in parts of this size
 NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
 HOLDS_NUL = "a text with NUL characters, left out"
@@ -27,6 +27,7 @@ NO_MESSAGES = "a record with messages that lack a role or are no objects, left o
 UNKNOWN_ROLE = "a record with a role that no chat template knows, left out"
 NO_TEXT_CONTENT = "a record with message content other than text, left out"
 UNUSABLE_FLAG = "a record with a loss flag that cannot be obeyed, left out"
+NO_RATING = "a record whose label is neither true nor false, left out"
 EXCLUDED = "a record that its own loss flag excludes, left out"
 
 

@@ -6,6 +6,7 @@ would import the user's script again. A worker ends when its parent dies.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -56,6 +57,7 @@ class Encoded:
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
     text_bytes: int | None  # UTF-8 bytes of the text of all tokens except each document's first token; None: unknown
     notes: dict[str, Note] = field(default_factory=dict)  # remarks on texts, by reason
+    desirable: npt.NDArray[np.uint8] | None = None  # [texts], for rated answers
 
 
 class Encoder:
@@ -134,7 +136,8 @@ class Encoder:
                 notes[reason] = (count + 1, first, first_detail)
             rows += [ids for ids, _ in documents]
             masks += [mask for _, mask in documents]
-        return replace(_encoded(rows, masks, None), notes=notes)
+        desirable = np.array([json.loads(text)["label"] for text in texts], np.uint8) if self.spec.rated else None
+        return replace(_encoded(rows, masks, None), notes=notes, desirable=desirable)
 
 
 def _groups(batch: Texts) -> Iterator[Texts]:

@@ -26,7 +26,7 @@ class EvalBatches:
     def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
         self.store, self.format, self.micro_batch_size = store, format, micro_batch_size
         self.epoch = Packing.of(store, format.length, format.packed).in_order()
-        # The number of labels, or pairs of answers, on all ranks, by which the summed loss is divided.
+        # The number of labels, pairs or rated answers on all ranks, by which the summed loss is divided.
         self.predicted = int(self.epoch.predicted.sum())
 
     @classmethod
@@ -38,7 +38,7 @@ class EvalBatches:
         return {name: cls(store, format, size.micro) for name, store in data.open_eval().items()}
 
     def with_objective(self, objective: Objective, reference: Reference | None = None) -> Self:
-        """Return a copy of these batches for a loss of pairs of answers; see `Batches.with_objective`."""
+        """Return a copy of these batches for a loss of answers; see `Batches.with_objective`."""
         later = copy(self)
         later.format = self.format.with_objective(objective, [self.store])
         if reference is not None:
@@ -56,10 +56,10 @@ class EvalBatches:
         """
         return self._in_turns(range(first, self.count(world_size)), rank, world_size)
 
-    def documents(self, sequence: int) -> npt.NDArray[np.int64]:
-        """Return the documents of a sequence of pairs of answers."""
-        starts = [start for start, _ in self.epoch.sequence(sequence)]
-        return np.searchsorted(self.store.offsets, np.array(starts))
+    def places(self, sequence: int) -> npt.NDArray[np.int64]:
+        """Return the index in `TokenStore.reference` of all answers of a sequence."""
+        places = self.store.places([start for start, _ in self.epoch.sequence(sequence)])
+        return places if self.store.pairs else np.concatenate([places, places + 1])
 
     def first_and_last(self, rank: int, world_size: int) -> Iterator[MicroBatch | None]:
         """Yield this rank's first and last micro-batch: packed micro-batches have no other lengths than these two."""

@@ -1,4 +1,4 @@
-"""Detect the format of records by the names of their fields: text, chat, instruction, prompt or pair of answers.
+"""Detect the format of records by the names of their fields: text, chat, instruction, prompt, pair or rating.
 
 record_answers.py reads the fields into documents.
 """
@@ -26,7 +26,15 @@ from aliquot.data.documents import (
     Kind,
     left_out,
 )
-from aliquot.data.record_answers import INPUTS, read_chat, read_completion, read_instruction, read_pair, read_text
+from aliquot.data.record_answers import (
+    INPUTS,
+    read_chat,
+    read_completion,
+    read_instruction,
+    read_pair,
+    read_rated,
+    read_text,
+)
 
 TITLES: dict[str, tuple[str, str]] = {  # singular, plural
     "text": ("text", "texts"),
@@ -35,6 +43,7 @@ TITLES: dict[str, tuple[str, str]] = {  # singular, plural
     "prompt": ("prompt with completion", "prompts with completions"),
     "instruction": ("instruction (Alpaca)", "instructions (Alpaca)"),
     "preference": ("pair of answers", "pairs of answers"),
+    "rated": ("rated answer", "rated answers"),
 }
 _OUTPUTS = ("output", "response")  # field names of the output in Alpaca's and in Dolly's format
 # Optional fields of all formats with answers.
@@ -93,6 +102,8 @@ class Format:
             return read_chat(record[self.fields[0]], record, self.fields[0], where), self.kind
         if self.kind == "preference":
             return read_pair(self.fields, self.optional[0], record, where), self.kind
+        if self.kind == "rated":
+            return read_rated(self.fields, record, where), self.kind
         if self.kind == "prompt":
             return read_completion(self.fields[0], self.fields[1], record, where), self.kind
         return read_instruction(self.fields[1], record, where), self.kind
@@ -182,6 +193,9 @@ def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) 
         prompt = section.prompt or "prompt"
         answers = (section.chosen, section.rejected)
         named = Format("preference", answers, (prompt, *_present(present, *_CONTEXT_FIELDS)))
+    elif section.prompt is not None and section.completion is not None and section.label is not None:
+        fields = (section.prompt, section.completion, section.label)
+        named = Format("rated", fields, _present(present, *_CONTEXT_FIELDS))
     elif section.prompt is not None and section.completion is not None:
         named = Format("prompt", (section.prompt, section.completion), _present(present, *_CONTEXT_FIELDS))
     else:

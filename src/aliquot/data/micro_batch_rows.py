@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from aliquot.core.errors import DataError
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.head_loss import IGNORE
-from aliquot.nn.preference_loss import Objective, Pairs
+from aliquot.nn.preference_loss import Answers, Objective, RatedAnswers
 from aliquot.nn.product_shapes import filler
 
 Pieces = list[tuple[int, int]]  # (start, length) in the token store of each piece of a sequence
@@ -38,7 +38,7 @@ class SequenceFormat:
         packed: whether several documents share a sequence.
         model_packs: whether one forward pass takes several documents; otherwise each document is a forward pass.
         fills_up: whether rows of unpacked sequences are padded to one of a few lengths.
-        objective: the loss of pairs of answers, if the documents are such pairs.
+        objective: the loss of pairs of answers or of rated answers, if the documents are such answers.
     """
 
     length: int
@@ -59,12 +59,21 @@ class SequenceFormat:
         return self.fills_up and self.model_packs and not self.packed
 
     def with_objective(self, objective: Objective, stores: Iterable[TokenStore]) -> SequenceFormat:
-        """Return this format for a loss of pairs of answers. Raises UserError if one of `stores` has no pairs."""
-        if not all(store.pairs for store in stores):
-            raise DataError(
-                f"train.objective: {objective.name} needs pairs of answers, and these are plain text: give records with"
-                " the fields prompt, chosen and rejected"
-            )
+        """Return this format for a loss of answers. Raises UserError if one of `stores` has no such answers."""
+        kind, fields = "pairs of answers", "prompt, chosen and rejected"
+        if objective.rates_answers:
+            kind, fields = "rated answers", "prompt, completion and label"
+        for store in stores:
+            if not (store.desirable is not None if objective.rates_answers else store.pairs):
+                raise DataError(
+                    f"train.objective: {objective.name} needs {kind}, and these are plain text: give records with the"
+                    f" fields {fields}"
+                )
+            if objective.rates_answers and store.documents == 1:
+                raise DataError(
+                    f"train.objective: {objective.name} compares answers to different prompts, but a source has only"
+                    " one record: give more, also for evaluation"
+                )
         return replace(self, objective=objective)
 
 
@@ -120,17 +129,39 @@ class Layout:
         positions = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
         id_row, label_row, position_row = (torch.from_numpy(array) for array in (ids, labels, positions))
         row = MicroBatch(id_row, label_row, position_row, tuple(edges.tolist()), calls=calls, source=source)
-        return row if self.format.objective is None else replace(row, pairs=self._pairs(store, pieces, row))
+        objective = self.format.objective
+        if objective is None:
+            return row
+        row = replace(row, answers=self._answers(objective, store, pieces, row))
+        if store.desirable is not None:
+            starts = [start for start, _ in pieces if start >= 0]
+            row = replace(row, mismatched=self._mismatched(store, starts, calls))
+        return row
 
-    def _pairs(self, store: TokenStore, pieces: Pieces, row: MicroBatch) -> Pairs:
-        """Return the pairs of answers in a row. `pieces` are chosen and rejected answers in turn, and padding."""
-        assert self.format.objective is not None
+    def _mismatched(self, store: TokenStore, starts: list[int], calls: int) -> MicroBatch:
+        """Return the row of mismatched answers to the prompts of the documents that begin at tokens `starts`.
+
+        Their lengths differ from those of the documents. The row is therefore padded to one of a few lengths.
+        """
+        other = store.mismatched(starts, self.format.length)
+        layout = Layout([other], replace(self.format, packed=False, fills_up=True))
+        return layout._row(0, [[(int(a), int(b - a))] for a, b in pairwise(other.offsets)], calls)
+
+    def _answers(self, objective: Objective, store: TokenStore, pieces: Pieces, row: MicroBatch) -> Answers:
+        """Return the answers in a row.
+
+        `pieces` are answers, and padding at the end; a chosen answer precedes the rejected answer of its pair.
+        """
         starts, lengths = np.array(pieces).T
         number = np.maximum(np.cumsum(starts >= 0) - 1, 0)  # padding, which has no labels, counts with any answer
-        answers = torch.from_numpy(np.repeat(number, lengths))
-        count = int((starts >= 0).sum())
-        labels = torch.zeros(count).index_add_(0, answers, (row.labels != IGNORE).float())
-        documents = np.searchsorted(store.offsets, starts[starts >= 0])
-        values = np.zeros(count, np.float32) if store.reference is None else store.reference[documents]
-        reference = torch.from_numpy(values).view(-1, 2)
-        return Pairs(self.format.objective, answers, labels.view(-1, 2), reference, tuple(documents.tolist()))
+        numbers = torch.from_numpy(np.repeat(number, lengths))
+        starts = starts[starts >= 0]
+        labels = torch.zeros(len(starts)).index_add_(0, numbers, (row.labels != IGNORE).float())
+        places = store.places(starts)
+        values = np.zeros(len(starts), np.float32) if store.reference is None else store.reference[places]
+        group = 1 if objective.rates_answers else 2
+        shaped = labels.view(-1, group), torch.from_numpy(values).view(-1, group)
+        if store.desirable is None:
+            return Answers(objective, numbers, *shaped, tuple(places.tolist()))
+        desirable = torch.from_numpy(store.desirable[np.searchsorted(store.offsets, starts)] > 0)
+        return RatedAnswers(objective, numbers, *shaped, tuple(places.tolist()), desirable=desirable)

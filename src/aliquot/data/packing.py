@@ -2,7 +2,8 @@
 
 A packing decides once which lengths of pieces share a sequence. Each epoch then shuffles the pieces of equal length,
 and the order of the sequences. Every epoch therefore has the same number of sequences, so that the position of a step
-in the data can be computed without building earlier epochs. A pair of answers is one piece, which is never cut.
+in the data can be computed without building earlier epochs. A pair of answers is one piece, which is never cut, and so
+is a rated answer.
 
 All pieces of one length are placed in a few range operations. Flat arrays are filled by counting sorts, `at_once`
 elements at a time. The Python work and the private memory therefore grow with the number of different lengths, not with
@@ -49,7 +50,8 @@ class Pieces:
 
     start: Ints  # [P], index of the first token in the store
     length: npt.NDArray[np.int32]  # [P], 2 .. sequence_length
-    predicted: npt.NDArray[np.int32]  # [P], number of labels, >= 1; 1 for a pair: the loss is averaged over this number
+    # [P], number of labels, >= 1; 1 for a pair or a rated answer: the loss is averaged over this number.
+    predicted: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> It
 
     Consecutive pieces of a document overlap by one token, so that each token except the document's first is a label
     exactly once. Pieces without labels are dropped: a document of one token, or text outside the assistant's turns. A
-    pair of answers is not cut: a longer one is dropped.
+    pair of answers and a rated answer are not cut: longer ones are dropped.
     """
     size = at_once if store.mask is None else max(1, min(at_once, _MASK_AT_ONCE // sequence_length))
     unit_offsets = store.unit_offsets
@@ -151,7 +153,7 @@ def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> It
         offsets = np.asarray(unit_offsets[first : first + at_once + 1])
         # Number of pieces of each document; 0 for a document of one token.
         counts = -(-(np.diff(offsets) - 1) // (sequence_length - 1))
-        if store.pairs:
+        if store.keeps_whole:
             counts[counts > 1] = 0
         stops = np.cumsum(counts)
         for start in range(0, int(stops[-1]), size):
@@ -166,7 +168,7 @@ def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> It
 
 def _counted(store: TokenStore, start: Ints, length: Ints) -> Pieces:
     """Count the labels of consecutive pieces, and drop pieces without labels."""
-    if store.pairs:
+    if store.keeps_whole:
         return Pieces(start, length.astype(np.int32), np.ones(len(start), np.int32))
     if store.mask is None:
         return Pieces(start, length.astype(np.int32), (length - 1).astype(np.int32))

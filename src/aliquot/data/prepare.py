@@ -222,6 +222,7 @@ class _Builder:
             drop_before=cut.drop_before if cut is not None else None,
             answers=answers,
             pairs=first.kind == "preference",
+            rated=first.kind == "rated",
             templated=templated,
             train_on=self.section.train_on,
             roles=tuple(self.section.roles_to_train),

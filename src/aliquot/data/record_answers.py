@@ -6,7 +6,8 @@ A record with an answer becomes a JSON object in one of three forms, which chat.
 - `{"prompt": ..., "completion": ...}`,
 - `{"instruction": ..., "input": ..., "output": ...}`.
 
-A pair of answers becomes `{"chosen": ..., "rejected": ...}`, each in one of the first two forms.
+A pair of answers becomes `{"chosen": ..., "rejected": ...}`, each in one of the first two forms. A rated answer has one
+of these two forms with `"label"`, which is true or false.
 
 The object also has `"system"`, `"tools"` and `"chat_template_kwargs"` if the record has them. Messages stay unchanged,
 because the chat template decides how to render them. A chat with a tool call that cannot be read gets
@@ -28,7 +29,7 @@ from aliquot.data.chat_messages import (
     read_object,
     text_parts,
 )
-from aliquot.data.documents import BadRecordError
+from aliquot.data.documents import NO_RATING, BadRecordError
 
 INPUTS = ("input", "context")  # field names of the input in Alpaca's and in Dolly's format
 
@@ -52,6 +53,15 @@ def read_completion(prompt: str, completion: str, record: Mapping[str, Any], whe
         "completion": read_text(record[completion], completion, where),
     }
     return _with_context(parts, record, where)
+
+
+def read_rated(fields: tuple[str, ...], record: Mapping[str, Any], where: str) -> str:
+    """Return an answer with its prompt, and whether the answer is desirable."""
+    prompt, completion, label = fields
+    text = read_completion(prompt, completion, record, where)
+    if record[label] not in (True, False):  # tables may hold 1 and 0
+        raise BadRecordError(f"field {label!r} must be true or false, not {record[label]!r}", where, NO_RATING)
+    return f'{text[:-1]}, "label": {json.dumps(bool(record[label]))}}}' if text else ""
 
 
 def read_pair(answers: tuple[str, ...], prompt: str, record: Mapping[str, Any], where: str) -> str:

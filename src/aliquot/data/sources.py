@@ -137,7 +137,8 @@ class FileSource:
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror or error})", error.filename or self.label) from error
         names = [section.text_field, section.messages, section.prompt, section.completion]
-        fields = json.dumps(names if section.chosen is None else [*names, section.chosen, section.rejected])
+        names += [name for name in (section.chosen, section.rejected, section.label) if name is not None]
+        fields = json.dumps(names)
         for file, unit, content in zip(self.files, self.units, contents, strict=True):
             reader, named = (suffix_of(file), fields) if unit == "field" else ("text", "")
             packed = file.suffix if suffix_of(file) != file.suffix else ""

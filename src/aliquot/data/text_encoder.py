@@ -34,6 +34,7 @@ class EncoderSpec:
     drop_before: str | None = None  # see `Cut.drop_before` in cuts.py
     answers: bool = False  # whether texts are records with answers, in the JSON of record_answers.py
     pairs: bool = False  # whether each record is a pair of answers
+    rated: bool = False  # whether each record is a rated answer
     templated: bool = False  # whether the tokenizer's chat template renders the records
     train_on: Literal["completions", "last_turn", "all"] = "completions"
     roles: tuple[str, ...] = ("assistant",)  # of the messages to learn

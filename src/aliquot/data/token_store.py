@@ -3,7 +3,8 @@
 tokens.bin is uint16 for vocabularies of less than 65536 tokens, else uint32. offsets.bin is int64 [documents + 1].
 mask.bin is uint8 and 1 at tokens to learn; it exists only for records with answers. store.json describes the other
 files, the formats of the documents, and the records that are left out, by reason. A pair of answers is two documents:
-the prompt with the chosen answer, then the prompt with the rejected answer.
+the prompt with the chosen answer, then the prompt with the rejected answer. For rated answers, desirable.bin is uint8
+[documents].
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +22,9 @@ import numpy.typing as npt
 from aliquot.core.errors import DataCacheError
 from aliquot.data.encoder import Encoded
 
-Reference = npt.NDArray[np.float32]  # [documents], log-probabilities of answers before training
+# Log-probabilities of answers before training: [documents] of pairs, or [2 x documents] of rated answers, of which each
+# is followed by the mismatched answer to the same prompt.
+Reference = npt.NDArray[np.float32]
 FORMAT = 3
 _READ_TOKENS = 1 << 24  # `answer_ends` examines only this many tokens, at the beginning of a store
 
@@ -43,6 +46,7 @@ class TokenStore:
     firsts: Mapping[str, str] = field(default_factory=dict)  # reason -> place of the first such record
     pairs: bool = False  # whether the documents are pairs of answers
     reference: Reference | None = None
+    desirable: npt.NDArray[np.uint8] | None = None  # [documents], for rated answers
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
@@ -55,14 +59,16 @@ class TokenStore:
             tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", facts["dtype"], mode="r")
             offsets: npt.NDArray[np.int64] = np.memmap(path / "offsets.bin", np.int64, mode="r")
             mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["answers"] else None
+            desirable = np.memmap(path / "desirable.bin", np.uint8, mode="r") if facts.get("rated") else None
         except (OSError, ValueError, KeyError) as error:
             raise DataCacheError(f"not a token cache ({error}); remove this directory and start again", path) from error
         sound = len(offsets) == facts["documents"] + 1 and len(tokens) == facts["tokens"] == offsets[-1]
+        sound = sound and (desirable is None or len(desirable) == facts["documents"])
         if not sound or (mask is not None and len(mask) != len(tokens)):
             raise DataCacheError("a damaged token cache; remove this directory and start again", path)
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
-            facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),
+            facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False), desirable=desirable,
         )  # fmt: skip
 
     @property
@@ -76,6 +82,62 @@ class TokenStore:
         return int(self.mask.sum(dtype=np.int64))
 
     @property
+    def keeps_whole(self) -> bool:
+        """Whether documents are pairs of answers or rated answers: none is cut, and the loss is a mean over them."""
+        return self.pairs or self.desirable is not None
+
+    @property
+    def references(self) -> int:
+        """The length of `reference`."""
+        return self.documents if self.pairs else 2 * self.documents
+
+    def places(self, starts: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return the index in `reference` of the answers whose documents begin at tokens `starts`."""
+        documents = np.searchsorted(self.offsets, np.asarray(starts))
+        return documents if self.pairs else 2 * documents
+
+    def longest_answer(self, sequence_length: int) -> int:
+        """Return the length of the longest answer, with its prompt, that fits into a sequence, or whose pair does."""
+        lengths = np.diff(self.offsets).reshape(-1, 2 if self.pairs else 1)
+        return int(lengths[lengths.sum(1) <= sequence_length].max(initial=0))
+
+    def mismatched(self, starts: Iterable[int], longest: int) -> TokenStore:
+        """Return a store, in private memory, of the prompts of rated answers, each with the answer to another prompt.
+
+        The other answer is the one half the store further on, because neighbours may answer the same prompt. It does
+        not depend on the batch, so that its log-probability before training is computed only once.
+
+        Args:
+            starts: the first tokens of the documents whose prompts are used.
+            longest: cut off longer documents after so many tokens, which is always behind the prompt.
+        """
+        assert self.mask is not None and self.desirable is not None
+        documents = np.searchsorted(self.offsets, np.fromiter(starts, np.int64))
+        tokens, mask = [], []
+        for document in documents.tolist():
+            prompt, _ = self._prompt_and_answer(document)
+            _, answer = self._prompt_and_answer((document + self.documents // 2) % self.documents)
+            tokens.append(np.concatenate([self.tokens[prompt], self.tokens[answer]])[:longest])
+            mask.append(np.concatenate([np.zeros_like(self.mask[prompt]), self.mask[answer]])[:longest])
+        offsets = np.cumsum([0, *map(len, tokens)])
+        reference = None if self.reference is None else self.reference[2 * documents + 1].repeat(2)
+        return replace(
+            self,
+            tokens=np.concatenate(tokens),
+            mask=np.concatenate(mask),
+            offsets=offsets,
+            reference=reference,
+            desirable=None,
+        )
+
+    def _prompt_and_answer(self, document: int) -> tuple[slice, slice]:
+        """Return the tokens of a document before its first label, and the tokens from there on."""
+        assert self.mask is not None
+        start, stop = self.offsets[document : document + 2].tolist()
+        first = start + 1 + int(np.argmax(self.mask[start + 1 : stop] > 0))
+        return slice(start, first), slice(first, stop)
+
+    @property
     def unit_offsets(self) -> npt.NDArray[np.int64]:
         """The offsets of what stays together in a packed sequence: of documents, or of pairs of documents."""
         return self.offsets[::2] if self.pairs else self.offsets
@@ -84,8 +146,10 @@ class TokenStore:
 class StoreWriter:
     """Write the files of a token store, document after document."""
 
-    def __init__(self, directory: Path, dtype: np.dtype[Any], answers: bool, pairs: bool = False) -> None:
-        self.directory, self.dtype, self.answers, self.pairs = directory, dtype, answers, pairs
+    def __init__(
+        self, directory: Path, dtype: np.dtype[Any], answers: bool, pairs: bool = False, rated: bool = False
+    ) -> None:
+        self.directory, self.dtype, self.answers, self.pairs, self.rated = directory, dtype, answers, pairs, rated
         self.formats: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.firsts: dict[str, str] = {}  # reason -> place of the first such record, with details
@@ -97,7 +161,7 @@ class StoreWriter:
         self.files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> StoreWriter:
-        names = ["tokens", "offsets"] + (["mask"] if self.answers else [])
+        names = ["tokens", "offsets"] + (["mask"] if self.answers else []) + (["desirable"] if self.rated else [])
         self.files = {name: (self.directory / f"{name}.bin").open("wb") for name in names}
         self.files["offsets"].write(np.zeros(1, np.int64).tobytes())
         return self
@@ -130,6 +194,8 @@ class StoreWriter:
             self.leave_out(reason, count, ": ".join(filter(None, (places[index], detail))))
         if self.answers:
             self.files["mask"].write(encoded.mask.tobytes())
+        if encoded.desirable is not None:
+            self.files["desirable"].write(encoded.desirable[lengths > 0].tobytes())
         self.tokens += len(encoded.ids)
         self.documents += len(ends)
         if self.text_bytes is not None:
@@ -141,7 +207,7 @@ class StoreWriter:
         names: tuple[str, ...] = (
             "documents", "tokens", "text_bytes", "answers", "formats", "left_out", "inexact_cuts", "firsts",
         )  # fmt: skip
-        names += ("pairs",) if self.pairs else ()
+        names += tuple(name for name in ("pairs", "rated") if getattr(self, name))
         facts = {"dtype": self.dtype.name, **{name: getattr(self, name) for name in names}}
         (self.directory / "store.json").write_text(json.dumps(facts))
 

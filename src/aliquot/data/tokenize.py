@@ -56,7 +56,7 @@ def tokenize(
         progress: called with the number of bytes of the source that have been encoded and written.
     """
     with ExitStack() as stack:
-        writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers, spec.pairs))
+        writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers, spec.pairs, spec.rated))
         chunks = _chunks(documents, spec, cut, writer)
         first = list(islice(chunks, 2))
         for chunk, encoded in _encode(chain(first, chunks), spec, 0 if len(first) < 2 else num_proc or _cores(), stack):
@@ -115,7 +115,8 @@ def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, w
         if document.blank and not held:
             writer.leave_out(document.reason or BLANK, 1, document.where if document.reason else "")
             continue
-        if (document.kind != "text", document.kind == "preference") != (spec.answers, spec.pairs):
+        kinds = document.kind != "text", document.kind == "preference", document.kind == "rated"
+        if kinds != (spec.answers, spec.pairs, spec.rated):
             raise DataError(
                 "some documents are text and some have answers: give them sources of their own, data.sources"
             )

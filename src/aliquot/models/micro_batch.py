@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aliquot.nn.head_loss import IGNORE, Chosen, choose
-from aliquot.nn.preference_loss import Pairs
+from aliquot.nn.preference_loss import Answers, RatedAnswers
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class MicroBatch:
     calls: int = 0  # the largest number of documents of any rank, if the model runs one forward pass per document
     source: int = 0  # index of the data source
     chosen: Chosen | None = None  # tokens for which the loss is computed; None: the loss selects them by `labels`
-    pairs: Pairs | None = None  # the pairs of answers in the row, whose preference loss replaces the cross-entropy
+    answers: Answers | None = None  # the answers in the row, whose preference loss replaces the cross-entropy
+    mismatched: MicroBatch | None = None  # answers to the prompts of `answers`, for the divergence of KTO
 
     @property
     def predicted(self) -> int:
@@ -38,11 +39,11 @@ class MicroBatch:
         return int((self.labels != IGNORE).sum())
 
     def metrics(self, result: SupportsFloat | Tensor) -> dict[str, float]:
-        """Return the summed loss, and for pairs of answers sums of further metrics, from the result of an engine."""
-        if self.pairs is None:
+        """Return the summed loss, and for preferences sums of further metrics, from the result of an engine."""
+        if self.answers is None:
             return {"loss": float(result)}
         assert isinstance(result, Tensor)
-        return self.pairs.metrics(result)
+        return self.answers.metrics(result)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy the micro-batch to `device` asynchronously.
@@ -51,23 +52,40 @@ class MicroBatch:
         """
         if self.input_ids.device.type == device.type:
             return self
-        chosen = choose(self.labels, self.pairs)
+        chosen = choose(self.labels, self.answers)
         rows = torch.stack([self.input_ids, self.labels, self.position_ids]).pin_memory()
         ids, labels, positions = rows.to(device, non_blocking=True)
         if chosen.rows is not None:
             chosen = replace(chosen, rows=chosen.rows.pin_memory().to(device, non_blocking=True))
-        chosen = replace(chosen, pairs=chosen.pairs and chosen.pairs.to(device))
-        pairs = self.pairs and self.pairs.to(device)
-        return replace(self, input_ids=ids, labels=labels, position_ids=positions, chosen=chosen, pairs=pairs)
+        chosen = replace(chosen, answers=chosen.answers and chosen.answers.to(device))
+        return replace(
+            self,
+            input_ids=ids,
+            labels=labels,
+            position_ids=positions,
+            chosen=chosen,
+            answers=self.answers and self.answers.to(device),
+            mismatched=self.mismatched and self.mismatched.to(device),
+        )
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the micro-batch."""
         tensors = [self.input_ids, self.labels, self.position_ids]
         if self.chosen is not None and self.chosen.rows is not None:
             tensors.append(self.chosen.rows)
-        for pairs in (self.pairs, None if self.chosen is None else self.chosen.pairs):
-            tensors += [] if pairs is None else pairs.tensors()
-        return tensors
+        for answers in (self.answers, None if self.chosen is None else self.chosen.answers):
+            tensors += [] if answers is None else answers.tensors()
+        return tensors + ([] if self.mismatched is None else self.mismatched.tensors())
+
+    def with_divergence(self, divergence: float) -> MicroBatch:
+        """Return the micro-batch of rated answers without `mismatched`, from which `divergence` was computed."""
+        answers, chosen = self.answers, self.chosen
+        if not isinstance(answers, RatedAnswers):
+            return self
+        if chosen is not None and isinstance(chosen.answers, RatedAnswers):
+            chosen = replace(chosen, answers=replace(chosen.answers, divergence=divergence))
+        answers = replace(answers, divergence=divergence)
+        return replace(self, answers=answers, chosen=chosen, mismatched=None)
 
     def with_equal_calls(self) -> MicroBatch:
         """Add one-token documents without a label, so that all ranks run the same number of forward passes.
@@ -77,11 +95,12 @@ class MicroBatch:
         missing_calls = self.calls - (len(self.edges) - 1)
         if missing_calls <= 0:
             return self
+        mismatched = self.mismatched and self.mismatched.with_equal_calls()
         zeros = torch.zeros(missing_calls, dtype=torch.int64, device=self.input_ids.device)
         ids, positions = (torch.cat([row, zeros]) for row in (self.input_ids, self.position_ids))
         labels = torch.cat([self.labels, torch.full_like(zeros, IGNORE)])
         edges = (*self.edges, *range(self.edges[-1] + 1, self.edges[-1] + 1 + missing_calls))
-        return replace(self, input_ids=ids, labels=labels, position_ids=positions, edges=edges)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions, edges=edges, mismatched=mismatched)
 
     @classmethod
     def empty(cls, calls: int = 0) -> Self:

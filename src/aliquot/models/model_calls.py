@@ -16,7 +16,7 @@ from aliquot.nn.head_loss import IGNORE, token_cross_entropy
 
 if TYPE_CHECKING:
     from aliquot.nn.attention.document_attention import Documents
-    from aliquot.nn.preference_loss import Pairs
+    from aliquot.nn.preference_loss import Answers
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
@@ -34,19 +34,24 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, documents
 
 
 def whole_logits_loss(
-    model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, pairs: Pairs | None = None
+    model: nn.Module,
+    ids: Tensor,
+    positions: Tensor,
+    labels: Tensor,
+    documents: Documents,
+    answers: Answers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss, detached and for autograd, computed from the logits of all tokens at once.
 
     This is for models whose logits are not just the product with the output head, for example with a soft-cap. With
-    `pairs`, the results are those of nn/head_loss.py.
+    `answers`, the results are those of nn/head_loss.py.
     """
     losses = token_cross_entropy(logits(model, ids, positions, documents), labels)
-    if pairs is None:
+    if answers is None:
         summed = losses.sum()
         return summed.detach(), summed
-    logprobs = pairs.logprobs(losses.detach())
-    return logprobs, (losses[: len(pairs.answers)] * pairs.weights(logprobs)).sum()
+    logprobs = answers.logprobs(losses.detach())
+    return logprobs, (losses[: len(answers.numbers)] * answers.weights(logprobs)).sum()
 
 
 def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:

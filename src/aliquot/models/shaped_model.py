@@ -63,7 +63,7 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     """
     source = resolve(config.model, CONFIG_FILES)
     source.assume_vocabulary(vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size)
-    source.check_length(config.data.sequence_length)
+    source.check_length(config.data.sequence_length, config.train.answers)
     model_traits = traits(source.config, config.data.sequence_length)
     built = meta.build(source.config, model_traits, config.adapter, config.train.freeze)
     model = built.model

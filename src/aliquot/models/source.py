@@ -122,12 +122,24 @@ class ModelSource:
             positions -= (self.config.pad_token_id or 0) + 1
         return positions if positions is not None and positions > 0 else None
 
-    def check_length(self, sequence_length: int) -> None:
-        """Raise UserError if sequences have more tokens than the model has positions."""
-        if (positions := self.positions) is not None and positions < sequence_length:
+    def check_length(self, sequence_length: int, answers: int = 1) -> None:
+        """Raise UserError if sequences have more tokens than the model has positions.
+
+        `answers`: 2 if a sequence may be a pair of answers, whose positions both begin at 0.
+        """
+        if (positions := self.positions) is not None and answers * positions < sequence_length:
             raise ConfigError(
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
                 f" ({self._positions_key}): shorten the sequences"
+            )
+
+    def check_answer(self, longest: int) -> None:
+        """Raise UserError if the longest answer, with its prompt, has more tokens than the model has positions."""
+        if (positions := self.positions) is not None and positions < longest:
+            raise ConfigError(
+                f"an answer has {longest} tokens with its prompt, but the model has {positions} positions"
+                f" ({self._positions_key}): leave it out, or set data.sequence_length: {positions}, which leaves out"
+                " all pairs that are longer together"
             )
 
 

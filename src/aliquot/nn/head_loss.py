@@ -4,7 +4,7 @@ The forward pass already computes the gradients, and overwrites the logits with 
 once, in the compute dtype, and only for tokens with a label and a few filler tokens. If these logits are too large,
 they are computed twice, in chunks.
 
-For pairs of answers (nn/preference_loss.py) the head runs twice: first for the log-probabilities of the answers, then
+For preferences (nn/preference_loss.py) the head runs twice: first for the log-probabilities of the answers, then
 for gradients, in which each token has a weight that depends on these log-probabilities.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aliquot.machine.matmul import copy_pays
 from aliquot.machine.torch_compile import compile_function
-from aliquot.nn.preference_loss import Pairs
+from aliquot.nn.preference_loss import Answers
 from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logits_room
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Chosen:
 
     rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
     learned: int  # number of tokens with a label
-    pairs: Pairs | None = None  # the pairs of answers to which the tokens with a label belong, in the order of `rows`
+    answers: Answers | None = None  # the answers to which the tokens with a label belong, in the order of `rows`
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ class FusedLoss:
         Shapes: hidden [T, E], weight [V, E], labels int64 [T], already shifted. Call backward() on the second value
         without further scaling. Without autograd, both values are the unscaled sum. With `rows`, this call sends the
         gradient of `weight` to `rows`, and autograd gets none. `chosen`: the result of `choose(labels)`, if known.
-        `room`: a buffer from `self.room` for the logits, which this call overwrites. With `chosen.pairs`, the first
-        result holds the log-probabilities of the answers, fp32 [P, 2], and the second has the gradient of `scale`
-        times the summed loss of the pairs, but not its value.
+        `room`: a buffer from `self.room` for the logits, which this call overwrites. With `chosen.answers`, the first
+        result holds the log-probabilities of these answers, fp32 [P, 2] or [A, 1], and the second has the gradient of
+        `scale` times their summed loss, but not its value.
         """
         hidden = hidden.to(weight.dtype)  # as transformers does: Mamba returns fp32 for weights of any dtype
         chosen = chosen or choose(labels)
@@ -157,15 +157,15 @@ class FusedLoss:
             hidden, labels = hidden.index_select(0, chosen.rows.to(hidden.device)), labels[chosen.rows]
         if not torch.is_grad_enabled():
             losses = self._token_losses(hidden, weight, labels, room)
-            result = losses.sum() if chosen.pairs is None else chosen.pairs.logprobs(losses[: chosen.learned])
+            result = losses.sum() if chosen.answers is None else chosen.answers.logprobs(losses[: chosen.learned])
             return result, result
         logprobs: Tensor | None = None
         scales: float | Tensor = scale
-        if chosen.pairs is not None:
+        if chosen.answers is not None:
             with torch.no_grad():
                 losses = self._token_losses(hidden[: chosen.learned], weight, labels[: chosen.learned], room)
-            logprobs = chosen.pairs.logprobs(losses)
-            weights = chosen.pairs.weights(logprobs)
+            logprobs = chosen.answers.logprobs(losses)
+            weights = chosen.answers.weights(logprobs)
             scales = scale * F.pad(weights, (0, len(hidden) - len(weights)))[:, None]
         summed: Tensor
         scaled: Tensor
@@ -249,13 +249,13 @@ class FusedLoss:
         return summed
 
 
-def choose(labels: Tensor, pairs: Pairs | None = None) -> Chosen:
+def choose(labels: Tensor, answers: Answers | None = None) -> Chosen:
     """Return the tokens that enter the loss of labels [T], on the device of the labels."""
     labelled = labels != IGNORE
     learned = int(labelled.sum())
-    if pairs is not None:
-        pairs = pairs.select(labelled.nonzero().flatten())
-    return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned, pairs)
+    if answers is not None:
+        answers = answers.select(labelled.nonzero().flatten())
+    return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned, answers)
 
 
 def _labelled_first(labelled: Tensor) -> Tensor:

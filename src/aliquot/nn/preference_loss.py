@@ -1,14 +1,15 @@
-"""Losses of preference training: DPO, SimPO and ORPO, as functions of the log-probabilities of pairs of answers.
+"""Losses of preference training: DPO, SimPO, ORPO and KTO, as functions of the log-probabilities of answers.
 
-The loss of a pair depends on the model only through the log-probability of the chosen and of the rejected answer. Its
+The loss of a pair of answers, or of a rated answer, depends on the model only through log-probabilities of answers. Its
 gradient is therefore a weighted cross-entropy: every token of an answer has the weight -dL/d(log-probability). The
 output head computes all log-probabilities first, and then the gradient with these weights (nn/head_loss.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,24 +17,34 @@ from torch import Tensor
 
 from aliquot.machine.device_copies import send
 
-Name = Literal["dpo", "simpo", "orpo"]
+Name = Literal["dpo", "simpo", "orpo", "kto"]
 LossType = Literal["sigmoid", "ipo", "hinge", "robust"]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss of pairs and its settings, under TRL's names. `loss_type` is for DPO, `simpo_gamma` for SimPO."""
+    """A loss of answers and its settings, under TRL's names.
+
+    `loss_type` is for DPO, `simpo_gamma` for SimPO; `desirable_weight` and `undesirable_weight` are for KTO.
+    """
 
     name: Name
     beta: float = 0.1
     loss_type: LossType = "sigmoid"
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the model with the model before training."""
-        return self.name == "dpo"
+        return self.name in ("dpo", "kto")
+
+    @property
+    def rates_answers(self) -> bool:
+        """Whether the loss is of single answers, each desirable or not, instead of pairs."""
+        return self.name == "kto"
 
     def losses(self, logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
         """Return the loss of each pair [P].
@@ -51,8 +62,23 @@ class Objective:
         return -means[:, 0] - self.beta * F.logsigmoid(odds)
 
     def rewards(self, logprobs: Tensor, reference: Tensor, lengths: Tensor) -> Tensor:
-        """Return the implicit rewards of (chosen, rejected) answers, [P, 2]; arguments as for `losses`."""
+        """Return the implicit rewards of answers, in the shape of the arguments; arguments as for `losses`."""
         return self.beta * (logprobs - reference if self.needs_reference else logprobs / lengths)
+
+    def means(self, sums: Mapping[str, float], count: int) -> dict[str, float]:
+        """Return the means of metrics from their sums over `count` pairs or rated answers (`Answers.metrics`).
+
+        The rewards and log-probabilities of desirable and of undesirable answers have means of their own. A metric of
+        answers that do not occur is left out.
+        """
+        if not self.rates_answers:
+            return {name: value / count for name, value in sums.items()}
+        counts = {"chosen": sums[_DESIRABLE], "rejected": count - sums[_DESIRABLE]}
+        divisors = {name: counts.get(name.partition("/")[2], count) for name in sums if name != _DESIRABLE}
+        means = {name: sums[name] / divisor for name, divisor in divisors.items() if divisor}
+        if all(counts.values()):
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
 
     def _dpo_losses(self, ratios: Tensor, lengths: Tensor) -> Tensor:
         if self.loss_type == "ipo":  # with mean log-probabilities, as the authors of IPO confirmed to TRL
@@ -71,62 +97,120 @@ class Objective:
         return -(1 - share) * F.logsigmoid(margins) - share * F.logsigmoid(-margins)
 
 
+_DESIRABLE = "desirable"  # the number of desirable answers, in `RatedAnswers.metrics`
+
+
 def _log_complement(logprobs: Tensor) -> Tensor:
     """Return log(1 - exp(logprobs)), which is finite because a probability of 1 counts as slightly less."""
     return (-torch.expm1(logprobs.clamp(max=-1e-7))).log()
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """The P pairs of answers in a row of tokens: answer 2p is the chosen answer of pair p, answer 2p + 1 the rejected.
+class Answers:
+    """The answers in a row of tokens: P pairs with two answers each, or A rated answers, which are A groups of one.
 
-    `answers` may be shorter than the row, because further documents have no labels.
+    `numbers` may be shorter than the row, because further documents have no labels.
     """
 
     objective: Objective
-    answers: Tensor  # int64 [T], the answer to which each token belongs; any number for a token without a label
-    lengths: Tensor  # fp32 [P, 2], number of labels of each answer
-    reference: Tensor  # fp32 [P, 2], log-probabilities before training; 0 if the objective does not use them
-    documents: tuple[int, ...] = ()  # [2 P], the number of each answer in its token store
+    numbers: Tensor  # int64 [T], the answer to which each token belongs; any number for a token without a label
+    lengths: Tensor  # fp32 [P, 2] or [A, 1], number of labels of each answer
+    reference: Tensor  # the same shape, log-probabilities before training; 0 if the objective does not use them
+    places: tuple[int, ...] = ()  # index of each answer in `TokenStore.reference`
 
-    def to(self, device: torch.device) -> Pairs:
+    def to(self, device: torch.device) -> Self:
         """Copy the tensors to `device` asynchronously."""
-        answers, lengths, reference = (send(tensor, device) for tensor in self.tensors())
-        return replace(self, answers=answers, lengths=lengths, reference=reference)
+        numbers, lengths, reference = (send(tensor, device) for tensor in (self.numbers, self.lengths, self.reference))
+        return replace(self, numbers=numbers, lengths=lengths, reference=reference)
 
     def tensors(self) -> list[Tensor]:
-        return [self.answers, self.lengths, self.reference]
+        return [self.numbers, self.lengths, self.reference]
 
-    def select(self, rows: Tensor) -> Pairs:
-        """Return the pairs with only the `rows` of `answers`."""
-        return replace(self, answers=self.answers[rows])
+    def select(self, rows: Tensor) -> Self:
+        """Return the answers with only the `rows` of `numbers`."""
+        return replace(self, numbers=self.numbers[rows])
 
     def logprobs(self, losses: Tensor) -> Tensor:
-        """Return the log-probability of each answer, fp32 [P, 2], from the cross-entropy of each token."""
+        """Return the log-probability of each answer, fp32 in the shape of `lengths`, from the loss of each token."""
         sums = torch.zeros(self.lengths.numel(), dtype=torch.float64, device=losses.device)
-        return -sums.index_add_(0, self.answers, losses[: len(self.answers)].double()).view(-1, 2).float()
+        sums.index_add_(0, self.numbers, losses[: len(self.numbers)].double())
+        return -sums.view(self.lengths.shape).float()
 
     def weights(self, logprobs: Tensor) -> Tensor:
         """Return the weight of each token in the cross-entropy that has the gradient of the summed loss, fp32 [T]."""
         with torch.enable_grad():
             leaf = logprobs.detach().requires_grad_()
-            summed = self.objective.losses(leaf, self.reference, self.lengths).sum()
-            gradient = torch.autograd.grad(summed, leaf)[0]
-        return -gradient.view(-1)[self.answers]
+            gradient = torch.autograd.grad(self.losses(leaf).sum(), leaf)[0]
+        return -gradient.view(-1)[self.numbers]
+
+    def summed_ratios(self, logprobs: Tensor) -> float:
+        """Return the sum of the log-ratios, log(p / reference), of all answers."""
+        return float((logprobs.to(self.reference.device) - self.reference).double().sum())
+
+    def losses(self, logprobs: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        return self.objective.losses(logprobs, self.reference, self.lengths)
 
     def metrics(self, logprobs: Tensor) -> dict[str, float]:
         """Return the sums over all pairs of the loss and of TRL's metrics."""
         logprobs = logprobs.to(self.lengths.device)
         rewards = self.objective.rewards(logprobs, self.reference, self.lengths)
         margins = rewards[:, 0] - rewards[:, 1]
-        values = {
-            "loss": self.objective.losses(logprobs, self.reference, self.lengths),
-            "rewards/chosen": rewards[:, 0],
-            "rewards/rejected": rewards[:, 1],
-            "rewards/accuracies": (margins > 0).float(),
-            "rewards/margins": margins,
-            "logps/chosen": logprobs[:, 0],
-            "logps/rejected": logprobs[:, 1],
-        }
-        sums = torch.stack([value.double().sum() for value in values.values()])
-        return dict(zip(values, sums.tolist(), strict=True))
+        return _sums(
+            {
+                "loss": self.losses(logprobs),
+                "rewards/chosen": rewards[:, 0],
+                "rewards/rejected": rewards[:, 1],
+                "rewards/accuracies": (margins > 0).float(),
+                "rewards/margins": margins,
+                "logps/chosen": logprobs[:, 0],
+                "logps/rejected": logprobs[:, 1],
+            }
+        )
+
+
+@dataclass(frozen=True)
+class RatedAnswers(Answers):
+    """Answers of which each is desirable or not, for KTO.
+
+    The loss compares the log-ratio of an answer with `divergence`, the mean log-ratio of mismatched answers, but at
+    least 0 (Ethayarajh et al. 2024, equation 7).
+    """
+
+    desirable: Tensor = field(kw_only=True)  # bool [A]
+    divergence: float = 0.0
+
+    def to(self, device: torch.device) -> Self:
+        return replace(super().to(device), desirable=send(self.desirable, device))
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), self.desirable]
+
+    def losses(self, logprobs: Tensor) -> Tensor:
+        """Return the loss of each answer."""
+        objective, above = self.objective, (logprobs - self.reference)[:, 0] - self.divergence
+        good = objective.desirable_weight * (1 - torch.sigmoid(objective.beta * above))
+        bad = objective.undesirable_weight * (1 - torch.sigmoid(-objective.beta * above))
+        return torch.where(self.desirable, good, bad)
+
+    def metrics(self, logprobs: Tensor) -> dict[str, float]:
+        """Return the sums of the loss and of TRL's metrics, over all, desirable ("chosen") or undesirable answers."""
+        logprobs = logprobs.to(self.lengths.device)
+        rewards = self.objective.rewards(logprobs, self.reference, self.lengths)[:, 0]
+        chosen, rejected = self.desirable.double(), (~self.desirable).double()
+        return _sums(
+            {
+                "loss": self.losses(logprobs),
+                "kl": torch.full_like(chosen, self.divergence),
+                "rewards/chosen": rewards * chosen,
+                "rewards/rejected": rewards * rejected,
+                "logps/chosen": logprobs[:, 0] * chosen,
+                "logps/rejected": logprobs[:, 0] * rejected,
+                _DESIRABLE: chosen,
+            }
+        )
+
+
+def _sums(values: dict[str, Tensor]) -> dict[str, float]:
+    sums = torch.stack([value.double().sum() for value in values.values()])
+    return dict(zip(values, sums.tolist(), strict=True))

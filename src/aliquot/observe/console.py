@@ -150,6 +150,9 @@ class Display:
             self._bars.remove_task(self._tasks.pop(description))
 
 
+_REWARDS = {"accuracy": "accuracies", "margin": "margins"}
+
+
 def _readings(metrics: Mapping[str, Any], verbose: bool) -> list[str]:
     """Format the known metrics among `metrics`: `epoch 0.5`, `loss 3.2100`, ... Details only if `verbose`."""
     ranks_memory = "gpu_memory_bytes" if metrics.get("gpu_memory_bytes") else "memory_bytes"
@@ -218,9 +221,9 @@ class LiveView:
                 line.append("  ").append(sparkline(self.losses, _SPARKS), style="cyan")
                 line.append(f"  from {self.losses[0]:.4f}", style="dim")
             rows.append(("loss", line))
-        if metrics.get("rewards/accuracies") is not None:
-            text = f"accuracy {metrics['rewards/accuracies']:.2f}  margin {metrics['rewards/margins']:.3f}"
-            rows.append(("rewards", Text(text)))
+        rewards = {name: metrics.get(f"rewards/{key}") for name, key in _REWARDS.items()}
+        if shown := [f"{name} {value:.3g}" for name, value in rewards.items() if value is not None]:
+            rows.append(("rewards", Text("  ".join(shown))))
         if metrics.get("eval_loss") is not None:
             rows.append(("evaluation", Text(f"loss {metrics['eval_loss']:.4f}")))
         if metrics.get("epoch") is not None and metrics.get("learning_rate") is not None:

@@ -230,6 +230,9 @@ class _RunPlan:
         evaluated = BatchSize(workload.eval_sequences or 0, size.micro).sequences(layout.world_size) / size.micro
         with_reference = (workload.sequences or 0) + (workload.eval_sequences or 0)
         compared = BatchSize(with_reference, size.micro).sequences(layout.world_size) / size.micro
+        compared *= {"dpo": 1, "kto": 2}.get(config.train.objective, 0)  # kto: with mismatched answers
+        batches = size.sequences(layout.world_size) / size.micro if config.train.objective == "kto" else 0
+        divergence_s = evaluation_time(setting, self.whole_micro_batch, batches, moved, self.rates)
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         return Plan(
@@ -254,15 +257,13 @@ class _RunPlan:
             checkpoint_bytes=self.saving.checkpoint_bytes,
             steps=self.steps or 0,
             tokens_per_step=size.total * workload.tokens,
-            step_s=step.total_s,
+            step_s=step.total_s + divergence_s,
             bottleneck=step.bottleneck,
             waiting_factor=step.waiting_factor,
             evaluations=evaluations if evaluated else 0,
             uncounted_evaluations=evaluations if evaluates(config) and not evaluated else 0,
             evaluation_s=evaluation_time(setting, self.whole_micro_batch, evaluated, moved, self.rates),
-            reference_s=0.0
-            if config.train.objective != "dpo"
-            else evaluation_time(setting, self.whole_micro_batch, compared, moved, self.rates),
+            reference_s=evaluation_time(setting, self.whole_micro_batch, compared, moved, self.rates),
             saves=saves.blocking,
             saves_beside=saves.overlapped,
             stall_s=saves.stall_s,

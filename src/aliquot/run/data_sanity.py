@@ -55,7 +55,7 @@ def show_data(run: RunContext, inputs: Inputs) -> None:
 def check_first_batch(run: RunContext, inputs: Inputs, model: Model) -> None:
     """Warn if a pretrained model predicts the first batch badly, or much better with a bos token. Collective."""
     batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
-    batch = batch and replace(batch, pairs=None)  # the cross-entropy of all answers
+    batch = batch and replace(batch, answers=None)  # the cross-entropy of all answers
     vocabulary = inputs.source.config.get_text_config(decoder=True).vocab_size
     has_masks = {stream.source.store.mask is not None for stream in inputs.batches.streams}
     # In a mixture of data sources, ranks may see sources with and without loss masks. So the chat prefix is used only

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due
@@ -17,6 +20,7 @@ from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.source import resolve
+from aliquot.nn.preference_loss import RatedAnswers
 from aliquot.run import setup, starting_point
 from aliquot.run.data_sanity import check_inputs
 from aliquot.run.run_context import RunContext, Stage, TrainingContext, join_run
@@ -41,9 +45,10 @@ def evaluate(
 
     Returns:
         Loss and perplexity per predicted token, and bits per byte if the size of the text is known; for pairs of
-        answers, their mean loss and TRL's metrics. None if given up.
+        answers or rated answers, their mean loss and TRL's metrics. None if given up.
     """
     sums: dict[str, float] = {}
+    objective, rated, ratios = batches.format.objective, list[tuple[RatedAnswers, Tensor]](), 0.0
     total = batches.count(ranks.world_size)
     progress(0, total)
     ask_at, interval, start = 0, 1, time.perf_counter()
@@ -55,18 +60,43 @@ def evaluate(
                 batch_s = max(ranks.gather(time.perf_counter() - start)) / interval
                 interval = max(1, min(_MAX_GROWTH * interval, int(_ASK_INTERVAL_S / batch_s)))
             ask_at, start = done + interval, time.perf_counter()
-        for name, value in (micro_batch or MicroBatch.empty()).metrics(engine.evaluate(micro_batch)).items():
-            sums[name] = sums.get(name, 0.0) + value
+        result = engine.evaluate(micro_batch)
+        if objective is not None and objective.rates_answers:
+            ratios += mismatched_ratios(engine, micro_batch)
+        if micro_batch is not None and isinstance(micro_batch.answers, RatedAnswers):
+            # Their loss depends on the divergence of the whole set. The tokens are not needed any more.
+            rated.append((micro_batch.answers.select(torch.zeros(0, dtype=torch.int64)), result.cpu()))
+        else:
+            _add(sums, (micro_batch or MicroBatch.empty()).metrics(result))
         progress(done + 1, total)
+    divergence = max(0.0, math.fsum(ranks.gather(ratios)) / batches.predicted)
+    for answers, result in rated:
+        _add(sums, replace(answers, divergence=divergence).metrics(result))
     gathered = ranks.gather(sums)
-    totals = {name: math.fsum(rank_sums[name] for rank_sums in gathered if name in rank_sums) for name in gathered[0]}
+    names = dict.fromkeys(name for rank_sums in gathered for name in rank_sums)
+    totals = {name: math.fsum(rank_sums[name] for rank_sums in gathered if name in rank_sums) for name in names}
+    if objective is not None:
+        return objective.means(totals, batches.predicted)
     metrics = {name: value / batches.predicted for name, value in totals.items()}
-    if batches.format.objective is not None:
-        return metrics
     metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf
     if batches.store.text_bytes:
         metrics["bits_per_byte"] = totals["loss"] / math.log(2) / batches.store.text_bytes
     return metrics
+
+
+def mismatched_ratios(engine: Engine, micro_batch: MicroBatch | None) -> float:
+    """Return the summed log-ratios of the mismatched answers of a micro-batch, for KTO's divergence. Collective.
+
+    A rank without answers runs the same number of forward passes as the other ranks.
+    """
+    mismatched = micro_batch and micro_batch.mismatched
+    result = engine.evaluate(mismatched or micro_batch)
+    return 0.0 if mismatched is None or mismatched.answers is None else mismatched.answers.summed_ratios(result)
+
+
+def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + value
 
 
 class Evaluator:

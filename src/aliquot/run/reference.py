@@ -1,4 +1,4 @@
-"""Compute the log-probabilities of answers before training, with which DPO compares the model, and keep them in a file.
+"""Compute the log-probabilities of answers before training, with which DPO and KTO compare the model.
 
 All ranks compute them once, before the first step, with the engine that trains afterwards, so that no second model is
 in memory. Rank 0 writes the results to <run>/reference/ again and again, so that a killed run continues there. Each
@@ -47,8 +47,10 @@ def with_reference(run: RunContext, inputs: Inputs, engine: Engine, begin: Calla
     if objective is None or not objective.needs_reference:
         return inputs, False
     weights = weights_key(run.config, inputs)
+    # The longest mismatched answer to the prompt of a rated answer depends on the length of sequences.
+    length = [inputs.batches.format.length] if objective.rates_answers else []
     files = {
-        key: _ReferenceFile(run.directory.reference / f"{_hash([store.path.name, weights])}.bin", store)
+        key: _ReferenceFile(run.directory.reference / f"{_hash([store.path.name, weights, *length])}.bin", store)
         for key, store in _stores(inputs).items()
     }
     if ranks.rank == 0:
@@ -104,7 +106,7 @@ class _ReferenceFile:
     store: TokenStore
 
     def __post_init__(self) -> None:
-        self.values: Reference = np.full(self.store.documents, np.nan, np.float32)  # NaN: not computed yet
+        self.values: Reference = np.full(self.store.references, np.nan, np.float32)  # NaN: not computed yet
 
     def read(self) -> None:
         """Read the values; a missing or damaged file has none."""
@@ -115,13 +117,13 @@ class _ReferenceFile:
                 self.values = np.frombuffer(content, np.float32).copy()
 
     def add(self, results: list[tuple[list[int], list[float]]]) -> None:
-        """Set the values of (documents, log-probabilities), and write all values. Raises WeightsFileError."""
-        for documents, logprobs in results:
+        """Set the values of (places, log-probabilities), and write all values. Raises WeightsFileError."""
+        for places, logprobs in results:
             if not all(map(math.isfinite, logprobs)):
                 raise WeightsFileError(
                     "a log-probability before training is not finite: check the weights of model.path"
                 )
-            self.values[documents] = logprobs
+            self.values[places] = logprobs
         content = self.values.tobytes()
         self.path.parent.mkdir(exist_ok=True)
         publish_bytes(self.path, hashlib.sha256(content).digest() + content)
@@ -129,10 +131,10 @@ class _ReferenceFile:
     def first_missing(self, batches: EvalBatches) -> int:
         """Return the first sequence of `batches` without values; the number of sequences if all have values."""
         count = batches.epoch.packing.sequences
-        chosen = np.searchsorted(self.store.offsets, batches.epoch.packing.pieces.start)
-        if not np.isnan(self.values[chosen]).any() and not np.isnan(self.values[chosen + 1]).any():
+        first = self.store.places(batches.epoch.packing.pieces.start)  # of two: a pair, or an answer and its mismatch
+        if not np.isnan(self.values[first]).any() and not np.isnan(self.values[first + 1]).any():
             return count
-        return next((at for at in range(count) if np.isnan(self.values[batches.documents(at)]).any()), count)
+        return next((at for at in range(count) if np.isnan(self.values[batches.places(at)]).any()), count)
 
 
 def _compute(run: RunContext, engine: Engine, batches: EvalBatches, file: _ReferenceFile, start: int) -> None:
@@ -142,8 +144,12 @@ def _compute(run: RunContext, engine: Engine, batches: EvalBatches, file: _Refer
     started_s, results = time.perf_counter(), list[tuple[list[int], list[float]]]()
     for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size, first), first + 1):
         logprobs = engine.evaluate(micro_batch)
-        if micro_batch is not None and micro_batch.pairs is not None:
-            results.append((list(micro_batch.pairs.documents), logprobs.view(-1).tolist()))
+        if micro_batch is not None and micro_batch.answers is not None:
+            results.append((list(micro_batch.answers.places), logprobs.view(-1).tolist()))
+        if batches.store.desirable is not None:
+            mismatched = engine.evaluate(micro_batch and (micro_batch.mismatched or micro_batch))
+            if micro_batch is not None and micro_batch.answers is not None:
+                results.append(([place + 1 for place in micro_batch.answers.places], mismatched.view(-1).tolist()))
         if done < total and (done - first) % _BETWEEN_WRITES:
             continue
         gathered = [result for rank_results in ranks.gather(results) for result in rank_results]

@@ -85,7 +85,8 @@ def read_inputs(run: RunContext) -> Inputs:
     def load_tokenizer() -> Any:
         tokenizer = data.load_tokenizer()
         source.adopt_tokenizer(tokenizer, largest_token(tokenizer), any(adds_tokens))
-        source.check_length(config.data.sequence_length)  # second check, because the padding token may have changed
+        # This is the second check, because the padding token may have changed.
+        source.check_length(config.data.sequence_length, config.train.answers)
         return tokenizer
 
     tokenizer = run_on_all_ranks(ranks, load_tokenizer)
@@ -104,6 +105,8 @@ def read_inputs(run: RunContext) -> Inputs:
                     " config.json"
                 )
             batches = batches.with_objective(objective)
+            stores = [source.store for source in batches.sources] + [entry.store for entry in held_out.values()]
+            source.check_answer(max(store.longest_answer(config.data.sequence_length) for store in stores))
             held_out = {name: batches_of_set.with_objective(objective) for name, batches_of_set in held_out.items()}
         return batches, batches.total_steps(config.train.max_steps), held_out
 
@@ -114,7 +117,7 @@ def read_inputs(run: RunContext) -> Inputs:
 
 def _model_source(config: RunConfig) -> ModelSource:
     source = resolve(config.model)
-    source.check_length(config.data.sequence_length)  # early: tokenising a corpus takes long
+    source.check_length(config.data.sequence_length, config.train.answers)  # early: tokenising a corpus takes long
     return source
 
 

@@ -18,7 +18,7 @@ from aliquot.models.meta import attention_widths
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
 from aliquot.observe.throughput import model_flops
-from aliquot.run.evaluate import Evaluator
+from aliquot.run.evaluate import Evaluator, mismatched_ratios
 from aliquot.run.run_checkpoints import RunCheckpoints
 from aliquot.run.run_context import Stage, TrainingContext
 from aliquot.run.shutdown import Phase
@@ -104,21 +104,33 @@ class TrainingLoop:
     def _backward(self, batch: StepBatch) -> list[dict[str, float]]:
         """Compute the gradients of this rank's micro-batches; return the sums of the metrics of each data source."""
         self._recorder.enter("forward")
-        results = []
-        for index, micro_batch in enumerate(batch.micro_batches):
-            is_last = index == len(batch.micro_batches) - 1
+        micro_batches, results = self._with_divergence(batch), []
+        for index, micro_batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
             results.append(self._engine.backward(micro_batch, 1 / max(1, batch.predicted), is_last))
         sums: list[dict[str, float]] = [{"loss": 0.0} for _ in batch.predicted_of]
-        for micro_batch, result in zip(batch.micro_batches, results, strict=True):
+        for micro_batch, result in zip(micro_batches, results, strict=True):
             source_sums = sums[0 if micro_batch is None else micro_batch.source]
             for name, value in (micro_batch or MicroBatch.empty()).metrics(result).items():
                 source_sums[name] = source_sums.get(name, 0.0) + value
         return sums
 
+    def _with_divergence(self, batch: StepBatch) -> list[MicroBatch | None]:
+        """Return the micro-batches; those of KTO with the divergence of the global batch, which needs a forward pass.
+
+        As in TRL, the divergence is the mean log-ratio of mismatched answers, at least 0, without a gradient.
+        """
+        objective = self._training.inputs.batches.format.objective
+        if objective is None or not objective.rates_answers:
+            return batch.micro_batches
+        summed = math.fsum(mismatched_ratios(self._engine, micro_batch) for micro_batch in batch.micro_batches)
+        divergence = max(0.0, math.fsum(self._run.ranks.gather(summed)) / max(1, batch.predicted))
+        return [micro_batch and micro_batch.with_divergence(divergence) for micro_batch in batch.micro_batches]
+
     def _exchange_reports(self, batch: StepBatch, sums: list[dict[str, float]]) -> list[dict[str, Any]]:
         """Gather one report from every rank, so that all ranks decide by the same values.
 
-        This is the only exchange of small values in a step.
+        Besides KTO's divergence, this is the only exchange of small values in a step.
         """
         report = {
             "loss": [source_sums.pop("loss") for source_sums in sums],
@@ -219,10 +231,13 @@ class TrainingLoop:
             raise self._diverged(f"the loss is not finite on rank {', '.join(bad_ranks)}")
         return math.fsum(sums) / max(1, predicted)
 
-    def _preference_metrics(self, sums: list[list[dict[str, float]]], pairs: int) -> dict[str, float]:
-        """The mean of each metric of pairs of answers over the global batch; empty without pairs."""
+    def _preference_metrics(self, sums: list[list[dict[str, float]]], count: int) -> dict[str, float]:
+        """The mean of each metric of `count` pairs or rated answers in the global batch; empty for other data."""
+        objective = self._training.inputs.batches.format.objective
         parts = [source_sums for rank_sums in sums for source_sums in rank_sums if source_sums]
-        return {name: math.fsum(part[name] for part in parts) / pairs for name in (parts[0] if parts else ())}
+        if objective is None or not parts:
+            return {}
+        return objective.means({name: math.fsum(part[name] for part in parts) for name in parts[0]}, count)
 
     def _source_losses(self, sums: list[list[float]], batch: StepBatch) -> dict[str, float]:
         """The mean loss of each named data source in the batch, over its predicted tokens."""

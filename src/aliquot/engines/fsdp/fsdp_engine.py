@@ -227,10 +227,10 @@ class FsdpEngine:
         fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
         if not self._spec.fused_loss:
-            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.pairs)
+            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.answers)
             scaled = loss * scale
         else:
-            chosen = fed.chosen or choose(fed.labels, fed.pairs)
+            chosen = fed.chosen or choose(fed.labels, fed.answers)
             result, scaled = self._model.fused_loss(*inputs, scale, chosen)  # type: ignore[operator]
         return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 

@@ -150,11 +150,11 @@ class SingleGpuEngine:
         if self._spec.fused_loss:
             head = self._model.get_output_embeddings().weight  # type: ignore[operator]
             hidden = model_calls.hidden_states(self._model, fed.input_ids, fed.position_ids, documents)
-            chosen = fed.chosen or choose(fed.labels, fed.pairs)
+            chosen = fed.chosen or choose(fed.labels, fed.answers)
             result, scaled = self._head_loss(hidden, head, fed.labels, scale, chosen=chosen)
         else:
             result, loss = model_calls.whole_logits_loss(
-                self._model, fed.input_ids, fed.position_ids, fed.labels, documents, fed.pairs
+                self._model, fed.input_ids, fed.position_ids, fed.labels, documents, fed.answers
             )
             scaled = loss * scale
         return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, documents)

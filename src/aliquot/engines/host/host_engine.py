@@ -199,12 +199,12 @@ class HostEngine:
         positions, labels = batch.position_ids, batch.labels
         if not self._spec.fused_loss:
             result, loss = model_calls.whole_logits_loss(
-                self._model, batch.input_ids, positions, labels, documents, batch.pairs
+                self._model, batch.input_ids, positions, labels, documents, batch.answers
             )
             return result, model_calls.with_auxiliary(self._model, loss * scale, scale, labels, documents)
         tokens = batch.input_ids if rows is None else rows
         head = self._model.get_output_embeddings()  # type: ignore[operator]
-        training, chosen = torch.is_grad_enabled(), choose(labels, batch.pairs)
+        training, chosen = torch.is_grad_enabled(), choose(labels, batch.answers)
         # Allocate the logits before layers save activations, while the heap has a free block of this size.
         room = self._head_loss.room(chosen, labels, head.weight) if training else None
         hidden = model_calls.hidden_states(self._model, tokens, positions, documents)

@@ -64,22 +64,25 @@ def perplexity(run: Run) -> Figure:
 
 
 def rewards(run: Run) -> list[Figure]:
-    """Draw rewards and accuracy of preference training; no figures for another objective."""
+    """Draw rewards of preference training, and accuracy if answers are in pairs; no figures for another objective."""
     chosen, rejected, accuracies = (run.points(f"rewards/{name}") for name in ("chosen", "rejected", "accuracies"))
-    if not accuracies:
+    if not chosen or not rejected:
         return []
     evaluated = {name: run.points(f"eval_rewards/{name}", run.evaluations) for name in ("accuracies", "margins")}
     says = f"The rewards of chosen and rejected answers ended at {chosen[-1][1]:.3f} and {rejected[-1][1]:.3f}."
+    lines = [Line("chosen", chosen, 2, smooth=True), Line("rejected", rejected, 1, smooth=True)]
+    axis = Axis("reward", "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
+    rewards_figure = line_figure(Figure("rewards", "Rewards of answers", says), axis, lines)
+    if not accuracies:
+        return [rewards_figure]
     counted = f"{percent(accuracies[-1][1])} of the last pairs have the higher reward for the chosen answer"
     if held_out := evaluated["accuracies"]:
         counted += f", and {percent(held_out[-1][1])} of held-out pairs"
-    lines = [Line("chosen", chosen, 2, smooth=True), Line("rejected", rejected, 1, smooth=True)]
     shares = [Line("training", accuracies, 0, smooth=True), Line("held-out", held_out, 1, "dots dashed")]
-    axis = Axis("reward", "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
     share_axis = Axis("share of pairs", percent, percent, True, marks=resumes(run))
     margins = {step: f"{value:.4f}" for step, value in evaluated["margins"]}
     return [
-        line_figure(Figure("rewards", "Rewards of answers", says), axis, lines),
+        rewards_figure,
         line_figure(Figure("accuracy", "Pairs with the preferred order", f"{counted}."), share_axis, shares,
                     {"held-out margin": margins} if margins else {}),
     ]  # fmt: skip

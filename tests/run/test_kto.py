@@ -1,0 +1,236 @@
+"""KTO as a person runs it, against a plain loop with a frozen reference, and against TRL's KTOTrainer."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import aliquot
+from aliquot.data.batches import Batches, objective_of
+from aliquot.data.eval_batches import EvalBatches
+from aliquot.data.prepare import prepare
+from aliquot.data.token_store import TokenStore
+from aliquot.data.workload import batch_size
+from aliquot.models.micro_batch import MicroBatch
+from tests import plain
+from tests.runs import WORDS, curve, refused, trained, write_config
+
+METRICS = ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+TRAIN = {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kto")
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=300, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    draw = random.Random(3)
+
+    def words(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(2, most)))
+
+    records = [{"prompt": words(7), "completion": f" {words(9)}", "label": draw.random() < 0.6} for _ in range(31)]
+    (folder / "rated.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    unusable = [{"prompt": "a", "completion": " ".join(WORDS * 4), "label": True}]
+    unusable += [{"prompt": "a", "completion": "b", "label": "good"}]
+    (folder / "more.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records + unusable))
+    return folder
+
+
+def write(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder / "model"), "config": None},
+        "data": {"path": str(folder / "more.jsonl"), "document": None, "sequence_length": 64, "eval_fraction": 0.3},
+        "train": dict(TRAIN),
+        "checkpoint": {"every": 2, "keep": 9, "export": False},
+    }
+    for section, values in sections.items():
+        defaults.setdefault(section, {}).update(values)
+    return write_config(folder, name, **defaults)
+
+
+class PlainLoss:
+    """The summed loss of a micro-batch; the divergence is that of the global batch to which the micro-batch belongs."""
+
+    def __init__(self, reference: nn.Module, store: TokenStore, config: aliquot.RunConfig) -> None:
+        assert store.mask is not None and store.desirable is not None
+        self.reference, self.train, self.length = reference, config.train, config.data.sequence_length
+        self.documents = [store.tokens[a:b].tolist() for a, b in pairwise(store.offsets)]
+        self.begins = [1 + store.mask[a + 1 : b].tolist().index(1) for a, b in pairwise(store.offsets)]
+        self.desirable = store.desirable.tolist()
+        self.numbers = {tuple(ids): number for number, ids in enumerate(self.documents)}
+        assert len(self.numbers) == len(self.documents)
+        self.divergence = 0.0
+        self.global_batches: Any = iter(())
+        self.left = 0
+
+    def ratio(self, model: nn.Module, ids: list[int], begin: int) -> Tensor:
+        def logprob(model: nn.Module) -> Tensor:
+            logits = model(input_ids=torch.tensor([ids])).logits[0, begin - 1 : -1]
+            return -nn.functional.cross_entropy(logits, torch.tensor(ids[begin:]), reduction="sum")
+
+        with torch.no_grad():
+            before = logprob(self.reference)
+        return logprob(model) - before
+
+    def members(self, batch: MicroBatch) -> list[int]:
+        rows = [tuple(batch.input_ids[a:b].tolist()) for a, b in pairwise(batch.edges)]
+        return [self.numbers[row] for row in rows if row in self.numbers]
+
+    def set_divergence(self, model: nn.Module, batches: list[MicroBatch]) -> None:
+        ratios = []
+        for number in [number for batch in batches for number in self.members(batch)]:
+            other = (number + len(self.documents) // 2) % len(self.documents)
+            prompt, answer = self.documents[number][: self.begins[number]], self.documents[other][self.begins[other] :]
+            with torch.no_grad():
+                ratios.append(float(self.ratio(model, (prompt + answer)[: self.length], len(prompt))))
+        self.divergence = max(0.0, sum(ratios) / len(ratios))
+
+    def __call__(self, model: nn.Module, batch: MicroBatch | None) -> Tensor:
+        assert batch is not None
+        if self.left == 0 and (batches := next(self.global_batches, None)) is not None:
+            self.set_divergence(model, batches)
+            self.left = len(batches)
+        self.left -= 1
+        losses = []
+        for number in self.members(batch):
+            above = self.train.beta * (self.ratio(model, self.documents[number], self.begins[number]) - self.divergence)
+            weights = self.train.undesirable_weight, self.train.desirable_weight
+            sign = 1 if self.desirable[number] else -1
+            losses.append(weights[self.desirable[number]] * torch.sigmoid(-sign * above))
+        return torch.stack(losses).sum()
+
+
+def plain_curve(file: Path, steps: int) -> tuple[list[float], float]:
+    """Losses of a plain loop, and the loss on held-out answers at the end."""
+    config = aliquot.read_config(file)
+    assert config.model.path is not None
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    reference = deepcopy(model)
+    data = prepare(config.data, Path(config.model.path), model.config.vocab_size)
+    if config.adapter is not None:
+        plain.add_lora(model, config.adapter)
+        drawn = plain.initial_weights(reference.config, config.run.seed, config.adapter)
+        model.load_state_dict({n: values for n, values in drawn.items() if ".lora_" in n}, strict=False)
+    objective, size = objective_of(config.train), batch_size(config.train, 1)
+    assert objective is not None
+    batches = Batches.of(data, config.data, config.run.seed, size, None).with_objective(objective)
+    loss = PlainLoss(reference, data.open_train()[""], config)
+    loss.global_batches = (batches.step_batch(step, 0, 1).micro_batches for step in range(steps))
+    losses = plain.train(model, batches, config.train, steps, loss)
+    held_out = EvalBatches.of(data, config.data, size)[""].with_objective(objective)
+    loss = PlainLoss(reference, data.open_eval()[""], config)
+    rows = [row for row in held_out.micro_batches(0, 1) if row is not None]
+    loss.set_divergence(model, rows)
+    with torch.no_grad():
+        return losses, sum(float(loss(model, row)) for row in rows) / held_out.predicted
+
+
+def check_curve(file: Path) -> None:
+    directory = file.with_suffix("")
+    losses, evaluated = plain_curve(file, 6)
+    assert list(curve(directory).values()) == pytest.approx(losses, rel=1e-5)
+    assert curve(directory, "eval_loss")[6] == pytest.approx(evaluated, rel=1e-5)
+    assert any(value > 0 for value in curve(directory, "kl").values())
+    assert all(curve(directory, metric) for metric in METRICS)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> tuple[Path, str]:
+    """The config of a run, and what the run printed."""
+    file = write(folder, "whole", launch={"ranks": 2}, shard={"engine": "host"})
+    return file, trained(file)
+
+
+def test_the_curve_is_that_of_a_plain_loop(whole: tuple[Path, str]) -> None:
+    file, output = whole
+    assert "1 x a record whose label is neither true nor false, left out" in output
+    assert "1 answer is longer than data.sequence_length, left out" in output
+    check_curve(file)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("whole")
+def test_a_run_goes_on_at_another_world_size(folder: Path) -> None:
+    shutil.copytree(folder / "whole", folder / "moved")
+    for step in (4, 6):
+        shutil.rmtree(folder / "moved" / "checkpoints" / f"step-{step:08d}")
+    assert "resuming from" in trained(write(folder, "moved", launch={"ranks": 1}))
+    assert curve(folder / "moved") == pytest.approx(curve(folder / "whole"), rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "engine", "sections"),
+    [
+        (1, "host", {"data": {"packing": False}}),
+        (3, "host", {"train": {**TRAIN, "per_device_train_batch_size": 2}}),
+        (2, "host", {"adapter": {"r": 3, "alpha": 12.0}}),
+        (1, "fsdp", {}),
+        (2, "fsdp", {"data": {"packing": False}}),
+        (3, "fsdp", {"train": {**TRAIN, "gradient_checkpointing": "full"}}),
+    ],
+)
+def test_every_engine_has_the_curve_of_a_plain_loop(
+    folder: Path, ranks: int, engine: str, sections: dict[str, Any]
+) -> None:
+    name = f"{engine}-{ranks}-{'-'.join(sections)}"
+    file = write(folder, name, launch={"ranks": ranks}, shard={"engine": engine}, **deepcopy(sections))
+    trained(file)
+    check_curve(file)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_curve_is_that_of_trl(folder: Path, ranks: int) -> None:
+    """With all 31 records in one batch, in an order in which TRL makes the same mismatched answers."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+
+    train = {**TRAIN, "max_steps": 5, "global_batch_size": 31, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    data = {"path": str(folder / "rated.jsonl"), "packing": False, "eval_fraction": 0.0}
+    file = write(folder, f"trl-{ranks}", launch={"ranks": ranks}, data=data, train=train, checkpoint={"every": 0})
+    trained(file)
+    records = [json.loads(line) for line in (folder / "rated.jsonl").read_text().splitlines()]
+    # In TRL, the mismatched answer of record i of a batch is that of record i - 1.
+    order = [0]
+    while len(order) < len(records):
+        order.append((order[-1] - len(records) // 2) % len(records))
+    config = aliquot.read_config(file)
+    tokenizer = prepare(config.data, folder / "model", 300).load_tokenizer()
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    models = [AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32) for _ in range(2)]
+    settings = trl.KTOConfig(
+        output_dir=str(folder / "trl-output"), per_device_train_batch_size=31, max_steps=5, learning_rate=1e-2,
+        lr_scheduler_type="constant", beta=0.3, desirable_weight=1.5, logging_steps=1, report_to=[], use_cpu=True,
+        bf16=False, gradient_checkpointing=False, max_length=None, optim="adamw_torch", save_strategy="no",
+        dataloader_pin_memory=False, disable_tqdm=True, weight_decay=config.train.weight_decay,
+        adam_beta2=config.train.adam_beta2,
+    )  # fmt: skip
+    dataset = Dataset.from_list([records[number] for number in order])
+    trainer = trl.KTOTrainer(models[0], models[1], settings, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    for name in ("loss", *METRICS):
+        ours = list(curve(folder / f"trl-{ranks}", name).values())
+        assert ours == pytest.approx([line[name] for line in logged], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.long
+def test_kto_needs_ratings(folder: Path) -> None:
+    text = {"path": str(folder / "text.txt"), "document": "line"}
+    assert "needs rated answers" in refused(write(folder, "no", data=text))
