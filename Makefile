@@ -88,6 +88,7 @@ bench: $(DEVELOPED)
 	$(BIN)/python benchmarks/breakdown.py --json benchmarks/breakdown.json
 	$(BIN)/python benchmarks/moe.py --json benchmarks/moe.json
 	$(BIN)/python benchmarks/lora.py --json benchmarks/lora.json
+	$(BIN)/python benchmarks/dpo.py --json benchmarks/dpo.json
 ifneq ($(and $(MODEL),$(TEXT)),)
 	$(BIN)/python benchmarks/long_run.py --text $(TEXT) --json benchmarks/long_run.json
 	$(BIN)/python benchmarks/states.py --model $(MODEL) --text $(TEXT) --json benchmarks/states.json

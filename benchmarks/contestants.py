@@ -181,14 +181,13 @@ def deepspeed_seconds(
 
 
 def trainer_arguments(
-    folder: str, precision: str, steps: int, batch: int, accumulation: int, use_cpu: bool = True, **more: Any
+    folder: str, precision: str, steps: int, batch: int, accumulation: int, kind: Any = None, **more: Any
 ) -> Any:
-    """Return arguments of an HF Trainer that saves, logs and reports nothing."""
+    """Return arguments of an HF Trainer that saves, logs and reports nothing; `kind`: a class of TRL's arguments."""
     from transformers import TrainingArguments
 
-    return TrainingArguments(
+    return (kind or TrainingArguments)(
         output_dir=folder,
-        use_cpu=use_cpu,
         bf16=precision == "bf16",
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
@@ -199,7 +198,7 @@ def trainer_arguments(
         disable_tqdm=True,
         save_strategy="no",
         logging_strategy="no",
-        **more,
+        **{"use_cpu": True, **more},
     )
 
 

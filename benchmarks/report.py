@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.smoke import SMOKE
 
-PEERS = ("deepspeed", "accelerate", "peft", "datasets")
+PEERS = ("deepspeed", "accelerate", "peft", "datasets", "trl")
 Row = dict[str, Any]
 Target = dict[str, Any]
 

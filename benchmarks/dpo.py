@@ -1,0 +1,226 @@
+"""Compare DPO with TRL's DPOTrainer under DeepSpeed ZeRO-3: speed and memory of two ranks, from a file of pairs on.
+
+python benchmarks/dpo.py --json dpo.json [--steps 3] [--rounds 1]
+
+A Llama of 125 M parameters learns from pairs of answers of about 100 tokens to prompts of about 50 tokens: passages of
+this repository's documentation. Every step takes the same eight pairs, four per rank. All contestants compute the
+reference's log-probabilities before the first step, in bf16, with one thread per rank on its own core and the same
+allocator. TRL runs with and without gradient checkpointing, which is its default. Figures are the median of all steps
+but the first, and the peak PSS of a rank up to the last step. The targets compare with the fastest and with the
+smallest run of TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import smoke
+from benchmarks.contestants import DEEPSPEED_JSON, LEARNING_RATE, quiet, trainer_arguments
+from benchmarks.layouts import LLAMA_125M, llama_config
+from benchmarks.prepare import make_tokenizer
+from benchmarks.report import Row, finish, target
+from benchmarks.worlds import Measured, run_world, tell
+
+RANKS, PAIRS = 2, 4  # per rank and step
+PROMPT_WORDS, ANSWER_WORDS = smoke.choose((30, 60), (4, 6))  # on average
+MODEL = smoke.choose(LLAMA_125M, smoke.TINY)
+PRECISION = smoke.choose("bf16", "fp32")
+OURS = "aliquot"
+WHO = {
+    OURS: "",
+    "TRL + DeepSpeed ZeRO-3": "zero3",
+    "TRL + DeepSpeed ZeRO-3, gradient checkpointing": "zero3 checkpointing",
+    "TRL + DDP": "ddp",
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--steps", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=1)
+    arguments.add_argument("--only", nargs="+", choices=WHO, default=list(WHO))
+    given = smoke.parse(arguments, steps=1)
+    from aliquot.machine.allocator import allocator_environment
+
+    environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", ""), "TQDM_DISABLE": "1"}
+    found: dict[str, list[list[Measured]]] = {who: [] for who in given.only}
+    with tempfile.TemporaryDirectory() as folder:
+        write_work(Path(folder))
+        for _ in range(given.rounds):
+            for who, rounds in found.items():
+                rounds.append(run_world(__file__, RANKS, who, folder, str(given.steps + 1), environ=environ))
+                print(who, rounds[-1], flush=True)
+    rows = [_row(who, rounds) for who, rounds in found.items()]
+    ours, *peers = rows
+    fastest = min((row["step_s"] for row in peers if row["step_s"]), default=None)
+    smallest = min((row["pss_gb"] for row in peers if row["pss_gb"]), default=None)
+    targets = [
+        target("dpo_speedup", fastest and fastest / ours["step_s"], 3.0, "higher"),
+        target("dpo_memory", smallest and ours["pss_gb"] / smallest, 0.4, "lower"),
+    ]
+    finish(f"DPO, 125m, {PRECISION}, {RANKS} ranks", rows, targets, given.json)
+
+
+def write_work(folder: Path) -> None:
+    """Write the pairs of one step, and a model with random weights and its tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    words, draw = smoke.text().read_text().split(), random.Random(1)
+    make_tokenizer(folder, [" ".join(words)], MODEL["vocab_size"])
+
+    def passage(mean: int) -> str:
+        start = draw.randrange(len(words))
+        return " ".join(words[start : start + 4 + int(draw.expovariate(1 / mean))])
+
+    with (folder / "pairs.jsonl").open("w") as file:
+        for _ in range(PAIRS * RANKS):
+            prompt, chosen, rejected = passage(PROMPT_WORDS), passage(ANSWER_WORDS), passage(ANSWER_WORDS)
+            file.write(json.dumps({"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}) + "\n")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**llama_config(MODEL))
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "tokenizer")
+
+
+def _row(who: str, rounds: list[list[Measured]]) -> Row:
+    row: Row = {"who": who, "step_s": None, "pss_gb": None, "before_s": None}
+    good = [ranks for ranks in rounds if "failed" not in ranks[0]]
+    if not good:
+        return row | {"note": rounds[0][0]["failed"]}
+    seconds = statistics.median(second for ranks in good for second in ranks[0]["seconds"])
+    pss = max(rank["pss"] for ranks in good for rank in ranks)
+    before = statistics.median(ranks[0]["before_s"] for ranks in good)
+    return row | {"step_s": seconds, "pss_gb": pss / 1e9, "before_s": before}
+
+
+def rank() -> None:
+    who, folder, steps = sys.argv[2:]
+    quiet()
+    import torch
+
+    from aliquot.machine.memory import PssSampler
+
+    number = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
+    pss, peak, over = PssSampler(), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            peak[0] = max(peak[0], pss.bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    started = time.perf_counter()
+    ends: list[float] = []
+
+    def ended(*_: object) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) == int(steps):
+            over.set()
+
+    watcher.start()
+    if who == OURS:
+        aliquot_run(Path(folder), int(steps), ended)
+    else:
+        trl_run(Path(folder), int(steps), ended, WHO[who])
+    over.set()  # only rank 0 of aliquot has callbacks
+    watcher.join()
+    tell(
+        {"pss": peak[0], "seconds": [b - a for a, b in pairwise(ends)], "before_s": ends[0] - started if ends else None}
+    )
+    os._exit(0)
+
+
+def aliquot_run(folder: Path, steps: int, ended: Callable[..., object]) -> None:
+    """Train as a user does; without packing, a step takes the same number of pairs as TRL's."""
+    import aliquot
+
+    class Ended(aliquot.Callback):
+        def on_step_end(self, *_: Any) -> None:
+            ended()
+
+    aliquot.train(
+        aliquot.RunConfig.model_validate(
+            {
+                "run": {"name": "dpo", "directory": str(folder / "run")},
+                "model": {"path": str(folder / "tokenizer")},
+                "data": {
+                    "path": str(folder / "pairs.jsonl"),
+                    "sequence_length": 2048,
+                    "packing": False,
+                    "cache_directory": str(folder / "cache"),
+                },
+                "train": {
+                    "objective": "dpo",
+                    "max_steps": steps,
+                    "global_batch_size": PAIRS * RANKS,
+                    "per_device_train_batch_size": PAIRS,
+                    "learning_rate": LEARNING_RATE,
+                    "precision": PRECISION,
+                    "compile": "none",
+                },
+                "launch": {"device": "cpu", "threads_per_rank": 1},
+                "checkpoint": {"export": False},
+                "observe": {"console": "quiet", "report_to": []},
+            }
+        ),
+        callbacks=[Ended()],
+    )
+
+
+def trl_run(folder: Path, steps: int, ended: Callable[..., object], how: str) -> None:
+    """Train as in TRL's documentation, with reference log-probabilities computed beforehand."""
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
+
+    class Ended(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ended()
+
+    more: dict[str, Any] = {"ddp_backend": "gloo"}
+    if how != "ddp":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        from aliquot.engines.deepspeed.deepspeed_setup import prepare_ops
+
+        prepare_ops()
+        deepspeed.init_distributed(dist_backend="gloo")
+        file = folder / f"deepspeed-{os.environ['RANK']}.json"
+        file.write_text(json.dumps(DEEPSPEED_JSON | {"bf16": {"enabled": PRECISION == "bf16"}}))
+        more = {"deepspeed": str(file)}
+    dtype = torch.bfloat16 if PRECISION == "bf16" and how != "ddp" else torch.float32
+    settings = trainer_arguments(
+        str(folder / "trl"), PRECISION, steps, PAIRS, 1, kind=DPOConfig, precompute_ref_log_probs=True,
+        gradient_checkpointing="checkpointing" in how, max_length=None, dataloader_pin_memory=False,
+        model_init_kwargs={"dtype": dtype}, **more,
+    )  # fmt: skip
+    DPOTrainer(
+        model=str(folder / "tokenizer"),
+        args=settings,
+        train_dataset=load_dataset(
+            "json", data_files=str(folder / "pairs.jsonl"), split="train", cache_dir=str(folder / "datasets")
+        ),
+        processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        callbacks=[Ended()],
+    ).train()
+
+
+if __name__ == "__main__":
+    rank() if "--rank" in sys.argv else main()
