@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor, nn
 from transformers import get_scheduler
 
@@ -86,11 +87,21 @@ def train(
     settings: TrainSection,
     steps: int,
     summed: Callable[[nn.Module, MicroBatch | None], Tensor] = summed_loss,
+    loraplus_lr_ratio: float = 1.0,
 ) -> list[float]:
     """Losses of `steps` optimizer steps of the run that `settings` describe."""
-    groups = parameter_groups(dict(model.named_parameters()), settings.weight_decay)
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
+    decay = settings.weight_decay
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_epsilon,
+    }
+    if loraplus_lr_ratio == 1.0:
+        groups = parameter_groups(dict(model.named_parameters()), decay)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **options)
+    else:
+        options |= {"loraplus_lr_ratio": loraplus_lr_ratio, "loraplus_weight_decay": decay}
+        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, **options)  # type: ignore[arg-type]
     kind = "constant_with_warmup" if settings.lr_scheduler_type == "constant" else settings.lr_scheduler_type
     scheduler = get_scheduler(kind, optimizer, settings.warmup_steps or 0, steps)
     losses = []

@@ -12,15 +12,16 @@ from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
 
 SIZES = (64, 257, 64)
 DECAYS = (True, False, False)
+RATIOS = (1.0, 1.0, 4.0)
 
 
 def resident(dtype: torch.dtype) -> list[ResidentWeight]:
     torch.manual_seed(0)
     weights = []
-    for size, decays in zip(SIZES, DECAYS, strict=True):
+    for size, decays, ratio in zip(SIZES, DECAYS, RATIOS, strict=True):
         master = torch.randn(size)
         compute = master if dtype == torch.float32 else master.to(dtype)
-        weights.append(ResidentWeight(compute, master, torch.zeros(size), torch.zeros(size), decays))
+        weights.append(ResidentWeight(compute, master, torch.zeros(size), torch.zeros(size), decays, ratio))
     return weights
 
 
@@ -38,7 +39,10 @@ def state(weights: Sequence[ResidentWeight]) -> list[Tensor]:
 def test_updates_equal_those_of_torch(dtype: torch.dtype, compiled: bool) -> None:
     weights = resident(dtype)
     expected = [torch.nn.Parameter(weight.master.clone()) for weight in weights]
-    groups = [{"params": [p], "weight_decay": 0.1 if w.decays else 0.0} for p, w in zip(expected, weights, strict=True)]
+    groups = [
+        {"params": [p], "weight_decay": 0.1 if w.decays else 0.0, "lr": 1e-2 * w.rate_ratio}
+        for p, w in zip(expected, weights, strict=True)
+    ]
     theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     ours = ResidentAdamW(weights, (0.9, 0.95), 1e-8, 0.1, compiled)
     for step in range(4):

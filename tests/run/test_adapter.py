@@ -32,7 +32,7 @@ from aliquot.run.evaluate import evaluate_model
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config
 
-LORA = {"r": 3, "alpha": 12.0}
+LORA = {"r": 3, "alpha": 12.0, "loraplus_lr_ratio": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def plain_curve(file: Path, steps: int) -> list[float]:
     plain.add_lora(model, config.adapter)
     model.load_state_dict(adapter_weights(model, config.adapter, config.run.seed), strict=False)
     batches = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), None)
-    return plain.train(model, batches, config.train, steps)
+    return plain.train(model, batches, config.train, steps, loraplus_lr_ratio=config.adapter.loraplus_lr_ratio)
 
 
 def adapter_weights(model: nn.Module, adapter: AdapterSection, seed: int) -> dict[str, torch.Tensor]:

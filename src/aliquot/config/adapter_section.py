@@ -40,6 +40,8 @@ class AdapterSection(Section):
     """Linear layers, by the end of their names; all-linear: all but the output head and experts."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead."""
+    loraplus_lr_ratio: PositiveFloat = 1.0
+    """LoRA+: the second matrix, B, learns with train.learning_rate times this ratio."""
 
     @property
     def directory(self) -> Path | None:

@@ -43,6 +43,7 @@ class EngineSpec:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    loraplus_lr_ratio: float = 1.0  # learning rate of an adapter's matrices B, as a multiple of that of all weights
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of gradients on the network
     micro_batches: int | None = None  # per rank and optimizer step; None: unknown

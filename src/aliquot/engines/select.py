@@ -125,6 +125,7 @@ def engine_spec(
         adam_beta1=train.adam_beta1,
         adam_beta2=train.adam_beta2,
         adam_epsilon=train.adam_epsilon,
+        loraplus_lr_ratio=1.0 if config.adapter is None else config.adapter.loraplus_lr_ratio,
         optimizer_states=train.optimizer_states,
         micro_batch_tokens=micro_batch_tokens(config, topology.world_size),
         document_tokens=config.data.sequence_length,

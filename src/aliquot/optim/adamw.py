@@ -31,6 +31,11 @@ def decays(name: str, shape: Sequence[int]) -> bool:
     return len(shape) >= 2 and _NORM_OR_BIAS.search(f"{parent}.{parameter}".lower()) is None
 
 
+def rate_ratio(name: str, loraplus_lr_ratio: float) -> float:
+    """Return the learning rate of a weight as a multiple of the rate of the step: LoRA+ multiplies that of B."""
+    return loraplus_lr_ratio if ".lora_B." in name else 1.0
+
+
 def decay_groups(weights: Sequence[Tensor], decays: Sequence[bool], weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer: weights with and without weight decay."""
     groups = [
@@ -50,6 +55,7 @@ class FlatShard:
     gradient: Tensor
     decays: bool
     start: int  # first element of the range, counted in the whole weight
+    rate_ratio: float = 1.0  # multiplies the learning rate
 
 
 class BlockedAdamW:
@@ -91,13 +97,13 @@ class BlockedAdamW:
         if self._noise is not None:
             self._noise.draw(self.steps)
         for shard in shards:
-            done = 0
+            done, rate = 0, learning_rate * shard.rate_ratio
             if self._compiled is not None and self._compiled.suits(shard):
                 decay = self._weight_decay if shard.decays else 0.0
-                done = self._compiled.update(shard, learning_rate, clip, decay, self.steps + 1)
+                done = self._compiled.update(shard, rate, clip, decay, self.steps + 1)
             size = _block_size(shard)
             for start in range(done, shard.weights.numel, size):
-                self._update(shard, start, min(size, shard.weights.numel - start), learning_rate, clip)
+                self._update(shard, start, min(size, shard.weights.numel - start), rate, clip)
         self.steps += 1
 
     def _update(self, shard: FlatShard, start: int, count: int, learning_rate: float, clip: float) -> None:
@@ -191,10 +197,21 @@ class ShardedAdamW:
         betas: tuple[float, float],
         epsilon: float,
         weight_decay: float,
+        rate_ratios: Sequence[float],
     ) -> None:
-        """`weights`: leaf tensors; `decays`: for each weight, whether weight decay applies."""
+        """Give each weight its moments.
+
+        Args:
+            weights: leaf tensors.
+            decays: for each weight, whether weight decay applies.
+            rate_ratios: for each weight, a factor of its learning rate.
+        """
         self.weights = list(weights)
-        groups = decay_groups(weights, decays, weight_decay)
+        groups = []
+        for ratio in dict.fromkeys(rate_ratios):
+            places = [at for at, weight_ratio in enumerate(rate_ratios) if weight_ratio == ratio]
+            members = decay_groups([weights[at] for at in places], [decays[at] for at in places], weight_decay)
+            groups += [group | {"rate_ratio": ratio} for group in members]
         self._adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
         for weight in self.weights:
             self._adamw.state[weight] = {
@@ -222,7 +239,7 @@ class ShardedAdamW:
             if (coefficient := clip_coefficient(grad_norm, max_grad_norm)) != 1.0:
                 torch._foreach_mul_([w.grad for w in self.weights if w.grad is not None], coefficient)
             for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group["rate_ratio"]
             self._adamw.step()
         for weight in self.weights:
             weight.grad = None

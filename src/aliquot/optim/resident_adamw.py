@@ -30,6 +30,7 @@ class ResidentWeight:
     exp_avg: Tensor  # fp32
     exp_avg_sq: Tensor  # fp32
     decays: bool  # whether weight decay applies
+    rate_ratio: float = 1.0  # multiplies the learning rate
 
 
 class ResidentAdamW:
@@ -72,22 +73,28 @@ class ResidentAdamW:
     def _update_compiled(self, gradients: Sequence[Tensor], rate: float, clip_and_finite: Tensor) -> None:
         beta1, beta2 = self._betas
         corrections = 1 - beta1 ** (self.steps + 1), 1 - beta2 ** (self.steps + 1)
-        schedule = torch.tensor([rate, rate * self._weight_decay, *corrections])
-        numbers = torch.cat([send(schedule, clip_and_finite.device), clip_and_finite])
+        numbers = {}
+        for ratio in {weight.rate_ratio for weight in self._weights}:
+            schedule = torch.tensor([rate * ratio, rate * ratio * self._weight_decay, *corrections])
+            numbers[ratio] = torch.cat([send(schedule, clip_and_finite.device), clip_and_finite])
         for weight, gradient in zip(self._weights, gradients, strict=True):
             state = [weight.master, weight.exp_avg, weight.exp_avg_sq]
             if weight.compute is not weight.master:
                 state.append(weight.compute)
-            _kernel(beta1, beta2, self._epsilon, weight.decays)(state, gradient, numbers)
+            _kernel(beta1, beta2, self._epsilon, weight.decays)(state, gradient, numbers[weight.rate_ratio])
 
     def _update_fused(self, gradients: Sequence[Tensor], rate: float, clip: Tensor, finite: Tensor) -> None:
-        for decays in (True, False):
-            pairs = [(w, g) for w, g in zip(self._weights, gradients, strict=True) if w.decays is decays]
+        for decays, ratio in dict.fromkeys((weight.decays, weight.rate_ratio) for weight in self._weights):
+            pairs = [
+                (weight, gradient)
+                for weight, gradient in zip(self._weights, gradients, strict=True)
+                if (weight.decays, weight.rate_ratio) == (decays, ratio)
+            ]
             adamw(
                 [weight.master for weight, _ in pairs], [gradient.float() for _, gradient in pairs],
                 [weight.exp_avg for weight, _ in pairs], [weight.exp_avg_sq for weight, _ in pairs], [],
                 [torch.tensor(float(self.steps), device=clip.device) for _ in pairs],
-                fused=True, amsgrad=False, beta1=self._betas[0], beta2=self._betas[1], lr=rate,
+                fused=True, amsgrad=False, beta1=self._betas[0], beta2=self._betas[1], lr=rate * ratio,
                 weight_decay=self._weight_decay if decays else 0.0, eps=self._epsilon, maximize=False,
                 grad_scale=1 / clip, found_inf=(~finite).float(),
             )  # fmt: skip

@@ -40,7 +40,7 @@ from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import decoder_layers, materialise
 from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.head_loss import Chosen, FusedLoss, choose, head_loss_on
-from aliquot.optim.adamw import ShardedAdamW, decays
+from aliquot.optim.adamw import ShardedAdamW, decays, rate_ratio
 from aliquot.optim.gradient_norm import squared_norms
 from aliquot.tensor_io.parts import KINDS, Part, row_ranges
 
@@ -80,6 +80,7 @@ class FsdpEngine:
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
+            rate_ratios=[rate_ratio(shard.name, spec.loraplus_lr_ratio) for shard in self._trainable],
         )
         self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")

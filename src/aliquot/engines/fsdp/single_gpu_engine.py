@@ -26,7 +26,7 @@ from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import materialise
 from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.head_loss import choose, head_loss_on
-from aliquot.optim.adamw import decays
+from aliquot.optim.adamw import decays, rate_ratio
 from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
 from aliquot.tensor_io.parts import KINDS, Part
 
@@ -63,7 +63,7 @@ class SingleGpuEngine:
         copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
         self._head_loss = head_loss_on(topology.device, copies_transposed=copies, compiled=compiled)
         self._frozen = {name: p.detach().view(-1) for name, p in model.named_parameters() if not p.requires_grad}
-        self._weights = {name: _resident(name, p) for name, p in model.named_parameters() if p.requires_grad}
+        self._weights = {name: _resident(name, p, spec) for name, p in model.named_parameters() if p.requires_grad}
         self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
         self._sums = False  # whether this step sums the gradients of several micro-batches
         for gradient in self._gradients:
@@ -187,9 +187,10 @@ class SingleGpuEngine:
         self._weights.clear()
 
 
-def _resident(name: str, parameter: nn.Parameter) -> ResidentWeight:
+def _resident(name: str, parameter: nn.Parameter, spec: EngineSpec) -> ResidentWeight:
     compute = parameter.detach().view(-1)
     master = compute if compute.dtype == torch.float32 else torch.empty_like(compute, dtype=torch.float32)
     return ResidentWeight(
-        compute, master, torch.zeros_like(master), torch.zeros_like(master), decays(name, parameter.shape)
-    )
+        compute, master, torch.zeros_like(master), torch.zeros_like(master), decays(name, parameter.shape),
+        rate_ratio(name, spec.loraplus_lr_ratio),
+    )  # fmt: skip

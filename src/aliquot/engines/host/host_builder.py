@@ -32,7 +32,7 @@ from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.shared_weights import Counterparts, ForwardOrder, GradientOrder, SharedWeights, Weight
 from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
 from aliquot.engines.host.weight_publication import OverlappedUpdate, WeightPublication
-from aliquot.optim.adamw import BlockedAdamW
+from aliquot.optim.adamw import BlockedAdamW, rate_ratio
 from aliquot.optim.sizes import update_block
 from aliquot.tensor_io.parts import row_ranges
 
@@ -65,6 +65,7 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
             row_ranges(tuple(parameter.shape), topology.world_size),
             parameter.requires_grad,
             torch.float32 if name in spec.exact else spec.compute_dtype,
+            rate_ratio(name, spec.loraplus_lr_ratio),
         )
         for name, parameter in model.named_parameters()
     ]

@@ -193,6 +193,7 @@ class HostStates:
             gradient=gradient,
             decays=shard.decays,
             start=shard.start + start,
+            rate_ratio=shard.rate_ratio,
         )
 
     def _weights(self, shard: WeightShard, start: int, stop: int, fields: Mapping[str, Tensor]) -> Weights:

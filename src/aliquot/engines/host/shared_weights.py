@@ -37,6 +37,7 @@ class Weight:
     ranges: tuple[tuple[int, int], ...]  # [rank]: (start, stop) in the flat weight
     trainable: bool
     dtype: torch.dtype  # in which forward and backward passes use the weight
+    rate_ratio: float = 1.0  # multiplies the learning rate
 
     @property
     def numel(self) -> int:
@@ -81,6 +82,7 @@ class WeightShard:
     row_numel: int
     trainable: bool
     decays: bool
+    rate_ratio: float = 1.0  # multiplies the learning rate
 
     @cached_property
     def copies(self) -> list[Tensor]:
@@ -135,6 +137,7 @@ class SharedWeights:
             row_numel=weight.row_numel,
             trainable=weight.trainable,
             decays=decays(weight.name, weight.shape),
+            rate_ratio=weight.rate_ratio,
         )
 
     def check_published(self, rank: int, absent: Collection[int]) -> None:
