@@ -172,6 +172,11 @@ SECTIONS = {
     "parts": ("Operations of a step", "Each operation against its alternative."),
     "memory": ("Memory", "500 M parameters on two ranks. *Compressed*: `train.optimizer_states: int8`."),
     "hosts": ("Several hosts", "Hosts are network namespaces of one core and one rank each, with limited links."),
+    "scale": (
+        "Many ranks",
+        "Counts of the median rank, of a tiny model. Hosts are simulated on one machine. Seconds are CPU seconds."
+        " *Exponent*: of growth with the number of ranks; 1 is linear.",
+    ),
     "wire": ("Bytes sent", "Bytes that two ranks send in one step, on one host and on two."),
     "disk_tier": ("Models larger than memory", "`shard.offload: disk`. *Of matmul*: rate relative to plain products."),
     "disk_tier_resume": ("Resuming from disk", "A run with `shard.offload: disk`, killed and resumed."),
@@ -215,6 +220,8 @@ _HEADERS = {
     "a document is a": "a document is one", "MiB at 20-40": "MiB, steps 20 to 40", "grown MiB": "growth, MiB",
     "held_out": "held out", "memory_error": "memory error", "time_error": "time error", "wire_error": "error",
     "ours": "aliquot", "documents, M": "million documents", "pieces, M": "million pieces",
+    "of a pair": "connections of two ranks of different hosts, at most", "idle": "connections without messages",
+    "peers": "connected ranks", "descriptors, rank 0": "file descriptors, rank 0",
     "sequences, M": "million sequences", "on disk GB": "GB on disk", "checkpoint GB": "checkpoint, GB",
 }  # fmt: skip
 _HIDDEN = {

@@ -9,7 +9,7 @@ from typing import Any
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.retention import Retention
 from aliquot.checkpoint.save import Draft
-from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
+from aliquot.core.on_rank_0 import RankGroup, run_on_all_ranks, run_on_rank_0
 from aliquot.tensor_io.parts import PartSource
 
 
@@ -25,7 +25,7 @@ def save(
     """Write `root/step-<step>`, then remove all but the `keep` newest complete checkpoints. Collective."""
     draft = Draft.begin(root, step, spec, state, ranks)
     try:
-        written = gather_results(ranks, lambda: draft.write(store))
+        written = run_on_all_ranks(ranks, lambda: draft.write(store)).combine(ranks)
         run_on_rank_0(ranks, lambda: draft.publish(written, Retention(keep)))
     except Exception:
         if ranks.rank == 0:

@@ -31,7 +31,7 @@ from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import KINDS, Part
 from tests.checkpoint.saving import save
 from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
-from tests.tensor_io.world import Tensors
+from tests.tensor_io.world import Tensors, combine_gathered
 
 SMALL = [("a.weight", (7, 3)), ("b.weight", (20, 22))]
 LARGE = [("a.weight", (7, 3)), ("b.weight", (2000, 2200))]  # 17.6 MB: two parts
@@ -64,6 +64,9 @@ class Threads:
         told = [json.loads(text) for text in self._told]
         self._barrier.wait()
         return told
+
+    def combine(self, values: Any, operation: str) -> Any:
+        return combine_gathered(self.gather(values.tolist()), operation)
 
 
 def as_ranks(world_size: int, work: Callable[[Threads], None]) -> None:

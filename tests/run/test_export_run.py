@@ -52,7 +52,7 @@ def test_foreign_file_that_appears_during_export_is_kept(tmp_path: Path) -> None
             (target / comes).write_text(comes)
             (directory / "config.json").write_text("new")
 
-        publish_together(target, SingleRank(), lambda _: None, write, lambda *_: None, replace=True, keep_former=spare)
+        publish_together(target, SingleRank(), lambda _: None, write, lambda *_: None, keep_former=spare)
         assert [path.name for path in target.iterdir()] == ["config.json"]
 
     target.mkdir()

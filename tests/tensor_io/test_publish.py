@@ -30,16 +30,20 @@ def publish(target: Path, ranks: Any, fails: str | None = None, rank: int = 0, r
         if name == fails and ranks.rank == rank:
             raise OSError(28, "No space left on device", str(target))
 
-    def write(partial: Path) -> int:
+    def write(partial: Path) -> list[int]:
         stage("write")
         write_file(partial / f"of-{ranks.rank}", b"data")
-        return int(ranks.rank)
+        return [ranks.rank]
 
     def finish(partial: Path, written: list[int]) -> None:
         stage("finish")
         write_file(partial / "written", str(written).encode())
 
-    publish_together(target, ranks, lambda partial: stage("prepare"), write, finish, replace)
+    def combine(written: list[int]) -> list[int]:
+        return [rank for ranks_written in ranks.gather(written) for rank in ranks_written]
+
+    keep_former = (lambda former: False) if replace else None
+    publish_together(target, ranks, lambda partial: stage("prepare"), write, finish, combine, keep_former)
 
 
 def test_appears_whole(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
@@ -32,6 +33,11 @@ def layout_of(tensors: Tensors, dtype: torch.dtype, max_shard_bytes: int, stem: 
     return FilesLayout.from_entries([LayoutEntry(name, shape, dtype) for name, shape in tensors], max_shard_bytes, stem)
 
 
+def combine_gathered(values: list[Any], operation: str) -> Any:
+    """`combine` of a group of ranks that can only gather."""
+    return {"sum": np.add, "xor": np.bitwise_xor}[operation].reduce(np.array(values, np.int64))
+
+
 class Died(Exception):
     """A rank ended without an answer, or was ended because another did."""
 
@@ -47,6 +53,9 @@ class PipedRanks:
     def gather(self, value: Any) -> list[Any]:
         self._pipe.send(("gather", json.dumps(value)))
         return [json.loads(text) for text in self._pipe.recv()]
+
+    def combine(self, values: Any, operation: str) -> Any:
+        return combine_gathered(self.gather(values.tolist()), operation)
 
 
 def run_world(world_size: int, work: Callable[[PipedRanks], Any]) -> list[Any]:

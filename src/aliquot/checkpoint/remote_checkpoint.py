@@ -159,7 +159,7 @@ def fetch(url: str, folder: str, root: Path, ranks: RankGroup) -> Path:
         prepare=lambda partial: _create_files(manifest, partial, manifest.files),
         write=lambda partial: _fetch_share(open_store(url), manifest, manifest.files, (folder, partial), ranks),
         finish=lambda partial, _: write_file(partial / MANIFEST, data),
-        replace=True,  # callers fetch only if the local directory is missing or damaged
+        keep_former=lambda former: False,  # callers fetch only if the local directory is missing or damaged
     )
     return target
 

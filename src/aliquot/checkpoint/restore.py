@@ -13,7 +13,6 @@ import hashlib
 import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts, val
 from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
 from aliquot.core.decode import read_json
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
-from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
+from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.tensor_io.bytemap import ByteMap, check_tensors
-from aliquot.tensor_io.checksums import BlockChecksums, Piece
+from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
 from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import Kind, PartStore
 from aliquot.tensor_io.transfer import fill
@@ -90,10 +89,12 @@ def restore(
             checkpoint than rank 0.
     """
 
-    def read() -> list[Piece]:
+    def read() -> BlockShares:
         checksums = BlockChecksums()
         with _as_damage():
-            entries = {kind: byte_map.entries for kind, byte_map in _byte_maps(directory).items()}
+            byte_maps = _byte_maps(directory)
+            sizes = read_manifest(directory).sizes(_header_bytes(byte_maps))
+            entries = {kind: byte_map.entries for kind, byte_map in byte_maps.items()}
             values_of_kind = {kind: values_of(stored) for kind, stored in entries.items()}
         with _mismatch_explained(directory, explain_mismatch):
             for kind, values in values_of_kind.items():
@@ -103,12 +104,12 @@ def restore(
         with _as_damage():
             for parts in scales_and_values:
                 fill(parts, entries, checksums)
-        return checksums.pieces()
+        return checksums.shares(sizes)
 
     digest = run_on_rank_0(ranks, lambda: _verify_descriptions(directory))
     gather_results(ranks, lambda: _check_visible(directory, digest))
-    pieces = gather_results(ranks, read)
-    return run_on_rank_0(ranks, lambda: _verified_state(directory, list(chain(*pieces))))
+    shares = run_on_all_ranks(ranks, read).combine(ranks)
+    return run_on_rank_0(ranks, lambda: _verified_state(directory, shares))
 
 
 def _verify_descriptions(directory: Path) -> str:
@@ -143,15 +144,16 @@ def _check_visible(directory: Path, digest: str) -> None:
     )
 
 
-def _verified_state(directory: Path, pieces: list[Piece]) -> dict[str, Any]:
+def _verified_state(directory: Path, shares: BlockShares) -> dict[str, Any]:
     """Compare the checksums of all ranks with the manifest; return the state, which was verified earlier."""
     with _as_damage():
-        manifest = read_manifest(directory)
-        header_bytes = {
-            path: count for files in _byte_maps(directory).values() for path, count in files.header_bytes.items()
-        }
-        check_read(directory, manifest, header_bytes, pieces)
+        check_read(directory, read_manifest(directory), _header_bytes(_byte_maps(directory)), shares)
         return read_json(directory / STATE)
+
+
+def _header_bytes(byte_maps: Mapping[Kind, ByteMap]) -> dict[Path, int]:
+    """Return the length of the header of each file."""
+    return {path: count for files in byte_maps.values() for path, count in files.header_bytes.items()}
 
 
 def _byte_maps(directory: Path) -> dict[Kind, ByteMap]:

@@ -10,7 +10,7 @@ step-00000100/
 Rank 0 creates the files, every rank writes its shards, and one rename by rank 0 publishes the directory. Ranks learn
 the progress of all ranks once per step, by `poll`. In parentheses, the phases that run in threads:
 
-start -> (every rank writes) -> poll: all ranks have written, gather checksums -> (rank 0 publishes) -> poll: published
+start -> (every rank writes) -> poll: all ranks have written, combine checksums -> (rank 0 publishes) -> poll: published
 
 A save therefore ends one or two steps after its last write.
 """
@@ -20,8 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from aliquot.checkpoint.retention import Retention, tidy
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, UserError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
-from aliquot.tensor_io.checksums import BlockChecksums, Piece, combine_pieces
+from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
 from aliquot.tensor_io.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.tensor_io.parts import PartSource
 from aliquot.tensor_io.publish import (
@@ -137,7 +136,7 @@ class Saver(PhasedWork):
             self._events.on_saved(self._step, max(self.worked_s, self._stall_s), self._stall_s)
             return
         self._live = None
-        pieces: list[list[Piece]] = self._ranks.gather(task.result)
+        shares: BlockShares = task.result.combine(self._ranks)
         retention = Retention(self._settings.keep, self.best, self._events.protected_steps())
         draft = self._draft
         assert draft is not None
@@ -145,7 +144,7 @@ class Saver(PhasedWork):
         def publish() -> None:
             if self._ranks.rank == 0:
                 self._events.check_directory()
-                draft.publish(pieces, retention)
+                draft.publish(shares, retention)
 
         self._task = BackgroundTask("aliquot-saver", publish)
 
@@ -176,6 +175,7 @@ class Draft:
         self._root = root
         self._layouts = {kind: spec.layout(kind, stem, MAX_FILE_BYTES) for kind, stem in STEMS.items()}
         self._files = {file.name: file for layout in self._layouts.values() for file in layout.files}
+        self._sizes = {name: file.file_bytes for name, file in self._files.items()}
         self._small_files = {STATE: json.dumps(state, indent=1).encode(), **spec.config_files}
         self._config_names = sorted(spec.config_files)
 
@@ -191,18 +191,18 @@ class Draft:
         draft.partial = begin(draft.target, ranks, draft._prepare)
         return draft
 
-    def write(self, store: PartSource, watch: Watch | None = None) -> list[Piece]:
-        """Write and fsync the shards of this rank; return their checksums for `publish`. Raises UserError."""
+    def write(self, store: PartSource, watch: Watch | None = None) -> BlockShares:
+        """Write and fsync the shards of this rank; return their share of the checksums. Raises UserError."""
         checksums = BlockChecksums()
         entries = {kind: layout.byte_map(self.partial).entries for kind, layout in self._layouts.items()}
         drain(StoredParts(store, entries), entries, checksums, watch)
-        return checksums.pieces()
+        return checksums.shares(self._sizes)
 
-    def publish(self, written: Sequence[Sequence[Piece]], retention: Retention) -> None:
+    def publish(self, written: BlockShares, retention: Retention) -> None:
         """Write the manifest, rename the directory, then remove old checkpoints. Call on rank 0, after all ranks wrote.
 
-        `written` are the checksums of all ranks. Raises OSError if the checkpoint could not be published; an existing
-        checkpoint of the same step is then unchanged.
+        `written` are the checksums of the shards of all ranks. Raises OSError if the checkpoint could not be
+        published; an existing checkpoint of the same step is then unchanged.
         """
         write_file(self.partial / MANIFEST, self._manifest(written))
         commit(self.partial, self.target, replace=True)
@@ -217,18 +217,17 @@ class Draft:
 
     def _prepare(self, partial: Path) -> None:
         check_names(self._config_names, taken={STATE, MANIFEST})
-        check_space(partial, sum(file.file_bytes for file in self._files.values()))
+        check_space(partial, sum(self._sizes.values()))
         for layout in self._layouts.values():
             layout.create_files(partial)
         for name, data in self._small_files.items():
             write_file(partial / name, data)
 
-    def _manifest(self, written: Sequence[Sequence[Piece]]) -> bytes:
+    def _manifest(self, written: BlockShares) -> bytes:
         headers = BlockChecksums()
         headers.add_headers({self.partial / name: len(file.header) for name, file in self._files.items()})
-        sizes = {name: file.file_bytes for name, file in self._files.items()}
-        blocks = combine_pieces(chain(headers.pieces(), *written), sizes)
-        records = {name: FileRecord(bytes=size, crc32=blocks[name]) for name, size in sizes.items()}
+        blocks = written.plus(headers.shares(self._sizes)).blocks()
+        records = {name: FileRecord(bytes=size, crc32=blocks[name]) for name, size in self._sizes.items()}
         for layout in self._layouts.values():
             records |= {name: checksum(data) for name, data in layout.index.items()}
         records |= {name: checksum(data) for name, data in self._small_files.items()}

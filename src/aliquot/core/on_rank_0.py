@@ -6,15 +6,19 @@ No rank then waits for a rank that has failed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from aliquot.core.errors import TrainingError, UserError, storage_error, user_error_types
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 T = TypeVar("T")
 
 
 class RankGroup(Protocol):
-    """The ranks of a run, as this module and storage use them: through a gather."""
+    """The ranks of a run, as this module and storage use them: through these collectives."""
 
     @property
     def rank(self) -> int: ...
@@ -26,6 +30,10 @@ class RankGroup(Protocol):
         """Send a JSON value to all ranks and return the values of all ranks, in rank order."""
         ...
 
+    def combine(self, values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
+        """Return the element-wise sum or exclusive-or of the arrays of all ranks, which have equal shapes."""
+        ...
+
 
 class SingleRank:
     """The rank group of a run with a single process."""
@@ -35,6 +43,9 @@ class SingleRank:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def combine(self, values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
+        return values
 
 
 def gather_results(ranks: RankGroup, work: Callable[[], T]) -> list[T]:

@@ -9,8 +9,10 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -22,17 +24,21 @@ from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
 
 from aliquot.distributed.collectives.peers import host_identity
+from aliquot.distributed.collectives.wire import connect_groups
 from aliquot.distributed.flight_recorder import limit_nccl
 from aliquot.distributed.gloo_interface import address_of, check_interface, choose_interface, gloo_interface
 from aliquot.distributed.numa_binding import bind_memory, pin_process, set_preferred_node
 from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
+from aliquot.distributed.store_server import allow_open_files
 from aliquot.distributed.topology import Topology, check_gpus, check_locked_memory
 from aliquot.machine.allocator import tune_glibc
 
 # Any value that json writes and reads back unchanged.
 JSON = Any
 _CPU = torch.device("cpu")
+_NEWLINE = torch.tensor([10], dtype=torch.uint8)  # json.dumps writes none
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # read by torch whenever it creates a group of gloo
 
 
 class Ranks:
@@ -82,13 +88,15 @@ class Ranks:
         else:
             choose_interface(topology)
             check_interface()
+            allow_open_files()
             store = meet_ranks(topology, os.environ, join_timeout_s)
             # NCCL's threads read the store even after the interpreter has ended, when a SignedStore, which is Python
             # code, can no longer answer.
             bare = store.unsigned() if isinstance(store, SignedStore) and topology.device == "cuda" else store
-            dist.init_process_group(
-                backend, store=bare, rank=topology.rank, world_size=topology.world_size, timeout=timeout
-            )
+            with _connecting_lazily():
+                dist.init_process_group(
+                    backend, store=bare, rank=topology.rank, world_size=topology.world_size, timeout=timeout
+                )
         if topology.device == "cuda":
             limit_nccl(nccl_timeout_s)
         return cls(topology, allowed_cores, memory_bound, store)
@@ -104,6 +112,10 @@ class Ranks:
     def broadcast(self, value: JSON) -> JSON:
         """Return rank 0's JSON value on every rank; the arguments of other ranks are ignored."""
         return self.gather(value if self.rank == 0 else None)[0]
+
+    def combine(self, values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
+        """Return the element-wise sum or exclusive-or of the arrays of all ranks."""
+        return combine(values, operation)
 
     def broadcast_into(self, values: Tensor) -> None:
         """Copy rank 0's `values`, a CPU tensor, into `values` of every rank."""
@@ -144,13 +156,28 @@ class Ranks:
         # process aborts. Destroying the group joins the threads, but only without remaining references to the group,
         # for example in an engine's reference cycle or in a default argument. (torch's cached DTensor specs and
         # DeepSpeed's modules keep references; the garbage collection then gives gloo's threads the time to finish.)
+        connect_groups.cache_clear()
         gc.collect()
         dist.destroy_process_group()
 
 
+@contextmanager
+def _connecting_lazily() -> Iterator[None]:
+    """Let gloo connect two ranks of a new group at their first exchange, because most pairs have none."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+
+
 def gather(value: JSON, device: torch.device = _CPU) -> list[JSON]:
     """Return the JSON values of all ranks, by rank, on every rank; exchange them in tensors on `device`. Collective."""
-    text = _encode(value).to(device)
+    text = _encode(value)
+    if device.type == "cpu":
+        return [json.loads(line) for line in _gather_lines(text).numpy().tobytes().split(b"\n")]
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([text.numel()], device=device))
     longest = max(int(size) for size in sizes)
@@ -158,16 +185,51 @@ def gather(value: JSON, device: torch.device = _CPU) -> list[JSON]:
     padded[: text.numel()] = text
     texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded)
-    return [_decode(received[: int(size)]) for received, size in zip(texts, sizes, strict=True)]
+    return [
+        json.loads(received[: int(size)].cpu().numpy().tobytes()) for received, size in zip(texts, sizes, strict=True)
+    ]
+
+
+def _gather_lines(text: Tensor) -> Tensor:
+    """Return the texts of all ranks, uint8 [bytes], separated by newlines, by rank.
+
+    Texts are collected in a binomial tree and broadcast. A ring, as in all_gather of gloo, would take as many messages
+    of every rank as there are ranks, and would pad all texts to the longest.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    distance = 1
+    while distance < world_size and not rank & distance:
+        if rank + distance < world_size:
+            text = torch.cat([text, _NEWLINE, _receive_text(rank + distance)])
+        distance *= 2
+    if rank:
+        dist.send(torch.tensor([text.numel()]), rank - distance)
+        dist.send(text, rank - distance)
+    size = torch.tensor([text.numel()])
+    dist.broadcast(size, 0)
+    lines = text if rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(lines, 0)
+    return lines
+
+
+def _receive_text(source: int) -> Tensor:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, source)
+    text = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(text, source)
+    return text
+
+
+def combine(values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
+    """Return the element-wise sum or exclusive-or of the arrays of all ranks. Collective over CPU tensors."""
+    total = torch.from_numpy(values.copy())
+    dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "xor": dist.ReduceOp.BXOR}[operation])
+    return total.numpy()
 
 
 def _encode(value: JSON) -> Tensor:
     """Encode a value as JSON text in uint8 [bytes]."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(text: Tensor) -> JSON:
-    return json.loads(text.cpu().numpy().tobytes())
 
 
 def group_lines(ranks: Ranks, transport: str) -> list[str]:

@@ -45,6 +45,8 @@ from aliquot.distributed.topology import Topology, check_port, integer_variable
 
 _POLL_S = 0.1
 _GRACE_S = 2.0  # member 0 keeps the store open for this long, because other members may still read from the store
+_ALL = "all"  # the key of the entries of all members
+_PATHS = "paths"  # the key of the first path between two hosts that does not work; an empty text if all work
 _LOCAL_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 _Entry = dict[str, Any]  # the JSON object that a member publishes
@@ -226,7 +228,12 @@ class _Meeting:
                 )
             store.set(key, json.dumps({"host": platform.node(), **entry}))
             self._wait(deadline)
-            return [json.loads(store.get(str(member))) for member in range(self._count)]
+            # Member 0 collects the entries for all members, because every member would otherwise read every entry.
+            if self.number == 0:
+                entries = [json.loads(store.get(str(member))) for member in range(self._count)]
+                store.set(_ALL, json.dumps(entries))
+                return entries
+            return list(json.loads(store.get(_ALL)))
         except DistError:
             raise RendezvousError(
                 f"{kind} 0 has ended before all {self._count} {kind}s had come; its own last line says why"
@@ -240,12 +247,19 @@ class _Meeting:
             time.sleep(_POLL_S)
 
     def _wait(self, deadline: Deadline) -> None:
-        """Wait for the entries of all members."""
+        """On member 0, wait for the entries of all members; on another member, wait until member 0 has published them.
+
+        After the deadline, every member looks for missing members itself.
+        """
         missing = [member for member in range(self._count) if member != self.number]
-        while missing := [member for member in missing if not self.store.check([str(member)])]:
+        while self.number == 0 or not self.store.check([_ALL]):
+            if self.number == 0 or deadline.has_passed:
+                missing = [member for member in missing if not self.store.check([str(member)])]
+                if not missing and self.number == 0:
+                    return
             if self.store.check(["missing"]):
                 raise RendezvousError(self.store.get("missing").decode())
-            if deadline.has_passed:
+            if deadline.has_passed and missing:
                 self._give_up(missing, deadline.limit_s)
             if self.number == 0:
                 forged = self._forged(missing)
@@ -299,13 +313,16 @@ def _check_paths(meeting: _Meeting, entries: Sequence[_Entry]) -> None:
         )
         lines = [f"{entries[rank]['host']} cannot reach {host} at {at}: {why}" for host, at, why in failures if why]
         store.set(f"paths/{rank}", lines[0] if lines else "")
+    if not addresses:
+        return
     keys = [f"paths/{peer}" for peer in addresses]
-    until = time.monotonic() + STORE_TIMEOUT_S + CONNECT_TIMEOUT_S * len(addresses)
+    longest = timedelta(seconds=STORE_TIMEOUT_S + CONNECT_TIMEOUT_S * len(addresses))
     try:
-        while keys and not store.check(keys) and time.monotonic() < until:
-            time.sleep(_POLL_S)
-        texts = [store.get(key).decode() for key in keys]
-        if failure := next(filter(None, texts), None):
+        if rank == 0:
+            store.wait(keys, longest)
+            store.set(_PATHS, next(filter(None, (store.get(key).decode() for key in keys)), ""))
+        store.wait([_PATHS], longest)
+        if failure := store.get(_PATHS).decode():
             meeting.leave()
             raise RendezvousError(
                 f"{failure}; nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"

@@ -6,6 +6,7 @@ import errno
 import os
 import platform
 import re
+import resource
 import socket
 import sys
 import threading
@@ -91,6 +92,7 @@ def serve_store(address: str, port: int) -> TCPStore:
     """
     if (server := _SERVERS.get(port)) is not None:
         return server
+    allow_open_files()
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family)
@@ -102,6 +104,12 @@ def serve_store(address: str, port: int) -> TCPStore:
         raise RendezvousError(f"port {port} cannot be opened at {address}: {_port_failure(port, error)}") from None
     _SERVERS[port] = server
     return server
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as the system allows: a connection to every rank needs a descriptor."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connection_failure(address: str, port: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from aliquot.core.errors import UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
-from aliquot.distributed.ranks import JSON, gather
+from aliquot.distributed.ranks import JSON, combine, gather
 from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import compute_buffers, decoder_layers, materialise, saved_buffers, tied_weights
@@ -24,6 +24,8 @@ from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.transfer import Watch
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -119,6 +121,9 @@ class Members:
 
     def gather(self, value: JSON) -> list[JSON]:
         return gather(value, self._device)
+
+    def combine(self, values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
+        return combine(values, operation)
 
 
 def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from aliquot.models.stored_weights import (
 )
 from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
-from aliquot.tensor_io.checksums import BlockChecksums, Piece
+from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import PartSource
@@ -47,10 +46,10 @@ class ExportOptions:
     published: Sequence[Published] | None = None  # the tensors to store; None: the tensors of the model
     exact: Collection[str] = ()  # names of weights that are stored as fp32, whatever the dtype of the export
     stem: str = "model"  # the first part of the names of the safetensors files
-    # Each rank calls `report` after writing. Rank 0 calls `check` with the results of all ranks; if `check` raises, the
-    # export is discarded.
-    report: Callable[[], Any] = lambda: None
-    check: Callable[[list[Any]], None] = lambda reports: None
+    # After writing, all ranks call `combine`, a collective, and rank 0 then calls `check` with its result. If one of
+    # them raises, the export is discarded.
+    combine: Callable[[], Any] = lambda: None
+    check: Callable[[Any], None] = lambda combined: None
     watch: Watch | None = None  # called after each written piece; an exception ends the export
     # The small files that export_checkpoint writes; None: the files that the checkpoint was saved with.
     config_files: Mapping[str, bytes] | None = None
@@ -105,13 +104,13 @@ def export(
 
     def write(partial: Path) -> Any:
         drain(store, {"weight": layout.byte_map(partial).entries}, watch=options.watch)
-        return options.report()
 
-    def finish(_: Path, reports: list[Any]) -> None:
-        options.check(reports)
+    def finish(_: Path, combined: Any) -> None:
+        options.check(combined)
 
     run_on_rank_0(ranks, make_way)
-    publish_together(out_dir, ranks, prepare, write, finish, options.replace, options.keep_former)
+    keep_former = options.keep_former if options.replace else None
+    publish_together(out_dir, ranks, prepare, write, finish, lambda _: options.combine(), keep_former)
 
 
 def export_checkpoint(
@@ -152,15 +151,18 @@ def export_checkpoint(
     tensors = names_in_file_order(source)
     checksums = BlockChecksums()
 
-    def check(pieces: list[list[Piece]]) -> None:
-        if options.verify:
-            check_read(checkpoint_dir, manifest, source.header_bytes, chain(*pieces))
+    def combine() -> BlockShares:
+        return checksums.shares(manifest.sizes(source.header_bytes)).combine(ranks)
+
+    def check(shares: BlockShares) -> None:
+        check_read(checkpoint_dir, manifest, source.header_bytes, shares)
 
     adapter = files.get(ADAPTER_CONFIG)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
     stored_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    options = replace(options, report=checksums.pieces, check=check)
+    if options.verify:
+        options = replace(options, combine=combine, check=check)
     with RangeReader(checksums if options.verify else None) as reader, RangeReader() as base_reader:
         store: PartSource = StoredWeights(source, reader, ranks)
         if adapter is None:

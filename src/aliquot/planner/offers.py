@@ -23,6 +23,7 @@ from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, limit_to_pod
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
+from aliquot.planner.scaling import FAILED_A_MONTH, MONTH_S, NEW_NODE_S, best_interval_s
 from aliquot.planner.settings_search import with_settings
 
 Goal = Literal["time", "cost"]
@@ -32,14 +33,7 @@ NODES = (1, 2, 4, 8, 16)
 RANKS = (1, 2, 4, 8)
 _MICRO_BATCHES = (1, 4, 16)
 _TYPES_SEARCHED = 12  # with all settings; the others are far worse with a single setting
-_NEW_NODE_S = 300.0  # until a new node runs pods after a loss: EC2, node image, pod image; assumed
 _NOTICE_S = 120.0  # from the notice of a spot interruption to the end of the node
-_MONTH_S = 30 * 86400.0
-# Failures on demand, as a fraction of the nodes per month: "The Llama 3 Herd of Models" counts 419 unexpected
-# interruptions in 54 days on 2,048 nodes.
-_FAILED_A_MONTH = 0.1
-_LONGEST_INTERVAL_S = 6 * 3600.0  # more steps are not risked, however rare losses are
-_SAVING_PART = 0.5  # a save takes at most this part of the time between two saves
 
 
 @dataclass(frozen=True)
@@ -271,8 +265,8 @@ class _Search:
     def _priced_offers(self, candidate: _Candidate, capacity: Capacity) -> Iterator[Offer]:
         """Yield the offer with the best checkpoint interval, unless lost nodes would stop most progress."""
         on_demand, spot = capacity == "on-demand", self.request.spot
-        lost_a_month = _FAILED_A_MONTH if on_demand else spot.lost_a_month
-        losses_a_second = lost_a_month * candidate.plan.nodes / _MONTH_S
+        lost_a_month = FAILED_A_MONTH if on_demand else spot.lost_a_month
+        losses_a_second = lost_a_month * candidate.plan.nodes / MONTH_S
         every = _best_interval(candidate.plan, losses_a_second)
         config = with_settings(candidate.config, {"checkpoint.every": every})
         plan = candidate.planner.plan(config, candidate.layout, self.workload, approximate=True)
@@ -301,13 +295,9 @@ class _Candidate:
 
 
 def _best_interval(plan: Plan, losses_a_second: float) -> int:
-    """Return the steps between checkpoints that lose the least time, by Young and Daly, within bounds.
-
-    The interval is sqrt(2 x seconds of a save / losses per second). A run saves at least once before its end.
-    """
-    seconds = math.sqrt(2 * plan.save_s / losses_a_second) if losses_a_second else _LONGEST_INTERVAL_S
-    bounded_s = max(min(seconds, _LONGEST_INTERVAL_S), plan.save_s / _SAVING_PART)
-    return max(1, min(round(bounded_s / plan.step_s), plan.steps // 2))
+    """Return the steps between checkpoints that lose the least time. A run saves at least once before its end."""
+    seconds = best_interval_s(plan.save_s, losses_a_second)
+    return max(1, min(round(seconds / plan.step_s), plan.steps // 2))
 
 
 def _restart_s(config: RunConfig, plan: Plan, notice: bool) -> float:
@@ -315,4 +305,4 @@ def _restart_s(config: RunConfig, plan: Plan, notice: bool) -> float:
     # A save after an interruption notice begins at the end of the current step.
     saves_in_time = notice and plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)
     lost_s = 0.0 if saves_in_time else (config.checkpoint.every or plan.steps) * plan.step_s / 2
-    return _NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost_s
+    return NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost_s

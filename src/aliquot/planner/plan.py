@@ -31,6 +31,37 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
+class Losses:
+    """Fractions of the time of a run that the number of nodes costs, beside the time of a step in the plan."""
+
+    messages: float = 0.0  # latency, and CPU time per message, however short
+    stragglers: float = 0.0  # a step takes as long as its slowest rank
+    lost_nodes: float = 0.0  # new nodes, and repeated steps, with the best interval between checkpoints
+    idle_ranks: float = 0.0  # ranks that have no sequence in a step
+
+    @property
+    def goodput(self) -> float:
+        """The remaining fraction of the time."""
+        return math.prod(1 - loss for loss in self.shares.values())
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The losses by a name for people."""
+        return {
+            "messages": self.messages,
+            "stragglers": self.stragglers,
+            "lost nodes": self.lost_nodes,
+            "idle ranks": self.idle_ranks,
+        }
+
+    @property
+    def words(self) -> str:
+        """Text for people: every loss, and the remaining fraction of the time."""
+        shares = ", ".join(f"{name} {loss:.1%}" for name, loss in self.shares.items())
+        return f"{self.goodput:.0%} of the time is left after {shares}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan of one run. Memory in bytes, times in seconds, money in US dollars.
 
@@ -86,6 +117,7 @@ class Plan:
     kernel_shapes: int | None = None  # upper bound on matrix product shapes of a rank; None: no bound, or on GPUs
     disk_batch: int | None = None  # smallest global batch that waits at most DISK_PART for disks; None: no batch
     waiting_factor: float = 1.0  # the wait for network or disk, in times of matrix products, if it is the bottleneck
+    losses: Losses = field(default_factory=Losses)  # of the time of a run on many nodes
     fees_usd_per_hour: float = 0.0  # of the file system and the control plane of `cluster`
 
     @property

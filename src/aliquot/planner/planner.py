@@ -30,6 +30,7 @@ from aliquot.planner.plan import DISK_PART, Plan
 from aliquot.planner.planned_machine import GIB, Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.rates import Rates, estimated
+from aliquot.planner.scaling import Storage, losses
 from aliquot.planner.step_time import MicroBatchTime, StepSetting, StepTime, evaluation_time, step_time
 from aliquot.planner.traffic import traffic
 from aliquot.tensor_io.parts import MEMORY_BYTES
@@ -235,6 +236,8 @@ class _RunPlan:
         divergence_s = evaluation_time(setting, self.whole_micro_batch, batches, moved, self.rates)
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
+        storage = Storage(self.saving.save_s, self.saving.checkpoint_bytes / self.saving.storage_bytes_per_s)
+        idle_ranks = 1 - size.total / (size.micro * self.micro_batches * layout.world_size)
         return Plan(
             model=self.shape.name,
             parameters=self.shape.numel,
@@ -285,6 +288,7 @@ class _RunPlan:
             off_by=self.rates.off_by,
             kernel_shapes=kernel_shapes(config, self.shape, self.cost, size, machine.isa),
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
+            losses=losses(step, setting, self.micro_batches, moved.wire_bytes, storage, max(0.0, idle_ranks)),
             fees_usd_per_hour=0.0 if hourly is None or config.cluster is None else config.cluster.fees_usd_per_hour,
         )
 

@@ -63,6 +63,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
         f"speed           {plan.speed} ({assumed})",
+        *([f"many nodes      {plan.losses.words}"] if plan.nodes > 1 else []),
         *_run_lines(plan),
         *(f"note            {line}" for line in plan.concerns),
         *(

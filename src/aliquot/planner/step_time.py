@@ -50,7 +50,11 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        computing, sending = self.matmul_s + self.memory_s, self.local_s + self.wire_s
+        return self.total_with(0.0)
+
+    def total_with(self, latency_s: float) -> float:
+        """Return the time of a step that sends for `latency_s` longer."""
+        computing, sending = self.matmul_s + self.memory_s, self.local_s + self.wire_s + latency_s
         return max(computing, sending) if self.overlaps else computing + sending + self.disk_s
 
     @property

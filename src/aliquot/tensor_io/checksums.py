@@ -1,22 +1,30 @@
 """Checksums of the blocks of files that several ranks read or write in pieces.
 
-Each rank computes checksums of the pieces that it reads or writes. The checksums of pieces are then combined into the
-checksum of each block, so that no rank reads a block again.
+Each rank computes checksums of the pieces that it reads or writes, and adds them up to its share of the checksum of
+each block. The exclusive-or of the shares of all ranks is the checksum of the block. So no rank reads a block again,
+and ranks exchange a few bytes per block, however many tensors and ranks there are.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from aliquot.core.on_rank_0 import RankGroup
 
 BLOCK_BYTES = 16 << 20
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
+_INDEX_BITS = 8  # of a table of powers; three tables cover the positions in a block
 
-Piece = tuple[str, int, int, int]  # file name, offset, length in bytes, crc32; no piece crosses a block boundary
+Integers = npt.NDArray[np.int64]
 
 
 class BlockChecksums:
@@ -24,7 +32,7 @@ class BlockChecksums:
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes = block_bytes
-        self._pieces: list[Piece] = []
+        self._pieces: list[tuple[str, int, int, int]] = []  # file, offset, length, crc32; each within one block
 
     def add(self, file: str, offset: int, data: memoryview) -> None:
         """Add the checksum of `data`, the bytes of `file` from `offset`."""
@@ -43,77 +51,112 @@ class BlockChecksums:
             with path.open("rb") as file:
                 self.add(path.name, 0, memoryview(file.read(count)))
 
-    def pieces(self) -> list[Piece]:
-        return self._pieces
+    def shares(self, file_bytes: Mapping[str, int]) -> BlockShares:
+        """Return this rank's share of the checksums of all blocks of the given files; ignore pieces of other files.
+
+        Raises ValueError if a piece ends behind its file.
+        """
+        shares = BlockShares.empty(file_bytes, self.block_bytes)
+        first = shares.first_blocks()
+        pieces = [
+            (first[file] + offset // self.block_bytes, offset, length, crc, file_bytes[file])
+            for file, offset, length, crc in self._pieces
+            if file in first
+        ]
+        if pieces:
+            index, offset, length, crc, total = np.array(pieces, np.int64).T
+            start = offset % self.block_bytes
+            end = start + length
+            bytes_after = np.minimum(self.block_bytes, total - (offset - start)) - end  # in the block
+            if (bytes_after < 0).any():
+                raise ValueError("a part of a tensor ends behind the end of its file")
+            np.bitwise_xor.at(shares.crc32, index, _append_bytes(crc, bytes_after))
+            np.add.at(shares.covered, index, np.stack([length, end**2 - start**2], 1))
+        return shares
 
 
-def combine_pieces(
-    pieces: Iterable[Piece], file_bytes: Mapping[str, int], block_bytes: int = BLOCK_BYTES
-) -> dict[str, list[int]]:
-    """Compute the crc32 of every block of each file from the pieces of all ranks, which may be in any order.
+@dataclass(frozen=True)
+class BlockShares:
+    """A share of the checksums of all blocks of some files: of one rank, or of all ranks."""
 
-    Raises ValueError if the pieces omit or repeat bytes. The ranks' shards then do not cover each tensor exactly once.
-    """
-    pieces_of: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for file, offset, length, crc in pieces:
-        pieces_of[file].append((offset, length, crc))
-    blocks: dict[str, list[int]] = {}
-    for file, total_bytes in file_bytes.items():
-        blocks[file] = []
-        end = 0
-        for offset, length, crc in sorted(pieces_of[file]):
-            if offset != end:
-                raise ValueError(f"the parts of all ranks leave out or repeat bytes {offset} to {end} of {file}")
-            if offset % block_bytes == 0:
-                blocks[file].append(crc)
-            else:
-                blocks[file][-1] = crc32_combine(blocks[file][-1], crc, length)
-            end += length
-        if end != total_bytes:
-            raise ValueError(f"the parts of all ranks end at byte {end} of {file}, not at {total_bytes}")
-    return blocks
+    file_bytes: Mapping[str, int]
+    block_bytes: int
+    crc32: Integers  # [blocks], in the order of the files' names
+    # [blocks, 2]: the number of bytes of all pieces, and the sum of end^2 - start^2 of their positions in the block.
+    # Pieces that cover a block of n bytes exactly once add up to n and n^2.
+    covered: Integers
+
+    @classmethod
+    def empty(cls, file_bytes: Mapping[str, int], block_bytes: int = BLOCK_BYTES) -> BlockShares:
+        blocks = sum(-(-size // block_bytes) for size in file_bytes.values())
+        return cls(file_bytes, block_bytes, np.zeros(blocks, np.int64), np.zeros((blocks, 2), np.int64))
+
+    def first_blocks(self) -> dict[str, int]:
+        """Return the index of the first block of each file."""
+        names = sorted(self.file_bytes)
+        counts = (-(-self.file_bytes[name] // self.block_bytes) for name in names)
+        return dict(zip(names, accumulate(counts, initial=0), strict=False))
+
+    def plus(self, other: BlockShares) -> BlockShares:
+        """Return the sum with the share of other pieces of the same files."""
+        crc32, covered = self.crc32 ^ other.crc32, self.covered + other.covered
+        return BlockShares(self.file_bytes, self.block_bytes, crc32, covered)
+
+    def combine(self, ranks: RankGroup) -> BlockShares:
+        """Return the sum of the shares of all ranks. Collective."""
+        crc32, covered = ranks.combine(self.crc32, "xor"), ranks.combine(self.covered, "sum")
+        return BlockShares(self.file_bytes, self.block_bytes, crc32, covered)
+
+    def blocks(self) -> dict[str, list[int]]:
+        """Return the crc32 of every block of each file.
+
+        Raises ValueError if pieces omit or repeat bytes. The ranks' shards then do not cover each tensor exactly once.
+        """
+        blocks: dict[str, list[int]] = {}
+        for name, first in self.first_blocks().items():
+            size, count = self.file_bytes[name], -(-self.file_bytes[name] // self.block_bytes)
+            lengths = np.minimum(self.block_bytes, size - np.arange(count, dtype=np.int64) * self.block_bytes)
+            wrong = (self.covered[first : first + count] != np.stack([lengths, lengths**2], 1)).any(1)
+            if wrong.any():
+                place = int(wrong.argmax()) * self.block_bytes
+                raise ValueError(f"the parts of all ranks leave out or repeat bytes of {name} after byte {place}")
+            blocks[name] = self.crc32[first : first + count].tolist()
+        return blocks
 
 
-# zlib's crc32_combine in Python: compute the CRC-32 of a concatenation from the CRCs of its pieces. A CRC is a
+# zlib's crc32_combine for arrays: compute the CRC-32 of a concatenation from the CRCs of its pieces. A CRC is a
 # polynomial over GF(2) modulo P; appending n bytes multiplies the polynomial by x^(8n) (zlib 1.2.12, crc32.c). Bits are
-# reflected: the highest bit of the word is the coefficient of x^0.
+# reflected: the highest bit of the word is the coefficient of x^0. CRCs of pieces, each multiplied by the power for the
+# bytes after it, add up to the CRC of the whole.
 
 
-def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """Compute the CRC-32 of a + b from the CRCs of a and b and the length of b."""
-    return _multiply(_shift(second_bytes), first) ^ second
+def _append_bytes(crc32: Integers, count: Integers) -> Integers:
+    """Multiply each CRC by the power of x for the number of bytes that follow its piece. `count` is below 2^24."""
+    for position, table in enumerate(_powers()):
+        digit = count >> position * _INDEX_BITS & len(table) - 1
+        if digit.any():
+            crc32 = _multiply(table[digit], crc32)
+    return crc32
 
 
-def _multiply(a: int, b: int) -> int:
-    """Compute a times b modulo P."""
-    product = 0
-    bit = _ONE
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+def _multiply(a: Integers, b: Integers) -> Integers:
+    """Compute a times b modulo P, element by element."""
+    product = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.int64)
+    for bit in reversed(range(32)):
+        product ^= b * (a >> bit & 1)
+        b = b >> 1 ^ _POLYNOMIAL * (b & 1)
     return product
 
 
-@lru_cache(maxsize=4096)  # pieces have few different lengths, so that the cache hits often
-def _shift(length_bytes: int) -> int:
-    """Compute x^(8 length) modulo P."""
-    result = _ONE
-    power = 3  # 8 = 2^3
-    while length_bytes:
-        if length_bytes & 1:
-            result = _multiply(_squared(power), result)
-        length_bytes >>= 1
-        power += 1
-    return result
-
-
 @cache
-def _squared(times: int) -> int:
-    """Compute x^(2^times) modulo P."""
-    if times == 0:
-        return _ONE >> 1
-    root = _squared(times - 1)
-    return _multiply(root, root)
+def _powers() -> tuple[Integers, ...]:
+    """Return tables of x^(8 n): for n below 256, for multiples of 256 up to 2^16, and for multiples of 2^16."""
+    tables = []
+    power = np.array([_ONE >> 8], np.int64)  # x^8
+    for _ in range(3):
+        table = np.array([_ONE], np.int64)
+        for _ in range(_INDEX_BITS):
+            table = np.concatenate([table, _multiply(table, power)])
+            power = _multiply(power, power)
+        tables.append(table)
+    return tuple(tables)

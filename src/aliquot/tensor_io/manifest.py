@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aliquot.core.decode import parse_json, read_small
 from aliquot.core.errors import DamagedCheckpoint, UserError
-from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, Piece, combine_pieces
+from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, BlockShares
 from aliquot.tensor_io.publish import is_plain_name
 
 MANIFEST = "manifest.json"
@@ -42,6 +41,10 @@ class Manifest(BaseModel):
     block_bytes: Literal[16777216] = BLOCK_BYTES  # type: ignore[assignment]
     files: dict[str, FileRecord]
     config_files: list[str]  # the files of a Hugging Face model directory other than weights, such as config.json
+
+    def sizes(self, paths: Iterable[Path]) -> dict[str, int]:
+        """Return the size in bytes of each file, by name. Raises DamagedCheckpoint if a file has no record."""
+        return {path.name: self.record(path.name).bytes for path in paths}
 
     def record(self, name: str) -> FileRecord:
         """Return the record of file `name`. Raises DamagedCheckpoint if there is no record."""
@@ -133,16 +136,15 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
     check_blocks(directory, manifest, {name: blocks})
 
 
-def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], pieces: Iterable[Piece]) -> None:
+def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], shares: BlockShares) -> None:
     """Compare the checksums of safetensors files that all ranks have read with the manifest. Raises DamagedCheckpoint.
 
     `header_bytes`: the header length of each file; headers are read here, because no rank reads them with its tensors.
-    `pieces`: the checksums of the pieces that all ranks have read.
+    `shares`: the checksums of the pieces that all ranks have read.
     """
     headers = BlockChecksums()
     headers.add_headers(header_bytes)
-    sizes = {path.name: manifest.record(path.name).bytes for path in header_bytes}
-    check_blocks(directory, manifest, combine_pieces(chain(headers.pieces(), pieces), sizes))
+    check_blocks(directory, manifest, shares.plus(headers.shares(shares.file_bytes)).blocks())
 
 
 def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from aliquot.core.errors import StorageError, writing
-from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_rank_0
+from aliquot.core.on_rank_0 import RankGroup, run_on_all_ranks, run_on_rank_0
 
 T = TypeVar("T")
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash|former)-[0-9a-f]{8}")
@@ -29,25 +29,25 @@ def publish_together(
     ranks: RankGroup,
     prepare: Callable[[Path], None],
     write: Callable[[Path], T],
-    finish: Callable[[Path, list[T]], None],
-    replace: bool = False,
-    keep_former: Callable[[Path], bool] = lambda former: False,
+    finish: Callable[[Path, T], None],
+    combine: Callable[[T], T] = lambda written: written,
+    keep_former: Callable[[Path], bool] | None = None,
 ) -> None:
     """Publish the directory `target`, to which all ranks write. Collective.
 
-    Rank 0 calls `prepare`, every rank calls `write`, and rank 0 calls `finish` and renames the directory. `write`
-    returns a JSON value; `finish` receives the values of all ranks. An error on any rank is raised on every rank, and
-    the unfinished directory is removed. If `target` exists and is not empty, `replace` must be true. For `keep_former`
-    see `commit`.
+    Rank 0 calls `prepare`, every rank calls `write`, and rank 0 calls `finish` and renames the directory. After all
+    ranks have written, `combine`, a collective, combines the results of `write` for `finish`. An error on any rank is
+    raised on every rank, and the unfinished directory is removed. With `keep_former`, an existing `target` is replaced:
+    see `commit`. Otherwise `target` must be new or empty.
     """
 
-    def publish(written: list[T]) -> None:
+    def publish(written: T) -> None:
         finish(partial, written)
-        commit(partial, target, replace, keep_former)
+        commit(partial, target, keep_former is not None, keep_former or (lambda former: False))
 
     partial = begin(target, ranks, prepare)
     try:
-        written = gather_results(ranks, lambda: write(partial))
+        written = combine(run_on_all_ranks(ranks, lambda: write(partial)))
         run_on_rank_0(ranks, lambda: publish(written))
     except Exception:
         if ranks.rank == 0:

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import PeerLost, Peers
 from aliquot.distributed.collectives.reduce import TensorSums, add_sum, reduce_scatter
 from aliquot.distributed.collectives.ring import Piece, Ring
-from aliquot.distributed.ranks import gather
+from aliquot.distributed.ranks import combine, gather
 from tests.processes import as_ranks
 
 
@@ -76,6 +77,16 @@ def killed(peers: Peers, folder: Path) -> None:
         assert time.monotonic() - start < 10
         (folder / f"lost-{peers.index}").write_text(str(lost))
     os._exit(0)  # the process group would wait for the dead rank
+
+
+def exchanged(rank: int, world_size: int) -> None:
+    """Values of any length, also with newlines, and arrays, of all ranks."""
+    values = [{"rank": each, "text": "two\nlines" * 100 * (each % 3)} for each in range(world_size)]
+    assert gather(values[rank]) == values
+    assert gather(None) == [None] * world_size
+    bits = np.array([1 << rank, 3, -1])
+    assert combine(bits, "xor").tolist() == [(1 << world_size) - 1, 3 * (world_size % 2), -(world_size % 2)]
+    assert combine(bits, "sum").tolist() == [(1 << world_size) - 1, 3 * world_size, -world_size]
 
 
 def of_length(rank: int, number: int, length: int) -> torch.Tensor:
@@ -185,6 +196,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     assert (peers.size, peers.index) == (world_size, rank)
     match arguments:
         case ["sums"]:
+            exchanged(rank, world_size)
             barrier(peers, folder)
             for seed in range(3):
                 sums(peers, seed)

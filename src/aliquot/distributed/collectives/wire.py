@@ -1,8 +1,8 @@
 """Transfers between hosts: local rank l of a host exchanges messages with local rank l of every other host.
 
-Two ranks use several connections in turn, because a cloud's network gives one connection only a part of a host's
-bandwidth. The ranks compare 64-bit checksums of messages, because TCP's 16-bit checksum misses one corrupted
-message in 65,536.
+A host has several connections to the other hosts, because a cloud's network gives one connection only a part of a
+host's bandwidth. Two ranks use their connections in turn. The ranks compare 64-bit checksums of messages, because TCP's
+16-bit checksum misses one corrupted message in 65,536.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,9 +29,10 @@ from aliquot.distributed.collectives.peers import PeerLost
 
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying the checksum of earlier messages loses no bit
-_CONNECTIONS = 4  # smallest number of connections between two hosts
+_CONNECTIONS = 4  # smallest number of connections of a host to all other hosts
 _PROBE_S = 2.0  # time that this rank waits before it probes whether the other hosts are alive
 _MAX_PROBE_S = 8.0  # longest time between two probes
+_PROBE_TAG = 1
 _PROBES = 10  # probes within _PROBE_S after a failure, because not all connections end at the same moment
 _TIMEOUT = timedelta(hours=24)  # the watchdog, or the end of the peer, ends a wait earlier
 
@@ -132,6 +134,16 @@ class Transfers:
             del transfer, work, future, lost  # release the tensor when its transfer is complete
 
 
+@cache
+def connect_groups(ranks: tuple[int, ...], count: int) -> list[dist.ProcessGroup]:
+    """Return `count` process groups of gloo with separate connections between `ranks`. Collective over `ranks`.
+
+    Every group has three threads and a connection to every rank. The start-up proof and the engine of a run therefore
+    use the same groups, one after the other. `Ranks.close` clears the cache.
+    """
+    return [dist.new_group(list(ranks), _TIMEOUT, "gloo", use_local_synchronization=True) for _ in range(count)]
+
+
 class Wire:
     """Connections of this rank to its counterparts on other hosts."""
 
@@ -147,14 +159,10 @@ class Wire:
         self.sent_bytes = 0
         self.waited_s = 0.0  # seconds of waiting for other hosts without other work
         self._ranks = ranks
-        self._groups = [
-            dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
-            for _ in range(-(-_CONNECTIONS // ranks_per_host))
-        ]
+        connections = -(-_CONNECTIONS // (ranks_per_host * len(self.peer_hosts)))
+        self._groups = connect_groups(tuple(sorted(ranks)), connections)
         # If a host ends in the middle of a message, gloo waits for the rest of the message without end. A new send to
-        # that host fails, however. So a rank that waits long sends probes on a separate connection; no rank receives
-        # the probes.
-        self._probe_group = dist.new_group(sorted(ranks), _TIMEOUT, "gloo", use_local_synchronization=True)
+        # that host fails, however. So a rank that waits long sends probes, with a tag that no rank receives.
         self._probes: list[dist.Work] = []
         self._probed_at = 0.0
         self._sent: Counter[int] = Counter()  # number of messages sent to every host
@@ -210,7 +218,9 @@ class Wire:
     def _send_probes(self) -> None:
         for host in self.peer_hosts:
             with self._reaching(host):
-                work = dist.isend(torch.zeros(1, dtype=torch.uint8), self._ranks[host], group=self._probe_group)
+                work = dist.isend(
+                    torch.zeros(1, dtype=torch.uint8), self._ranks[host], group=self._groups[0], tag=_PROBE_TAG
+                )
                 assert work is not None
                 self._probes.append(work)
 

@@ -1,0 +1,90 @@
+"""Estimate what a run loses on many nodes: messages, stragglers, lost nodes and idle ranks.
+
+step_time.py counts operations and bytes, which ranks share. The losses here grow with the number of ranks instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from aliquot.planner.plan import Losses
+from aliquot.planner.step_time import StepSetting, StepTime
+
+# CPU time of a rank to send a tiny message to another host and to receive one: gloo's three packets for each, futures,
+# checksums. From 16 to 32 ranks of `python benchmarks/scale.py`, 42 messages to one more host took 26 ms on Zen 4.
+MESSAGE_S = 0.6e-3
+# Latency of a hop in a ring of ranks, assumed: gloo over TCP; NCCL between hosts and over NVLink.
+_TCP_HOP_S, _NCCL_HOP_S, _NVLINK_HOP_S = 60e-6, 20e-6, 3e-6
+# Standard deviation of the time of a step of one rank, as a fraction of its mean; assumed.
+STEP_SPREAD = 0.02
+_PIECE_BYTES = 16 << 20  # the largest message between hosts (distributed/collectives/reduce.py)
+NEW_NODE_S = 300.0  # until a new node runs pods after a loss: EC2, node image, pod image; assumed
+MONTH_S = 30 * 86400.0
+# Failures on demand, as a fraction of the nodes per month: "The Llama 3 Herd of Models" counts 419 unexpected
+# interruptions in 54 days on 2,048 nodes.
+FAILED_A_MONTH = 0.1
+LONGEST_INTERVAL_S = 6 * 3600.0  # more steps are not risked, however rare losses are
+SAVING_PART = 0.5  # a save takes at most this part of the time between two saves
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The checkpoints of a run and their storage."""
+
+    save_s: float
+    read_s: float  # until all ranks have read a checkpoint
+
+
+def losses(
+    step: StepTime, setting: StepSetting, micro_batches: int, wire_bytes: int, storage: Storage, idle_ranks: float
+) -> Losses:
+    """Estimate the losses of a run with `micro_batches` on each rank and optimizer step.
+
+    Args:
+        wire_bytes: sent between hosts by all ranks in a step.
+        idle_ranks: the fraction of the micro-batches of a step that are empty.
+    """
+    layout = setting.layout
+    if layout.nodes == 1:
+        return Losses(idle_ranks=idle_ranks)
+    with_messages_s = step.total_with(_messages_s(setting, micro_batches, wire_bytes))
+    spread_s = STEP_SPREAD * expected_maximum(layout.world_size) * step.total_s
+    lost_a_second = FAILED_A_MONTH / MONTH_S * layout.nodes
+    interval_s = best_interval_s(storage.save_s, lost_a_second)
+    return Losses(
+        messages=1 - step.total_s / with_messages_s,
+        stragglers=spread_s / (step.total_s + spread_s),
+        lost_nodes=min(1.0, lost_a_second * (NEW_NODE_S + storage.read_s + interval_s / 2)),
+        idle_ranks=idle_ranks,
+    )
+
+
+def expected_maximum(count: int) -> float:
+    """Return the expected maximum of `count` standard normal values (Blom's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def best_interval_s(save_s: float, lost_a_second: float) -> float:
+    """Return the seconds between checkpoints that lose the least time, by Young and Daly, within bounds.
+
+    The interval is sqrt(2 x seconds of a save / losses per second).
+    """
+    seconds = math.sqrt(2 * save_s / lost_a_second) if lost_a_second else LONGEST_INTERVAL_S
+    return max(min(seconds, LONGEST_INTERVAL_S), save_s / SAVING_PART)
+
+
+def _messages_s(setting: StepSetting, micro_batches: int, wire_bytes: int) -> float:
+    """Return the seconds of a step for sending messages between hosts, without the time of their bytes."""
+    layout = setting.layout
+    if setting.engine == "host":
+        # A rank sends its counterpart on every other host a message for each weight: gradient sums, and updated values.
+        pieces = wire_bytes / layout.world_size / _PIECE_BYTES
+        return MESSAGE_S * (2 * setting.weights * (layout.nodes - 1) + pieces)
+    # Each group is gathered twice and reduced once per micro-batch; gloo reduces in two rounds.
+    groups = setting.groups if setting.engine == "fsdp" else setting.weights
+    if layout.device == "cpu":
+        return 4 * micro_batches * groups * (layout.world_size - 1) * _TCP_HOP_S
+    hops_s = layout.nodes * _NCCL_HOP_S + (layout.world_size - layout.nodes) * _NVLINK_HOP_S
+    return 3 * micro_batches * groups * hops_s
