@@ -14,11 +14,11 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from aliquot.distributed.collectives.peers import PeerLost
 from aliquot.distributed.collectives.wire import Wire
+from aliquot.engines import global_norm
 from aliquot.engines.host import gradient_exchange, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.weight_publication import WeightPublication
@@ -92,7 +92,7 @@ class Moments:
         Wire.receive = self._before(Wire.receive, "receives")  # type: ignore[method-assign]
         Wire.send = self._before(Wire.send, "sends")  # type: ignore[method-assign]
         Wire.compare = self._before(Wire.compare, "compares")  # type: ignore[method-assign]
-        dist.all_gather = self._before(dist.all_gather, "norm")
+        global_norm.gather = self._before(global_norm.gather, "norm")  # type: ignore[attr-defined]
 
     def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(*arguments: Any) -> Any:
