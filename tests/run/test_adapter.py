@@ -119,8 +119,6 @@ def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path
             assert not torch.allclose(adapted(ids).logits, expected, atol=1e-2)
         assert torch.equal(again(ids).logits, expected)
         torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    said = command("generate", lora / "export", "--prompt", "the rank", "--max-new-tokens", "3")
-    assert said.returncode == 0 and said.stdout.startswith("the rank"), said.stderr
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""aliquot evaluate: the loss of a model on a text."""
+"""aliquot evaluate: the loss of a model on a text, or its results in benchmarks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 
 from aliquot.cli.options import BaseModel, Debug
 from aliquot.cli.terminal import one_line_errors, run_rank
+from aliquot.core.errors import UsageError
 from aliquot.core.number_format import count_of
 
 
@@ -21,11 +22,12 @@ def command(
         str, typer.Argument(metavar="MODEL", help="A directory: model, adapter, export, checkpoint; or a hub id.")
     ],
     data: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="DATA", help="A text file like data.path, or the YAML of a run that sets evaluation data."
+            metavar="[DATA]",
+            help="A text file like data.path, or the YAML of a run that sets evaluation data; not with --tasks.",
         ),
-    ],
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[section.key=value ...]", help="Settings: data.document=line train.precision=fp32 ..."),
@@ -43,12 +45,46 @@ def command(
         typer.Option("--json", help="Print one JSON object; with several evaluation sets, an object for each set."),
     ] = False,
     base: BaseModel = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK[,TASK ...]",
+            help="Run benchmarks of lm-evaluation-harness in one process, by name or pattern:"
+            " pip install 'aliquot[eval]'. The following options belong to --tasks.",
+        ),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="A directory with your own tasks: YAML files, and the Python code they name.")
+    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before a question. Default: as set.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N examples of each task.")] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Sequences at once, or auto: as many as fit. Default: 1.")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Ask questions in the model's chat template.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Print loss, perplexity and bits per byte of a model on a text, computed by all ranks; write nothing.
 
-    Like `aliquot train`, the command starts local ranks, or is a rank of torchrun or a TrainJob.
+    Like `aliquot train`, the command starts local ranks, or is a rank of torchrun or a TrainJob. With --tasks, print
+    the results of benchmarks instead.
     """
+    with one_line_errors(debug):
+        if tasks is not None:
+            if data is not None or overrides or sequence_length is not None or ranks is not None:
+                raise UsageError("--tasks runs benchmarks: leave out DATA, overrides, --sequence-length and --ranks")
+            from aliquot.run.benchmark_tasks import TaskOptions, evaluate_tasks, results_table
+
+            task_options = TaskOptions(include_path, num_fewshot, limit, batch_size or "1", apply_chat_template)
+            benchmarks = evaluate_tasks(model, tasks.split(","), task_options, base)
+            print(json.dumps(benchmarks) if as_json else results_table(benchmarks))
+            return
+        if data is None:
+            raise UsageError("give DATA, a text file or the YAML of a run, or benchmarks with --tasks")
+        if apply_chat_template or any(value is not None for value in (include_path, num_fewshot, limit, batch_size)):
+            raise UsageError("--include-path, --num-fewshot, --limit, --batch-size, --apply-chat-template need --tasks")
     from aliquot.config.evaluation_config import read_evaluation_config
     from aliquot.distributed import launcher
     from aliquot.distributed.auto_ranks import crowding_warning, resolve_auto_ranks

@@ -25,6 +25,15 @@ def command(
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base model.")] = False,
     base: BaseModel = None,
     verify: Annotated[bool, typer.Option("--verify", help="Verify every byte of the checkpoint first.")] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPO",
+            help="Also upload the export, with a model card, to this repository of the Hugging Face hub. The token is"
+            " HF_TOKEN or that of `hf auth login`.",
+        ),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="If REPO is new, make it private.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory; the checkpoint of an adapter as a peft adapter.
@@ -39,10 +48,17 @@ def command(
         from aliquot.stores.store import is_url
         from aliquot.tensor_io.manifest import verify as verify_all
 
+        if private and push_to_hub is None:
+            raise UsageError("--private is about the repository of --push-to-hub, which is missing")
         directory = Path(checkpoint)
         if not is_url(checkpoint):
             directory = _checkpoint(directory)
             checkpoint = str(directory)
+        upload = None
+        if push_to_hub is not None:
+            from aliquot.run.hub_upload import HubUpload, write_model_card
+
+            upload = HubUpload(push_to_hub, private)
         if is_url(checkpoint):
             directory = stack.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:
@@ -52,6 +68,9 @@ def command(
         model_type = str(read_json(config).get("model_type")) if config.is_file() else ""
         if (warning := older_transformers(model_type)) is not None:
             print(f"aliquot: {warning}", file=sys.stderr)
+        if upload is not None:
+            write_model_card(out_dir, directory, upload.name)
+            print(f"uploaded {out_dir}: {upload.send(out_dir)}")
     print(f"exported {checkpoint} to {out_dir} ({dtype})")
 
 
