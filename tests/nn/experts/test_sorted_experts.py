@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from aliquot.nn.experts.expert_modules import send_to, spread, take_counts, weights_of
-from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, register, route, suits
+from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, GatedSilu, activation_of, register, route, suits
 from aliquot.nn.product_shapes import filled_up, row_counts
 
 EXPERTS, WIDTH, INNER = 5, 16, 12
@@ -100,6 +100,10 @@ def test_equals_the_eager_loop(kind: str, how: str) -> None:
     for name, values in expected.items():
         # fp32 sums in another order: a few roundings.
         torch.testing.assert_close(found[name], values, rtol=1e-5, atol=2e-5, msg=lambda text, name=name: name + text)
+
+
+def test_silu_needs_no_autograd() -> None:
+    assert isinstance(activation_of(module_of("silu")), GatedSilu)
 
 
 def test_a_choice_of_no_expert_adds_nothing() -> None:

@@ -87,10 +87,12 @@ class Activation(Protocol):
 
 
 def activation_of(module: nn.Module) -> Activation:
+    from transformers.activations import ACT2FN
     from transformers.integrations import moe
 
     usual = getattr(moe, "_default_apply_gate", None)  # a private name; without it the model's own code runs
-    if module.has_gate and getattr(type(module), "_apply_gate", None) is usual and isinstance(module.act_fn, nn.SiLU):
+    is_usual = module.has_gate and getattr(type(module), "_apply_gate", None) is usual
+    if is_usual and isinstance(module.act_fn, (nn.SiLU, type(ACT2FN["silu"]))):  # transformers may have its own class
         return GatedSilu()
     return AutogradActivation(module)
 
