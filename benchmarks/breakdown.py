@@ -1,8 +1,9 @@
 """Measure how long each part of a step of engine `host` takes, and what the part costs in MFU.
 
-python benchmarks/breakdown.py --json breakdown.json [--shapes 125m,500m] [--rounds 3] [--steps 2]
+python benchmarks/breakdown.py --json breakdown.json [--shapes 125m,500m] [--rounds 3] [--steps 2] [--layers 10]
 
-The steps are those of "host, packed 2048 x 1" of step.py. torch.profiler records rank 0 of two after the first steps.
+The steps are those of "host, packed 2048 x 1" of step.py, or of "host" of moe.py for its shapes top4of32 and top8of128,
+whose number of layers is --layers. torch.profiler records rank 0 of two after the first steps.
 Every moment of a step belongs to the innermost event at that moment, so the parts add up to the step. *rest* belongs to
 no event: Python, dispatch and views. Rows are medians over --rounds; each round starts new processes.
 
@@ -28,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import smoke
+from benchmarks import moe, smoke
 from benchmarks.contestants import aliquot_steps, matmul_rate, quiet
 from benchmarks.layouts import llama_config
 from benchmarks.report import Row, finish, target
@@ -36,15 +37,21 @@ from benchmarks.step import PACKED_LONG, RANKS, SHAPES, step_flops, tuned_topolo
 from benchmarks.worlds import Measured, run_world, tell
 
 WARM = 2
-PRODUCTS = ("projections", "mlp", "head")
+PRODUCTS = ("projections", "mlp", "experts", "head")
 REST = "rest"
 UNWATCHED = "the same, not profiled"
 # Nanoseconds per token outside matrix products on AMD Zen 4, before optimization; the goal is half.
 REST_NS = {"125m": 500_000}
 # Work of the engine other than computation. Time inside these calls belongs to them.
-_WAIT, _STAGE, _SUM, _NORM, _UPDATE, _PUBLISH = (
-    "waiting for the other rank", "gradients: staging", "gradients: sum", "gradient norm", "optimizer", "publish"
+_WAIT, _STAGE, _SUM, _NORM, _UPDATE, _PUBLISH, _ROUTE = MARKED = (
+    "waiting for the other rank", "gradients: staging", "gradients: sum", "gradient norm", "optimizer", "publish",
+    "experts: sorting tokens",
 )  # fmt: skip
+# Operations inside of the experts, by part; other operations are the activation and the scores.
+_EXPERTS = {
+    "aten::index_select": "experts: gathering rows", "aten::_embedding_bag": "experts: summing results",
+    "aten::embedding_bag": "experts: summing results",
+}  # fmt: skip
 _COPIES = {
     "aten::copy_", "aten::index_select", "aten::index", "aten::cat", "aten::fill_", "aten::zero_", "aten::_to_copy",
     "aten::clone", "aten::_index_put_impl_", "aten::gather",
@@ -66,11 +73,12 @@ def main() -> None:
     arguments.add_argument("--shapes", default="125m,500m")
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=2)
+    arguments.add_argument("--layers", type=int, default=10)
     given = smoke.parse(arguments, shapes="tiny", rounds=1, steps=1)
     rows: list[Row] = []
     targets = []
     for shape in given.shapes.split(","):
-        found = rows_of(shape, measure(shape, given.rounds, given.steps))
+        found = rows_of(shape, measure(shape, given.rounds, given.steps, given.layers))
         rows += found
         targets.append(target(f"unaccounted_{shape}", found[-1].get("share"), 0.03, "lower"))
         if shape in REST_NS:
@@ -78,14 +86,14 @@ def main() -> None:
     finish("parts of a step of the host engine, rank 0 of two", rows, targets, given.json)
 
 
-def measure(shape: str, rounds: int, steps: int) -> list[Measured]:
+def measure(shape: str, rounds: int, steps: int, layers: int) -> list[Measured]:
     """Return the measurements of rank 0, one per round."""
     from aliquot.machine.allocator import allocator_environment
 
     taken = []
     environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     for _ in range(rounds):
-        ranks = run_world(__file__, RANKS, shape, str(steps), timeout_s=3000, environ=environ)
+        ranks = run_world(__file__, RANKS, shape, str(steps), str(layers), timeout_s=3000, environ=environ)
         if "failed" in ranks[0]:
             print(shape, ranks[0]["failed"], flush=True)
             continue
@@ -135,22 +143,27 @@ def rows_of_round(of: Measured) -> list[Row]:
 
 
 def rank() -> None:
-    shape, steps = sys.argv[2], int(sys.argv[3])
-    numbers = SHAPES[shape]
+    shape, steps, layers = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    mixture = shape in moe.SHAPES
+    numbers: dict[str, Any] = SHAPES.get(shape, {})
+    if mixture:
+        numbers = {**moe.COMMON, **moe.SHAPES[shape], "num_hidden_layers": layers}
+    config, work = (numbers, moe.PACKED) if mixture else (llama_config(numbers), PACKED_LONG)
     quiet()
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile, record_function
 
     topology = tuned_topology(tuned=True)
-    tokens, hidden, mlp = PACKED_LONG.tokens, numbers["hidden_size"], numbers["intermediate_size"]
+    tokens, hidden, mlp = work.tokens, numbers["hidden_size"], numbers["intermediate_size"]
     mark_engine()
 
     def ceiling() -> float:
         dist.barrier()
-        return matmul_rate([(1536, 1536, 1536), (tokens, hidden, mlp), (tokens, mlp, hidden)], clock=time.thread_time)
+        plain = [(1536, 1536, 1536), (tokens, hidden, mlp), (tokens, mlp, hidden)]
+        return matmul_rate(moe.expert_products(numbers) if mixture else plain, clock=time.thread_time)
 
     before = ceiling()
-    making = aliquot_steps("host", llama_config(numbers), PACKED_LONG, topology, {"compile": "layers"})
+    making = aliquot_steps("host", config, work, topology, {"compile": "layers"})
     for _ in range(WARM):
         next(making)
     began = time.thread_time()
@@ -173,7 +186,11 @@ def rank() -> None:
     parts, products = divide(events, Shapes(tokens, hidden, mlp, numbers["vocab_size"]))
     # Both ranks multiply at once, as in the step.
     alone = {name: alone_rate(shapes) / rate for name, shapes in of_first_rank(products).items()}
-    flops = sum(step_flops(numbers, PACKED_LONG, topology.rank, WARM + steps + step) for step in range(steps))
+    numbers_of_steps = range(WARM + steps, WARM + 2 * steps)
+    if mixture:
+        flops = sum(moe.step_flops(config, work, step * RANKS + topology.rank) for step in numbers_of_steps)
+    else:
+        flops = sum(step_flops(numbers, work, topology.rank, step) for step in numbers_of_steps)
     tell(
         {
             "ran_s": ran_s / steps,
@@ -213,6 +230,7 @@ def marks() -> list[tuple[Any, str, str]]:
     from aliquot.engines.host import host_engine
     from aliquot.engines.host.gradient_sums import GradientSums
     from aliquot.engines.host.host_gradients import HostGradients
+    from aliquot.nn.experts import sorted_experts
     from aliquot.optim.adamw import BlockedAdamW
 
     return [
@@ -223,6 +241,7 @@ def marks() -> list[tuple[Any, str, str]]:
         (host_engine, "global_norm", _NORM),
         (BlockedAdamW, "step", _UPDATE),
         (host_engine.HostEngine, "_mark_updated", _PUBLISH),
+        (sorted_experts, "route", _ROUTE),
     ]
 
 
@@ -277,20 +296,24 @@ def divide(events: list[Event], shapes: Shapes) -> tuple[dict[str, float], Produ
 def part_of(event: Event, inside: list[str], outer: str, shapes: Shapes) -> str:
     """Return the part of an event's own time; `inside` has the names of the events around it, outermost first."""
     name = event.name
-    if name in (_WAIT, _STAGE, _SUM, _NORM, _UPDATE, _PUBLISH):
+    if name in MARKED:
         return name
-    marked = [other for other in inside if other in (_WAIT, _STAGE, _SUM, _NORM, _UPDATE, _PUBLISH)]
+    marked = [other for other in inside if other in MARKED]
     if marked:
         return marked[-1]
+    of_experts = any("_SortedExperts" in other for other in [*inside, name])
     if name == "aten::mm":
         (m, k), (_, n) = event.shapes[:2]
         part = shapes.part((m, k, n), any(other.startswith("_HeadLoss") for other in inside))
+        part = "experts" if of_experts else part
         direction = "backward" if any("Backward" in other for other in inside) else "forward"
         return part if part.startswith("head") else f"{part}, {direction}"
     if name == "aten::bmm":
         return "attention: products"
     if outer == "attention: products" or outer.split(",")[0] in PRODUCTS:
         return outer  # calls inside a product belong to the product
+    if of_experts:
+        return next((_EXPERTS[other] for other in [name, *inside] if other in _EXPERTS), "experts: activation, scores")
     if any(other.startswith("_HeadLoss") for other in [*inside, name]):
         return "softmax and loss"
     if any(other.startswith("_Tiled") for other in [*inside, name]):

@@ -42,7 +42,8 @@ if smoke.SMOKE:
     COMMON |= {"hidden_size": 64, "head_dim": 8, "vocab_size": 512, "intermediate_size": 128}
     SHAPES = {"top4of32": {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32}}
 CONTESTANTS = {
-    "host": PACKED, "plain FSDP2, tuned": FULL, "DeepSpeed ZeRO-3, tuned": FULL, "host, full sequences": FULL,
+    "host": PACKED, "host, not compiled": PACKED, "plain FSDP2, tuned": FULL, "DeepSpeed ZeRO-3, tuned": FULL,
+    "host, full sequences": FULL,
 }  # fmt: skip
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 
@@ -146,16 +147,12 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
 
     from aliquot.machine.memory import memory_use, peak_pss
     from aliquot.models import meta
-    from aliquot.models.meta import attention_widths
-    from aliquot.observe.throughput import model_flops
 
     built = meta.build(AutoConfig.for_model(**config))
-    per_expert = TOKENS * config["num_experts_per_tok"] // config["num_experts"]
-    width, inner = config["hidden_size"], config["moe_intermediate_size"]
 
     def ceiling() -> float:
         dist.barrier()
-        return matmul_rate([(per_expert, width, 2 * inner), (per_expert, inner, width)], precision=precision)
+        return matmul_rate(expert_products(config), precision=precision)
 
     before, warm, work = ceiling(), 2, CONTESTANTS[name]
     ends: list[float] = []
@@ -168,7 +165,8 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
         deepspeed_seconds(config, lambda _: (TOKENS, TOKENS), 1, warm + steps, between, precision)
     else:
         if name.startswith("host"):
-            making = aliquot_steps("host", config, work, topology, {}, "bf16" if precision == "bf16" else "fp32")
+            settings = {} if "not compiled" in name else {"compile": "layers"}
+            making = aliquot_steps("host", config, work, topology, settings, "bf16" if precision == "bf16" else "fp32")
             # Weight, gradient sum and two moments of each parameter; in bf16, the weight is a shared copy and low half.
             states_bytes = 16 * built.numel // RANKS
         else:
@@ -176,12 +174,10 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
         for step in range(warm + steps):
             next(making)
             between(step)
-    lengths = [b - a for a, b in pairwise(work.edges(warm * RANKS + topology.rank))]
-    flops = model_flops(built.matmul_flops, TOKENS, lengths, attention_widths(AutoConfig.for_model(**config)))
     tell(
         {
             "seconds": [b - a for a, b in pairwise(ends)][warm - 1 :],
-            "flops": flops,
+            "flops": step_flops(config, work, warm * RANKS + topology.rank),
             "ceiling": (before + ceiling()) / 2,
             "peak_pss_bytes": peak_pss(memory_use()),
             "states_bytes": states_bytes,
@@ -190,6 +186,26 @@ def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -
         }
     )
     os._exit(0)  # threads of peers would abort at exit
+
+
+def expert_products(config: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Return the shapes of an expert's products, [M, K] x [K, N], if all experts have the same number of tokens."""
+    per_expert = TOKENS * config["num_experts_per_tok"] // config["num_experts"]
+    width, inner = config["hidden_size"], config["moe_intermediate_size"]
+    return [(per_expert, width, 2 * inner), (per_expert, inner, width)]
+
+
+def step_flops(config: dict[str, Any], work: Work, seed: int) -> int:
+    """Return the FLOPs of one rank's step, whose documents `seed` determines."""
+    from transformers import AutoConfig
+
+    from aliquot.models import meta
+    from aliquot.models.meta import attention_widths
+    from aliquot.observe.throughput import model_flops
+
+    built = meta.build(AutoConfig.for_model(**config))
+    lengths = [b - a for a, b in pairwise(work.edges(seed))]
+    return model_flops(built.matmul_flops, work.tokens, lengths, attention_widths(AutoConfig.for_model(**config)))
 
 
 def rank_layer(shape: str, precision: str) -> None:
