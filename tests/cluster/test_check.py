@@ -589,6 +589,8 @@ def test_planned_shared_memory_is_checked() -> None:
 
 def test_gpus_without_efa_on_several_nodes() -> None:
     assert rules(check_job_of_config(gpu_job(efa="none"))) == {"efa-unused"}
+    once_a_step = gpu_job("host")  # over TCP
+    assert once_a_step.efa_interfaces == 0 and check_job_of_config(once_a_step) == []
 
 
 def test_refused_before_rendering() -> None:

@@ -57,6 +57,7 @@ class EngineSetup:
     flipped: Literal["nothing", "weights", "gradients"] = "nothing"  # a bit of what the second rank receives
     shared_memory: bool = False  # of engine fsdp
     offload: bool = False  # to the memory of the host
+    copies: bool = False  # engine host computes from a copy of the weights, as on a GPU
     uncompiled: bool = False  # DeepSpeed without its shared-memory op
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ ON_DISK = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
 EXPERTS = ["moe-bf16-full"]
 DEEP = ["llama-deep", "llama-deep-full"]
 ONCE = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]  # one micro-batch a step
+COPIED = ["llama-bf16", "qwen2-tied", "llama-deep-lora"]
 DEEP_FROZEN = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
 
 # The setups, named by the axes in which they differ.
@@ -29,6 +30,7 @@ STATES_ON_DISK = replace(HOST, on_disk="some states")
 HOSTS, HOSTS_3, HOSTS_2X2 = (replace(HOST, ranks=ranks, hosts=hosts) for ranks, hosts in ((2, 2), (3, 3), (4, 2)))
 LATE, LATE_3, LATE_2X2 = (replace(hosts, late=True) for hosts in (HOSTS, HOSTS_3, HOSTS_2X2))
 HOSTS_DISK = replace(HOSTS, on_disk="everything")
+COPIES, COPIES_DISK, COPIES_HOSTS, COPIES_2X2 = (replace(host, copies=True) for host in (HOST, DISK, HOSTS, HOSTS_2X2))
 FLIPPED_WEIGHTS, FLIPPED_GRADIENTS = (replace(HOSTS, flipped=flipped) for flipped in ("weights", "gradients"))
 FLIPPED_DISK = replace(HOSTS_DISK, flipped="gradients")
 
@@ -79,6 +81,13 @@ MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
     (LATE_2X2, "base"): ["llama-bf16-once"],
     (HOSTS_DISK, "accumulated"): ON_DISK,
     (HOSTS_DISK, "once"): ONCE,
+    # With a copy of the weights, as on a GPU.
+    (COPIES, "base"): COPIED,
+    (COPIES, "experts"): [*EXPERTS, *ONCE, "llama-int8", "gemma2", "llama-deep"],
+    (COPIES_DISK, "base"): ["llama-int8", "qwen2-tied"],
+    (COPIES_DISK, "streamed"): ["llama-deep"],
+    (COPIES_HOSTS, "base"): ["qwen2-tied", *ONCE, "llama-reduced-once"],
+    (COPIES_2X2, "base"): ["llama-bf16-once"],
     (FLIPPED_WEIGHTS, "base"): ["llama-bf16"],
     (FLIPPED_GRADIENTS, "base"): ["llama-bf16"],
     (FLIPPED_DISK, "base"): ["llama-bf16"],
@@ -217,6 +226,30 @@ def test_streamed_frozen_layers_change_no_bit(runs: Runs[str]) -> None:
 @pytest.mark.long
 def test_compiled_streamed_layers_change_no_bit(runs: Runs[str]) -> None:
     same(runs[world(DISK, "compiled")], runs[world(HOST, "compiled")], "llama-deep-compiled")
+
+
+@pytest.mark.parametrize(
+    ("copies", "shared", "names", "world_size"),
+    [
+        (world(COPIES), world(HOST), COPIED, 2),
+        pytest.param(world(COPIES, "experts"), world(HOST), MATRIX[COPIES, "experts"], 2, marks=LONG),
+        pytest.param(world(COPIES_DISK), world(HOST), MATRIX[COPIES_DISK, "base"], 2, marks=LONG),
+        pytest.param(world(COPIES_HOSTS), world(HOSTS), MATRIX[COPIES_HOSTS, "base"], 2, marks=LONG),
+        pytest.param(world(COPIES_2X2), world(HOSTS_2X2), MATRIX[COPIES_2X2, "base"], 4, marks=LONG),
+    ],
+)
+def test_copies_of_the_weights_change_no_bit(
+    runs: Runs[str], copies: str, shared: str, names: list[str], world_size: int
+) -> None:
+    """As on GPUs: weights are copied when they have changed, and gradients when somebody waits for them."""
+    for name in names:
+        same(runs[copies], runs[shared], name, world_size)
+
+
+@pytest.mark.long
+def test_layers_are_not_streamed_through_copies(runs: Runs[str]) -> None:
+    with pytest.raises(AssertionError, match="keeps no weights there with GPUs"):
+        runs[world(COPIES_DISK, "streamed")]
 
 
 @pytest.mark.long

@@ -27,6 +27,9 @@ def test_auto_selects_host_if_one_copy_of_weights_fits(monkeypatch: pytest.Monke
     assert engine_class(config(), on(), 26)[0] == "fsdp"
     assert engine_class(config(train={"global_batch_size": 1, "precision": "fp32"}), on(), 13)[0] == "fsdp"
     assert engine_class(config(), on("cuda"), 1)[0] == "fsdp"
+    assert engine_class(config(), on("cuda"), 1, "host")[0] == "host"
+    for only_host in ({"shard": {"offload": "disk"}}, {"train": {"global_batch_size": 1, "optimizer_states": "int8"}}):
+        assert engine_class(config(**only_host), on("cuda"), 1)[0] == "host"
     uneven = Topology(0, 3, 0, 2, 0, 2, "cpu", 1, ())
     assert engine_class(config(), uneven, 1)[0] == engine_class(config(), uneven, 1, "host")[0] == "fsdp"
     # A node of less memory than the one that has planned does as that one does.
@@ -35,8 +38,8 @@ def test_auto_selects_host_if_one_copy_of_weights_fits(monkeypatch: pytest.Monke
 
 
 def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
-    with pytest.raises(UserError, match="host is for CPUs"):
-        engine_class(config(shard={"engine": "host"}), on("cuda"), 1)
+    with pytest.raises(UserError, match="engine host keeps all states in host memory anyway"):
+        engine_class(config(shard={"engine": "host", "offload": "cpu"}), on("cuda"), 1)
     with pytest.raises(UserError, match="gloo is for engine fsdp"):
         engine_class(config(shard={"engine": "host", "collectives": "gloo"}), on(), 1)
     assert engine_class(config(shard={"collectives": "gloo"}), on(), 1)[0] == "fsdp"

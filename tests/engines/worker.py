@@ -31,7 +31,7 @@ from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.engine_plan import OnDisk
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
-from aliquot.engines.host import gradient_exchange, host_memory, streamed_layers, weight_publication
+from aliquot.engines.host import compute_device, gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.models import backward_pass, initialize, meta
@@ -74,12 +74,14 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         collectives="shared_memory" if setup.shared_memory else "gloo",
         deepspeed=deepspeed_settings(setup, case),
         offload=setup.offload and setup.engine == "fsdp",
+        copies_weights=setup.copies,
         on_disk=on_disk(setup, case, built.model),
         offload_directory=folder,
         exact=built.exact - built.learned,
     )
     # Several blocks and windows of a weight, and a rest.
     sizes.BLOCK = adamw.BLOCK = gradient_norm.NORM_BLOCK = 192
+    compute_device.IN_FLIGHT_BYTES = 9000  # some weights, fewer than a layer
     # Of a mixture several experts in a piece, and several pieces of a weight.
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
     if setup.uncompiled:  # as where DeepSpeed finds no way to build its shared-memory op

@@ -45,12 +45,13 @@ def run(
     name: str,
     steps: int,
     engine: str,
-    device: str = DEVICE,
+    device: str | None = None,
     model: dict[str, object] = LLAMA,
     shard: dict[str, object] | None = None,
     **train: object,
 ) -> list[float]:
-    """Train and return the loss of each step, of resumed runs too. Engine host always runs on the CPU."""
+    """Train and return the loss of each step, of resumed runs too. By default, engine host runs on the CPU."""
+    device = device or ("cpu" if engine == "host" else DEVICE)
     config = {
         "run": {"name": name, "directory": str(folder / name)},
         "model": {"config": model},
@@ -61,7 +62,7 @@ def run(
         "shard": {"engine": engine, **(shard or {})},
         "checkpoint": {"every": 4},
         "observe": {"report_to": [], "console": "plain"},
-        "launch": {"device": "cpu" if engine == "host" else device, "ranks": 1, "threads_per_rank": 2},
+        "launch": {"device": device, "ranks": 1, "threads_per_rank": 2},
     }  # fmt: skip
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config))

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.gpu.cpu_curves import CASES, expected
-from tests.gpu.on_device import HAS_GPU, LLAMA, exported, needs_device, run
+from tests.gpu.on_device import DEVICE, HAS_GPU, LLAMA, exported, needs_device, run
 from tests.tools import warm
 
 pytestmark = needs_device
@@ -97,6 +97,31 @@ def test_a_checkpoint_goes_to_the_other_device_and_back(tmp_path: Path, resident
     run(tmp_path, "crossing", 4, "host", precision="fp32")
     run(tmp_path, "crossing", 8, "fsdp", precision="fp32")
     losses = run(tmp_path, "crossing", 12, "host", precision="fp32")
+    assert losses == pytest.approx(resident[1][:12], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama-fp32", "llama-bf16", "sinks-and-experts-fp32", "windows-bf16"])
+def test_host_engine_computes_on_the_gpu(tmp_path: Path, name: str) -> None:
+    """Weights are copied to it, and gradients from it; masters, moments and sums are in the memory of the host."""
+    case = CASES[name]
+    losses = run(tmp_path, "host", case.steps, "host", DEVICE, case.model, precision=case.precision)
+    assert losses == pytest.approx(expected(name), rel=1e-4 if case.precision == "fp32" else 2e-2)
+    rows = json.loads((tmp_path / "host" / "ledger.json").read_text())["rows"]
+    assert rows[-1]["accounted_bytes"]["moments"] > 0
+    assert not HAS_GPU or rows[-1]["gpu"]["accounted_bytes"]["gathered"] > 0
+
+
+def test_compressed_states_are_for_gpus_too(tmp_path: Path) -> None:
+    on_cpu = run(tmp_path, "cpu", 6, "host", "cpu", optimizer_states="int8")
+    on_gpu = run(tmp_path, "gpu", 6, "host", DEVICE, optimizer_states="int8")
+    assert on_gpu == pytest.approx(on_cpu, rel=2e-2)
+
+
+@shares_resident
+def test_a_checkpoint_goes_from_engine_to_engine(tmp_path: Path, resident: tuple[Path, list[float]]) -> None:
+    run(tmp_path, "engines", 4, "host", DEVICE, precision="fp32")
+    run(tmp_path, "engines", 8, "fsdp", precision="fp32")
+    losses = run(tmp_path, "engines", 12, "host", DEVICE, precision="fp32")
     assert losses == pytest.approx(resident[1][:12], rel=1e-4)
 
 

@@ -16,10 +16,19 @@ from tests.gpu.on_device import DEVICE, needs_device
 pytestmark = needs_device
 
 
-def told(folder: Path, world_size: int) -> list[list[float]]:
+def told(folder: Path, world_size: int, engine: str) -> list[list[float]]:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.two_ranks_worker", str(rank), str(world_size), str(folder), DEVICE],
+            [
+                sys.executable,
+                "-m",
+                "tests.gpu.two_ranks_worker",
+                str(rank),
+                str(world_size),
+                str(folder),
+                DEVICE,
+                engine,
+            ],
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             cwd=REPOSITORY,
         )
@@ -33,6 +42,7 @@ def told(folder: Path, world_size: int) -> list[list[float]]:
     return [json.loads((folder / f"{world_size}-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def test_two_train_as_one_does(tmp_path: Path) -> None:
-    (one,), (first, second) = told(tmp_path, 1), told(tmp_path, 2)
+@pytest.mark.parametrize("engine", ["fsdp", "host"])
+def test_two_train_as_one_does(tmp_path: Path, engine: str) -> None:
+    (one,), (first, second) = told(tmp_path, 1, engine), told(tmp_path, 2, engine)
     assert first == second == pytest.approx(one, rel=1e-5)

@@ -1,4 +1,4 @@
-"""A rank of engine fsdp among others that share one GPU, over gloo: NCCL refuses two ranks on a GPU."""
+"""A rank of engine fsdp or host among others that share one GPU, over gloo: NCCL refuses two ranks on a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import EngineSpec
+from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+from aliquot.engines.host.host_engine import HostEngine
 from aliquot.models import initialize, meta
 from tests.engines import cases
 
 
-def work(rank: int, world_size: int, folder: Path, device: str) -> None:
+def work(rank: int, world_size: int, folder: Path, device: str, engine_name: str) -> None:
     """Losses and norms of a few steps, the same at any world size."""
     if device == "cuda":
         torch.cuda.set_device(0)
@@ -26,9 +27,10 @@ def work(rank: int, world_size: int, folder: Path, device: str) -> None:
         rank=rank, world_size=world_size,
     )  # fmt: skip
     built = meta.build(AutoConfig.for_model("llama", **cases.SMALL))
-    spec = EngineSpec("fp32", 64, built.traits.plain_head)
+    spec = EngineSpec("fp32", 64, built.traits.plain_head, copies_weights=True)
     topology = Topology(rank, world_size, rank, world_size, 0, 1, device, 1, ())  # type: ignore[arg-type]
-    engine = FsdpEngine.build(built.model, spec, topology)
+    kind: type[Engine] = HostEngine if engine_name == "host" else FsdpEngine
+    engine = kind.build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, cases.SEED)
     engine.ready()
     told = []
@@ -47,4 +49,4 @@ def work(rank: int, world_size: int, folder: Path, device: str) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 
 from aliquot.catalogue.instances import instances
+from aliquot.config.read_config import read_config
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, Unsharded
+from aliquot.engines.host.host_memory import RING_BYTES
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check, planned_model
 from aliquot.planner.memory_plan import CONTEXT_BYTES, CUDA_HOST_BYTES, MARGIN, NCCL_BYTES
@@ -19,10 +21,13 @@ from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planner import plan
 from aliquot.planner.rates import estimated, known_gpu
 from aliquot.planner.report import summary
+from aliquot.planner.settings_search import with_settings
+from tests.conftest import REPOSITORY
 from tests.engines.cases import DEEPSEEK, SMALL
 from tests.planner.shapes import LLAMA, planned_config
 
 MACHINE = Machine.from_instance("g6e.12xlarge")  # four GPUs
+WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
 
 
 def planned(ranks: int = 1, **sections: dict[str, object]) -> Plan:
@@ -135,11 +140,10 @@ def test_the_plan_shows_both() -> None:
 
 
 def test_more_memory_keeps_more_unsharded() -> None:
-    model = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
 
     def made(memory_bytes: int, sequences: int = 16) -> Plan:
         train = {"per_device_train_batch_size": 1, "global_batch_size": sequences}
-        config = planned_config(model, launch={"device": "cuda", "ranks": 4}, train=train)
+        config = planned_config(WIDE, launch={"device": "cuda", "ranks": 4}, train=train)
         return plan(config, replace(MACHINE, gpu_memory_bytes=memory_bytes), 1, 4)
 
     ample = found = made(1 << 36)
@@ -152,3 +156,56 @@ def test_more_memory_keeps_more_unsharded() -> None:
         assert less.local_bytes_per_step > found.local_bytes_per_step
         found = less
     assert plan(planned_config(LLAMA, shard={"engine": "fsdp"}), MACHINE, 1, 2).unsharded == SHARDED  # on CPUs
+
+
+def test_engine_host_has_states_in_host_memory_and_weights_on_the_gpu() -> None:
+    made = planned(2, shard={"engine": "host"})
+    on_gpu, on_host = of(made, "steady peak"), of(made, "steady peak", host=True)
+    assert on_gpu["weights"] == 2 * made.parameters and on_gpu["moments"] == 0
+    assert on_host["moments"] == pytest.approx(8 * made.parameters / 2, rel=0.01)
+    shared = made.host_phases[-1].shared_bytes
+    assert shared["weights"] == 2 * made.parameters and shared["buffers"] > 2 * RING_BYTES
+    assert of(made, "process start") == {"process": CONTEXT_BYTES} and made.shm_bytes_per_node == 0  # no NCCL
+    frugal = planned(2, shard={"engine": "host"}, train={"optimizer_states": "int8"})
+    assert of(frugal, "steady peak", host=True)["moments"] < 0.3 * on_host["moments"]
+
+
+def test_states_go_to_disk_if_host_memory_is_short() -> None:
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 1}, shard={"offload": "disk"})
+    ample = plan(config, MACHINE, 1, 1)
+    assert ample.engine == "host" and not ample.on_disk
+    short = plan(config, replace(MACHINE, memory_bytes=int(0.9 * ample.host_peak_bytes_per_rank)), 1, 1)
+    assert short.on_disk.states and not short.on_disk.layers and short.fits
+    assert short.peak_bytes_per_rank == ample.peak_bytes_per_rank  # of the GPU
+
+
+def test_auto_communicates_once_a_step_over_slow_networks() -> None:
+    train = {"global_batch_size": 128, "per_device_train_batch_size": 2}
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 4}, train=train)
+    fast, slow = (replace(MACHINE, network_bytes_per_s=rate) for rate in (400e9, 1e9))
+    assert plan(config, slow, 4, 4).engine == "host" and plan(config, slow, 1, 4).engine == "fsdp"
+    assert plan(config, fast, 4, 4).engine == "fsdp"
+    resident, once = (plan(with_settings(config, {"shard.engine": engine}), slow, 4, 4) for engine in ("fsdp", "host"))
+    assert once.step_s < resident.step_s
+    more = with_settings(config, {"shard.engine": "host", "train.global_batch_size": 256})
+    assert plan(more, slow, 4, 4).wire_bytes_per_step == pytest.approx(once.wire_bytes_per_step, rel=0.05)
+
+
+def test_auto_takes_the_engine_that_fits_a_gpu() -> None:
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 1})
+    resident, once = (plan(with_settings(config, {"shard.engine": e}), MACHINE, 1, 1) for e in ("fsdp", "host"))
+    between = (resident.peak_bytes_per_rank + once.peak_bytes_per_rank) // 2
+    assert plan(config, MACHINE, 1, 1).engine == "fsdp"
+    assert plan(config, replace(MACHINE, gpu_memory_bytes=between), 1, 1).engine == "host"
+
+
+@pytest.mark.long
+def test_llama_3_8b_is_four_times_as_fast_as_with_full_sharding() -> None:
+    """Sixteen micro-batches of 8,192 tokens on four nodes of one L40S and 25 Gbit/s."""
+    config = read_config(REPOSITORY / "examples" / "llama3-8b-gpu.yaml")
+    train = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 16}
+    config = with_settings(config, {"data.sequence_length": 8192, "shard.offload": "none", **train})
+    machine = Machine.from_instance("g6e.8xlarge")
+    sharded, chosen = (plan(with_settings(config, {"shard.engine": e}), machine, 4, 1) for e in ("fsdp", "auto"))
+    assert chosen.engine == "host" and chosen.fits and sharded.fits
+    assert chosen.tokens_per_s >= 4 * sharded.tokens_per_s

@@ -104,6 +104,7 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     cpus = min(section.pod_cpus(item.allocatable_cpu_millicores) for item in types)
     memory = min(section.pod_memory_bytes(item.allocatable_memory_bytes) for item in types)
     plans = [plan] if least is None else [plan, least]
+    uses_nccl = gpus > 0 and plan.engine != "host"  # only NCCL uses EFA; gloo uses TCP
     shm = -(-max(item.shm_bytes_per_node for item in plans) // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
@@ -119,8 +120,7 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         memory_bytes=memory,
         shm_bytes=shm,
         gpus=gpus,
-        # Only NCCL uses EFA; gloo uses TCP.
-        efa_interfaces=types[0].efa_interfaces if gpus and section.efa == "auto" and plan.nodes > 1 else 0,
+        efa_interfaces=types[0].efa_interfaces if uses_nccl and section.efa == "auto" and plan.nodes > 1 else 0,
         scratch_bytes=max(_scratch(section, types, item) for item in plans),
         local_disks=any(item.scratch_bytes_per_node for item in plans) and all(item.local_nvme_bytes for item in types),
         grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,

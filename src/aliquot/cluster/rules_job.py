@@ -48,6 +48,7 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     yield from _resources(job, plan)
     yield from _shm(job, plan)
     yield from _lifetime(job, grace_s)
+    yield from _efa(job, plan)
     yield from _restarting(job)
     yield from _gang(job)
     yield from _ending(job, plan)
@@ -224,7 +225,11 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
         if not retried and not job.runtime.get("spec", "template", "spec", "failurePolicy", "maxRestarts"):
             fix = "spec.template.spec.failurePolicy.maxRestarts"
             yield finding("restarts", job.runtime, "no failurePolicy.maxRestarts", fix)
-    if job.count(EFA) == 0 and job.count(GPU) > 0 and job.nodes > 1:
+
+
+def _efa(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
+    uses_nccl = plan is None or plan.engine != "host"
+    if job.count(EFA) == 0 and job.count(GPU) > 0 and job.nodes > 1 and uses_nccl:
         fix = f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)"
         yield finding("efa-unused", job.manifest, "GPUs on several nodes without EFA", fix)
     variables = {variable.get("name"): variable.get("value") for variable in job.env}

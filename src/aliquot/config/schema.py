@@ -53,8 +53,9 @@ class ModelSection(Section):
 
 class ShardSection(Section):
     engine: Literal["auto", "host", "fsdp", "deepspeed"] = "auto"
-    """host: CPU, weights once per NUMA node in shared memory; fsdp: weights gathered layer by layer; deepspeed: ZeRO-3.
-    auto: deepspeed if deepspeed_config is set, else host or fsdp by memory."""
+    """host: states in host memory, communication between hosts once per step; on CPU weights once per NUMA node in
+    shared memory, on GPUs whole; fsdp: weights gathered layer by layer; deepspeed: ZeRO-3. auto: deepspeed if
+    deepspeed_config is set, else host or fsdp, on CPU by memory, on GPUs by the planned time."""
     collectives: Literal["auto", "shared_memory", "gloo"] = "auto"
     """Collectives among CPU ranks. auto: shared_memory where possible; with fsdp on one host only."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -32,7 +32,9 @@ def chosen_engine(
     name = config.shard.engine
     if name == "auto" and config.shard.deepspeed_config is not None:
         name = "deepspeed"
-    elif name == "auto" and config.shard.offload == "disk" and device == "cpu":
+    elif name == "auto" and (
+        config.shard.offload == "disk" or (device == "cuda" and config.train.optimizer_states != "fp32")
+    ):
         name = "host"
     elif name == "auto":
         copy_bytes = numel * (2 if config.train.precision == "bf16" else 4)
@@ -40,8 +42,13 @@ def chosen_engine(
         name = "host" if suits and copy_bytes <= _SHARED_FRACTION * memory_bytes else "fsdp"
     if config.shard.offload == "cpu" and device == "cpu":
         raise EngineError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
+    if config.shard.offload == "cpu" and name == "host":
+        raise EngineError(
+            "shard.offload: cpu is for engines fsdp and deepspeed: engine host keeps all states in host memory anyway."
+            " Set shard.offload: none"
+        )
     if config.shard.offload == "disk" and name != "host":
-        raise EngineError(f"shard.offload: disk needs shard.engine: host on CPUs, not {name} on {device}")
+        raise EngineError(f"shard.offload: disk needs shard.engine: host, not {name}")
     if name == "deepspeed" and (config.adapter is not None or config.train.freeze):
         frozen = "adapter" if config.adapter is not None else "train.freeze"
         raise EngineError(f"{frozen} needs shard.engine: host or fsdp, not deepspeed")
@@ -52,8 +59,6 @@ def chosen_engine(
         )
     if name == "deepspeed" and config.train.objective != "sft":
         raise EngineError(f"train.objective: {config.train.objective} needs shard.engine: host or fsdp, not deepspeed")
-    if name == "host" and device != "cpu":
-        raise EngineError("shard.engine: host is for CPUs; with launch.device cuda use fsdp")
     if name == "host" and config.shard.collectives == "gloo":
         raise EngineError("shard.collectives: gloo is for engine fsdp: engine host has shared memory only")
     if name != "host" and config.train.optimizer_states != "fp32":
@@ -138,6 +143,7 @@ def engine_spec(
         hooks=hooks,
         deepspeed=settings,
         offload=config.shard.offload == "cpu",
+        copies_weights=engine == "host" and topology.device == "cuda",
         on_disk=on_disk,
         offload_directory=config.offload_directory,
         unsharded=unsharded if model.traits.packs else SHARDED,

@@ -8,6 +8,8 @@ from typing import ParamSpec, SupportsFloat, TypeVar
 import torch
 from torch import Tensor
 
+from aliquot.core.errors import DeviceError
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -52,3 +54,53 @@ class _OnItsWay:
     def __float__(self) -> float:
         self._copied.synchronize()
         return float(self._host)
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a new stream for copies that overlap with kernels; None if `device` is no GPU, which copies at once."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+class Download:
+    """A copy of a device's tensor to pinned host memory, which begins when the device has computed the tensor."""
+
+    def __init__(self, values: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Begin to copy `values`, in `stream`. Without a stream, `wait` copies."""
+        self.nbytes = values.nbytes
+        self._values = values  # the device may reuse this memory only after the copy
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=stream is not None)
+        self._copied: torch.cuda.Event | None = None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(values.device))
+            with torch.cuda.stream(stream):
+                self._host.copy_(values, non_blocking=True)
+                self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                self._copied.record()
+
+    def wait(self) -> Tensor:
+        """Wait for the copy and return it. Other threads may use the core in the meantime."""
+        if self._copied is None:
+            self._host.copy_(self._values)
+        else:
+            self._copied.synchronize()
+        return self._host
+
+
+def pin(memory: Tensor) -> None:
+    """Lock the pages of host memory, so that a GPU copies from them without waiting. Raises DeviceError."""
+    _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0), memory)  # type: ignore[no-untyped-call]
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`, before the memory is freed. Raises DeviceError."""
+    _check(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()), memory)  # type: ignore[no-untyped-call]
+
+
+def _check(status: int, memory: Tensor) -> None:
+    try:
+        torch.cuda.check_error(status)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"CUDA cannot lock {memory.nbytes:,} bytes of host memory for copies to the GPU ({error}): set"
+            " shard.engine: fsdp"
+        ) from error

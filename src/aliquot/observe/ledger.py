@@ -37,7 +37,7 @@ PHASES = (
     STEADY_PEAK,
 )
 
-OFFLOADED = ("weights", "gradients", "moments")
+OFFLOADED = ("weights", "gradients", "moments", "shared")
 _MIN_GIB_BYTES = 10_000 << 20  # from this size on, the table is in GiB
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ class Ledger:
     def __init__(self, rank: int, gpu: Gpu | None = None, offloads: bool = False) -> None:
         """Args: offloads: weights, gradients and moments are in host memory although the rank computes on `gpu`."""
         self.gpu = gpu
-        self._offloads = offloads
+        self.offloads = offloads
         self._rank = rank
         # The plan of the run. `peak_bytes` has the planned peak of each phase, of GPU memory if the rank computes on a
         # GPU. Then `host_peak_bytes` has the planned peaks of host memory.
@@ -75,7 +75,7 @@ class Ledger:
         now, sizes = memory_use(), dict(accounted() if callable(accounted) else accounted)
         gpu_row = {}
         if self.gpu is not None:
-            host_sizes = {name: sizes.pop(name) for name in OFFLOADED if name in sizes} if self._offloads else {}
+            host_sizes = {name: sizes.pop(name) for name in OFFLOADED if name in sizes} if self.offloads else {}
             gpu_row = {"gpu": {**asdict(self.gpu.memory()), "accounted_bytes": sizes}}
             sizes = host_sizes
         self._rows[phase] = {

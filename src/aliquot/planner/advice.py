@@ -71,7 +71,7 @@ def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
         series.append(_fewer_ranks(search))
     if plan.bottleneck != "compute-bound":
         series += [_larger_batches(config, layout), _larger_micro_batches(config, layout)]
-        if layout.device == "cpu" and plan.engine != "host":
+        if plan.engine != "host":
             series.append(_set(config, "shard.engine", "host"))
         if layout.nodes > 1 and plan.engine != "deepspeed" and config.shard.reduce_dtype == "fp32":
             series.append(_set(config, "shard.reduce_dtype", "bf16"))

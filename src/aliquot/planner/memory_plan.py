@@ -18,10 +18,10 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import build_phases, deepspeed_memory
 from aliquot.engines.engine_plan import SHARDED, Counts, OnDisk, RankMemory, Unsharded, is_single_gpu
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, single_gpu_memory
-from aliquot.engines.host.host_memory import host_memory
+from aliquot.engines.host.host_memory import device_memory, host_memory
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
-from aliquot.planner.micro_batch_cost import MicroBatchCost, evaluates
+from aliquot.planner.micro_batch_cost import ACTIVATIONS, MicroBatchCost, evaluates
 from aliquot.planner.plan import PhaseMemory
 from aliquot.tensor_io.parts import MEMORY_BYTES
 
@@ -55,6 +55,7 @@ class MemoryPlan:
 
     held: RankMemory
     phases: tuple[PhaseMemory, ...]  # phases of GPU memory if the rank computes on a GPU, otherwise of host memory
+    host_phases: tuple[PhaseMemory, ...]  # phases of host memory if the rank computes on a GPU
     on_disk: OnDisk
     unsharded: Unsharded
 
@@ -72,41 +73,52 @@ class MemoryPlanner:
     snapshot_bytes: int  # copies and write buffers of a running save
     kernel_bytes: int
     limit_bytes_per_node: float  # of all ranks
+    host_limit_bytes_per_node: float  # of all ranks, if they compute on GPUs
     keeps_holes: bool  # the allocator is glibc
 
     def plan(self, micro_batches: int) -> MemoryPlan:
         """Return the memory plan with the least on disk, and the most unsharded on GPUs, that fits into the limit."""
         on_disk, unsharded = _ON_DISK_NOTHING, SHARDED
         if self.config.shard.offload == "disk" and self.engine == "host":
-            streams = self.layout.nodes == 1 and self.shape.packs
+            streams = self.layout.nodes == 1 and self.layout.device == "cpu" and self.shape.packs
             on_disk = least_on_disk(self.shape, self.layout, streams, self._excess)
         if self._is_single_gpu:
             unsharded = Unsharded(weights=True, gradients=micro_batches > 1)
         elif self.layout.device == "cuda" and self.engine == "fsdp" and self.shape.packs:
             unsharded = most_unsharded(micro_batches, lambda choice: self._excess(_ON_DISK_NOTHING, choice) <= 0)
-        held, made = self._phases(on_disk, unsharded)
-        return MemoryPlan(held, made, on_disk, unsharded)
+        return self._plan(on_disk, unsharded)
 
     def _excess(self, on_disk: OnDisk, unsharded: Unsharded = SHARDED) -> float:
         """Return the bytes by which a rank exceeds its limit minus the margin; negative if the rank fits."""
         ranks = self.layout.ranks_per_node
-        most = max(phase.per_rank(ranks) for phase in self._phases(on_disk, unsharded)[1])
-        return most - (1 - MARGIN) * self.limit_bytes_per_node / ranks
+        made = self._plan(on_disk, unsharded)
+        limited, limit = made.phases, self.limit_bytes_per_node
+        if self.engine == "host" and made.host_phases:  # states on disk free host memory, not GPU memory
+            limited, limit = made.host_phases, self.host_limit_bytes_per_node
+        return max(phase.per_rank(ranks) for phase in limited) - (1 - MARGIN) * limit / ranks
 
-    def _phases(self, on_disk: OnDisk, unsharded: Unsharded) -> tuple[RankMemory, tuple[PhaseMemory, ...]]:
+    def _plan(self, on_disk: OnDisk, unsharded: Unsharded) -> MemoryPlan:
         config = self.config
         held = self._held(on_disk, unsharded)
         if self.layout.device == "cpu":
             compiles = config.train.compile == "layers"
             process = cpu_process(held, self.index_bytes, self.snapshot_bytes, self.kernel_bytes, compiles)
             holes = _GLIBC_HOLES if self.keeps_holes else 0.0
-            return held, phases(config, held, self.cost, process, self._building, holes)
+            made = phases(config, held, self.cost, process, self._building, holes)
+            return MemoryPlan(held, made, (), on_disk, unsharded)
+        if self.engine == "host":  # without NCCL
+            made = phases(config, device_memory(config, self.shape), self.cost, gpu_process(ranks=1), [])
+            no_activations = replace(self.cost, **dict.fromkeys(ACTIVATIONS, 0))
+            process = host_process_of_gpu(held, self.index_bytes, self.snapshot_bytes)
+            return MemoryPlan(held, made, phases(config, held, no_activations, process, []), on_disk, unsharded)
         on_gpu = held
         if config.shard.offload == "cpu":
             # Sums of unsharded gradients stay on the GPU until they are reduced.
             gradients = held.gradients if unsharded.gradients else 0
             on_gpu = replace(held, weights=0, gradients=gradients, moments=0, update=0)
-        return held, phases(config, on_gpu, self.cost, gpu_process(self.layout.world_size), [])
+        made = phases(config, on_gpu, self.cost, gpu_process(self.layout.world_size), [])
+        on_host = host_phases(held, config.shard.offload == "cpu", self.index_bytes, self.snapshot_bytes)
+        return MemoryPlan(held, made, on_host, on_disk, unsharded)
 
     @property
     def _is_single_gpu(self) -> bool:
@@ -232,6 +244,13 @@ def gpu_process(ranks: int) -> ProcessMemory:
     """Return the GPU memory of the process of a rank. Data and file buffers are in host memory."""
     context = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
     return ProcessMemory(context, 0, context, 0, data=0, loading=0, snapshot=0)
+
+
+def host_process_of_gpu(held: RankMemory, index_bytes: int, snapshot: int) -> ProcessMemory:
+    """Return the host memory of the process of a rank that computes on a GPU with engine host."""
+    process = PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES
+    started = replace(cpu_process(held, index_bytes, snapshot, 0, compiles=False), start=process, training=process)
+    return replace(started, start_shared=PROCESS_SHARED_BYTES)
 
 
 def helper_process_bytes(config: RunConfig, ranks: int) -> int:

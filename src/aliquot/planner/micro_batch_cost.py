@@ -42,6 +42,7 @@ class Step:
 
 
 WORKS = ("forward", "backward", "evaluation")  # passes of a micro-batch
+ACTIVATIONS = ("saved_bytes", "layer_bytes", "forward_bytes", "backward_bytes", "evaluation_bytes", "largest_bytes")
 
 
 @dataclass(frozen=True)

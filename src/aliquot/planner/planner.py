@@ -24,7 +24,7 @@ from aliquot.planner.checkpoint_cost import (
     snapshot_bytes,
 )
 from aliquot.planner.machine_profile import ensure_measured, measured_rates
-from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner, helper_process_bytes, host_phases
+from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner, helper_process_bytes
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, evaluates, kernel_bytes, kernel_shapes
 from aliquot.planner.plan import DISK_PART, Plan
 from aliquot.planner.planned_machine import GIB, Machine
@@ -85,8 +85,9 @@ class Planner:
     def plan(self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool = False) -> Plan:
         """Plan a run.
 
-        `shard.engine: auto` falls back from engine host to engine fsdp if only fsdp fits. Engine host may need more
-        memory, because each node keeps a copy of the weights and, on several nodes, gradient sums for the other nodes.
+        On CPUs, `shard.engine: auto` falls back from engine host to engine fsdp if only fsdp fits. Engine host may need
+        more memory, because each node keeps a copy of the weights and, on several nodes, gradient sums for the other
+        nodes. On GPUs, `auto` takes engine host instead of fsdp if host fits, and is faster or the only one that fits.
 
         Args:
             approximate: extrapolate micro-batches of more than two sequences, to make many plans in little time.
@@ -95,14 +96,21 @@ class Planner:
             return self._compiled_if_it_pays(config, layout, workload, approximate)
         engine = self.engine(config, layout)
         made = _RunPlan(self, config, engine, layout, workload, approximate).make()
-        may_change = config.shard.engine == "auto" and engine == "host"
+        if config.shard.engine != "auto":
+            return made
+        on_gpu, shard = layout.device == "cuda", config.shard
+        if on_gpu and engine == "fsdp" and shard.offload == "none" and shard.collectives == "auto":
+            with_host = _RunPlan(self, config, "host", layout, workload, approximate).make()
+            helps = with_host.step_s < made.step_s or fit_check.problems(made, self.machine)
+            return with_host if helps and not fit_check.problems(with_host, self.machine) else made
         # Engine fsdp has shared memory on a single node only, and neither compressed states nor offload to disk.
         needs_host = (
-            config.shard.collectives == "shared_memory"
+            shard.collectives == "shared_memory"
             or config.train.optimizer_states != "fp32"
-            or config.shard.offload == "disk"
+            or shard.offload == "disk"
+            or on_gpu
         )
-        if not may_change or needs_host or not fit_check.problems(made, self.machine):
+        if engine != "host" or needs_host or not fit_check.problems(made, self.machine):
             return made
         with_fsdp = _RunPlan(self, config, "fsdp", layout, workload, approximate).make()
         return made if fit_check.problems(with_fsdp, self.machine) else with_fsdp
@@ -202,12 +210,14 @@ class _RunPlan:
 
     def make(self) -> Plan:
         config, layout, machine, size, workload = self.config, self.layout, self.machine, self.size, self.workload
-        on_gpu, offloads = layout.device == "cuda", self.config.shard.offload == "cpu"
+        on_gpu = layout.device == "cuda"
+        has_nccl = on_gpu and self.engine != "host"
         limit = machine.memory_for(layout) if on_gpu else self.planner.memory_bytes(config)
         helpers = 0 if on_gpu else helper_process_bytes(config, layout.world_size)
         freed = 0 if on_gpu else self.cost.saved_bytes
         snapshot = snapshot_bytes(config, layout, self.steps, self.saving, self.micro_batch, self.micro_batches, freed)
-        pieces = MEMORY_BYTES if saves_overlap(config, self.steps) else 0  # write buffers
+        # Write buffers. With engine fsdp on GPUs, the buffers that have read the weights serve again.
+        pieces = MEMORY_BYTES if saves_overlap(config, self.steps) and not has_nccl else 0
         memory = MemoryPlanner(
             config=config,
             engine=self.engine,
@@ -218,6 +228,7 @@ class _RunPlan:
             snapshot_bytes=snapshot + pieces,
             kernel_bytes=kernel_bytes(config, self.cost, size, workload, machine.isa),
             limit_bytes_per_node=limit - helpers,
+            host_limit_bytes_per_node=self.planner.memory_bytes(config),
             keeps_holes=machine.allocator == "glibc",
         ).plan(self.micro_batches)
 
@@ -250,9 +261,9 @@ class _RunPlan:
             threads_per_rank=layout.threads_per_rank,
             instance=None if instance is None else instance.name,
             phases=memory.phases,
-            host_phases=host_phases(memory.held, offloads, workload.index_bytes, snapshot) if on_gpu else (),
+            host_phases=memory.host_phases,
             host_limit_bytes_per_node=self.planner.memory_bytes(config),
-            shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if on_gpu else 0,
+            shm_bytes_per_node=_NCCL_SHM_BYTES * layout.ranks_per_node if has_nccl else 0,
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
             local_bytes_per_step=moved.local_bytes,
@@ -330,6 +341,7 @@ class _RunPlan:
             numel=sum(padded_share(weight, layout.world_size) * count for weight, count in alike.items()),
             weights=sum(alike.values()),
             groups=len(self.shape.padded_groups(layout.world_size)),
+            weights_bytes=(2 if config.train.precision == "bf16" else 4) * self.shape.learned_numel,
             patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0,
             disk_bytes_per_s=self.machine.disk_bytes_per_s or DISK_BYTES_PER_S,
             offloaded=memory.unsharded if config.shard.offload == "cpu" else None,

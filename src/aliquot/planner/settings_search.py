@@ -187,21 +187,20 @@ class Search:
         share = -(-total // layout.world_size)
         micros = (batch_size(train, layout.world_size).micro, 1, 2, 4, 8, 16, 32)
         for engine, micro, checkpointing in product(
-            dict.fromkeys((present_engine, *(("fsdp",) if layout.device == "cuda" else ("host", "fsdp")))),
+            dict.fromkeys((present_engine, "host", "fsdp")),
             dict.fromkeys((min(micros[0], share), *(size for size in micros[1:] if size <= share))),
             dict.fromkeys((train.gradient_checkpointing, "none", "selective", "full")),
         ):
             for states, reduce_dtype, offload in _state_settings(config, layout, engine):
                 settings: dict[str, object] = {
-                    "shard.engine": engine,
+                    # Pasted settings leave the choice to `auto`, too.
+                    "shard.engine": "auto" if config.shard.engine == "auto" and engine == present_engine else engine,
                     "shard.reduce_dtype": reduce_dtype,
                     "shard.offload": offload,
                     "train.gradient_checkpointing": checkpointing,
                     "train.optimizer_states": states,
                 }
                 changes = {key: value for key, value in settings.items() if _value(config, key) != value}
-                if config.shard.engine == "auto" and engine == present_engine:
-                    del changes["shard.engine"]
                 batch = {"train.global_batch_size": total, "train.per_device_train_batch_size": micro}
                 changes |= batch_changes(config, layout, BatchSize(total, micro))
                 yield with_settings(config, settings | batch), changes
@@ -273,6 +272,7 @@ def _state_settings(config: RunConfig, layout: RankLayout, engine: str) -> list[
             (kind, reduce_dtype, place)
             for place, kind in product(dict.fromkeys(places), dict.fromkeys((states, "fp32")))
         ]
+    offload = "none" if offload == "cpu" else offload  # states are in host memory anyway
     pairs = [(states, reduce_dtype), ("fp32", reduce_dtype)]
     if layout.nodes > 1:
         pairs.append(("fp32", "bf16"))

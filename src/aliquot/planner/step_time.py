@@ -1,7 +1,8 @@
 """Estimate the seconds of an optimizer step and of an evaluation, from operations, memory, calls, traffic and disk.
 
 The time of each kind of work is its bytes or operations divided by the rate of a rank. On CPU these times add up. Only
-engine host overlaps traffic between hosts and disk access with computation. A GPU computes while it sends.
+engine host overlaps traffic between hosts and disk access with computation. A GPU computes while it sends, and with
+engine host while the CPU sums gradients.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _TAIL = 0.1  # fraction of traffic between hosts that overlaps with nothing: the
 _SUM_PASSES = 5  # reads and writes of gradients that hosts exchange: checksums, and one more sum
 _PATCH_BYTES_PER_S = 1.5e9  # encoded or decoded as patches of weights; 1.6 and 1.9 on Zen 4, 0.8 and 1.2 on Zen 3
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
+_PINNED_BYTES_PER_S = 20e9  # between a GPU and pinned memory, assumed: PCIe 4
 # How often engine host passes over the bytes of an update. torch runs AdamW operation by operation, and states other
 # than fp32 are also decoded and encoded. Measured on two cores of Zen 4.
 _UPDATE_PASSES: dict[States, float] = {"fp32": 1.25, "bf16": 7.5, "int8": 32.0}
@@ -113,6 +115,7 @@ class StepSetting:
     numel: int  # elements that the rank updates
     weights: int  # number of weight tensors of the model
     groups: int  # number of weight groups that engine fsdp gathers one by one
+    weights_bytes: int  # of weights that an update changes, in the compute dtype
     patched_bytes: int  # of weights whose changes are sent to other hosts as patches
     disk_bytes_per_s: float  # per node, reads and writes together
     offloaded: Unsharded | None  # unsharded tensors on a GPU whose states are in host memory; None: no offload
@@ -126,41 +129,66 @@ def step_time(
     matmul_s = micro_batches * (micro_batch.forward[0] + micro_batch.backward[0])
     memory_s = micro_batches * (micro_batch.forward[1] + micro_batch.backward[1])
     local_s, wire_s = _sending_s(moved.local_bytes, moved.wire_bytes, layout, rates)
+    if setting.engine == "host":
+        return _host_step_time(setting, micro_batch, micro_batches, moved, disk, rates)
     if layout.device == "cuda":
         memory_s += _gpu_s(setting, micro_batches, rates)
         return StepTime(True, matmul_s, memory_s, local_s, wire_s, disk_s=0.0)
     memory_s += _calls(setting) * micro_batches * rates.call_s
-    if setting.engine != "host":
-        gathered, reduced = _COLLECTIVE_PASSES[setting.engine]
-        copied = gathered * moved.gathered_bytes + reduced * moved.reduced_bytes
-        copied += (
-            _DEEPSPEED_UPDATE_BYTES * setting.numel if setting.engine == "deepspeed" else 2 * _states(setting.held)
-        )
-        memory_s += rates.states_s(copied)
-        return StepTime(False, matmul_s, memory_s, local_s, wire_s, disk_s=0.0)
+    gathered, reduced = _COLLECTIVE_PASSES[setting.engine]
+    copied = gathered * moved.gathered_bytes + reduced * moved.reduced_bytes
+    copied += _DEEPSPEED_UPDATE_BYTES * setting.numel if setting.engine == "deepspeed" else 2 * _states(setting.held)
+    memory_s += rates.states_s(copied)
+    return StepTime(False, matmul_s, memory_s, local_s, wire_s, disk_s=0.0)
+
+
+def _host_step_time(
+    setting: StepSetting, micro_batch: MicroBatchTime, micro_batches: int, moved: Traffic, disk: DiskUse, rates: Rates
+) -> StepTime:
+    """Return the time of an optimizer step with engine host.
+
+    On CPU, all work of a rank adds up. A GPU computes a backward pass while the CPU sums gradients, and the first
+    forward pass of a step while the CPU receives weights.
+    """
+    layout, on_gpu = setting.layout, setting.layout.device == "cuda"
+
+    def states_s(moved_bytes: float) -> float:
+        return _host_memory_s(moved_bytes, layout) if on_gpu else rates.states_s(moved_bytes)
+
     # A rank writes each gradient once into its ring buffer. One rank of the host adds the gradient to a sum:
     # the owner of the weight, or the rank that collects the sum for an owner on another host.
-    staged = 2 * moved.shared_bytes / layout.world_size
+    staged = moved.shared_bytes / layout.world_size
     sum_itemsize = 4 if setting.states == "fp32" else 2
     summed = micro_batches * layout.nodes * setting.numel * 2 * (layout.ranks_per_node + sum_itemsize)
     passes = 1.0 if setting.updates_in_one_pass else _UPDATE_PASSES[setting.states]
     update = passes * (6 * setting.held.own_gradients + 2 * setting.held.moments) + disk.update / layout.world_size
-    memory_s += rates.states_s(staged + summed + update)
+    gradients_s, update_s = states_s(2 * staged + summed), states_s(update)
     # Traffic between hosts costs CPU time: gloo and the Linux kernel occupy cores, and ranks verify and add the sums of
     # other hosts and encode patches. Sums are sent during the last backward pass. Updated weights are received during
     # the update and the next forward pass.
     node_bytes = moved.wire_bytes / layout.nodes
     sums = (moved.wire_bytes - moved.wire_weights_bytes) / layout.nodes
-    memory_s += node_bytes / (layout.ranks_per_node * layout.threads_per_rank * rates.gloo_bytes_per_s)
-    memory_s += rates.states_s(_SUM_PASSES * sums / layout.ranks_per_node)
-    memory_s += setting.patched_bytes / (layout.ranks_per_node * _PATCH_BYTES_PER_S)
+    exchange_s = node_bytes / (layout.ranks_per_node * layout.threads_per_rank * rates.gloo_bytes_per_s)
+    exchange_s += states_s(_SUM_PASSES * sums / layout.ranks_per_node)
+    patches_s = setting.patched_bytes / (layout.ranks_per_node * _PATCH_BYTES_PER_S)
     sent_s = node_bytes / rates.network_bytes_per_s
-    wire_s = max(_TAIL * sent_s, sent_s - micro_batch.step_s - rates.states_s(update))
+    (products, rest), (back_products, back_rest) = micro_batch.forward, micro_batch.backward
+    matmul_s, memory_s = micro_batches * (products + back_products), micro_batches * (rest + back_rest) + update_s
+    if on_gpu:
+        sent_s = max(sent_s, exchange_s)
+        summing_s = max(gradients_s, staged / _PINNED_BYTES_PER_S)
+        memory_s += max(0.0, summing_s - micro_batches * (back_products + back_rest))
+        encoding_s = patches_s / layout.nodes  # during the update
+        receiving_s = max(patches_s - encoding_s, setting.weights_bytes / _PINNED_BYTES_PER_S)
+        memory_s += encoding_s + max(0.0, receiving_s - products - rest)
+    else:
+        memory_s += gradients_s + exchange_s + patches_s + _calls(setting) * micro_batches * rates.call_s
+    wire_s = max(_TAIL * sent_s, sent_s - micro_batch.step_s - update_s)
     # All disk access overlaps with computation, except for the part of the update before the next forward pass.
     disk_rate = layout.nodes * setting.disk_bytes_per_s
     in_all_s = (disk.update + disk.beside_read + disk.beside_written) / disk_rate
     disk_s = max(disk.update_first / disk_rate, in_all_s - matmul_s - memory_s)
-    return StepTime(False, matmul_s, memory_s, local_s, wire_s, disk_s)
+    return StepTime(False, matmul_s, memory_s, 0.0, wire_s, disk_s)
 
 
 def evaluation_time(
@@ -194,7 +222,12 @@ def _gpu_s(setting: StepSetting, micro_batches: int, rates: Rates) -> float:
     copied = held.weights * (1 if whole.weights else 2 * micro_batches)
     copied += gradients * (1 if whole.gradients else micro_batches)
     update = 2 * (held.weights + held.moments + gradients)
-    return seconds + copied / _COPIED_BYTES_PER_S + update / (CORE_MEMORY_BYTES_PER_S * setting.layout.threads_per_rank)
+    return seconds + copied / _COPIED_BYTES_PER_S + _host_memory_s(update, setting.layout)
+
+
+def _host_memory_s(moved_bytes: float, layout: RankLayout) -> float:
+    """Return the seconds in which the cores of a rank that computes on a GPU read and write `moved_bytes`."""
+    return moved_bytes / (CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank)
 
 
 def _states(held: RankMemory) -> int:

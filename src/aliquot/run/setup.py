@@ -185,6 +185,7 @@ def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Mo
         run.config, topology, engine_name, built, PhaseHooks(end_phase, lambda name: ledger.mark(name, {})),
         on_disk=None if plan is None else plan.on_disk, unsharded=SHARDED if plan is None else plan.unsharded,
     )  # fmt: skip
+    ledger.offloads |= spec.copies_weights
     attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
     if attention is not None:
         prove_attention(attention_calls(built.model), attention, spec, topology.device)

@@ -2,8 +2,8 @@
 
 1. The list of weights, because every component names a weight by its index in this list.
 2. The choice of streamed layers, because shared memory must not allocate pages for weights on disk.
-3. Shared memory. The model's parameters become views of it. The builder looks up embedding and head afterwards, because
-   `place` replaces the parameter objects.
+3. Shared memory. The model's parameters become views of it, or copies on a GPU. The builder looks up embedding and head
+   afterwards, because `place` replaces the parameter objects.
 4. The scratch file, which stores the sums and states that are on disk.
 5. Gradient sums, then the ring buffer whose gradients are added to the sums.
 6. Optimizer states, because the state of a weight refers to the memory of its gradient sum.
@@ -25,11 +25,12 @@ from torch import nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
+from aliquot.engines.host.compute_device import DeviceGradients, DeviceWeights
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
-from aliquot.engines.host.shared_weights import Counterparts, ForwardOrder, GradientOrder, SharedWeights, Weight
+from aliquot.engines.host.shared_weights import Counterparts, ForwardOrder, GradientOrder, SharedWeights, Weight, place
 from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
 from aliquot.engines.host.weight_publication import OverlappedUpdate, WeightPublication
 from aliquot.optim.adamw import BlockedAdamW, rate_ratio
@@ -45,8 +46,10 @@ class HostParts:
     shared: SharedWeights
     disk: HostDisk | None
     cuts_look_up: bool  # the engine looks up embeddings itself, so that their gradient arrives as rows
+    device_weights: DeviceWeights | None  # with a GPU: its copy of the weights
     sums: GradientSums
     gradients: HostGradients
+    staging: HostGradients | DeviceGradients  # receives the gradients of the backward pass
     states: HostStates
     optimizer: BlockedAdamW
     forward_order: ForwardOrder
@@ -70,10 +73,16 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
         for name, parameter in model.named_parameters()
     ]
     streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
+    device = torch.device(topology.device)
     streamed = frozenset(index for _, indices in streamed_layers for index in indices)
 
     shared = SharedWeights(hosts, weights, touch=not streamed_layers)
-    shared.place(model)
+    device_weights = DeviceWeights(shared, device) if spec.copies_weights else None
+    if device_weights is None:
+        place(model, weights, shared.views())
+    else:
+        place(model, weights, device_weights.tensors)
+        device_weights.place_buffers(model)
     embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
     head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
     cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
@@ -93,6 +102,7 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
     sums = GradientSums(weights, counterparts, sum_dtype, states, disk, sent_dtype, transient)
     width = 1 if looked_up is None else looked_up.shape[1]
     gradients = HostGradients(hosts, weights, sums, order, spec.compute_dtype, spec.micro_batch_tokens, width)
+    staging = gradients if device_weights is None else DeviceGradients(gradients, weights, device)
     serve = gradients.ring.read_published  # other ranks may wait until a waiting rank reads its ring
 
     shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
@@ -119,7 +129,7 @@ def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topo
         wait_updated = None if overlapped is None else overlapped.wait_updated_here
         streaming = StreamedLayers(hosts.peers, serve, disk, shards, streamed_layers, wait_updated)
     return HostParts(
-        weights, shared, disk, cuts_look_up, sums, gradients, held, optimizer,
+        weights, shared, disk, cuts_look_up, device_weights, sums, gradients, staging, held, optimizer,
         forward_order, update_order, publication, overlapped, streaming,
     )  # fmt: skip
 

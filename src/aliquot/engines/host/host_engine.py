@@ -1,4 +1,7 @@
-"""The host engine for CPUs: all ranks of a NUMA node compute from one copy of the weights in shared memory.
+"""The host engine: its state is in host memory, and it communicates between hosts once per optimizer step.
+
+On CPUs, all ranks of a NUMA node compute from one copy of the weights in shared memory. On GPUs, each rank computes
+from a copy of these weights on its GPU (compute_device.py).
 
 Forward and backward passes gather no weights. Master weights, moments and gradient sums are sharded over all ranks. The
 ranks of a host sum gradients in shared memory, and hosts exchange the sums once per optimizer step. A step has this
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +44,13 @@ from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.streamed_layers import Layers
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.cpu import numa_nodes
+from aliquot.machine.device_copies import read_early
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
-from aliquot.nn.head_loss import GradientRows, choose, head_loss_on
+from aliquot.nn.head_loss import choose, head_loss_on
 from aliquot.optim.adamw import FlatShard
 from aliquot.tensor_io.parts import KINDS, Part
 
@@ -65,9 +69,11 @@ class HostEngine:
         self._rank = topology.rank
 
         parts = build_parts(model, spec, hosts, topology)
+        self._device = torch.device(topology.device)
         self._weights, self._shared, self._disk = parts.weights, parts.shared, parts.disk
+        self._device_weights = parts.device_weights
         self._cuts_look_up = parts.cuts_look_up
-        self._sums, self._gradients = parts.sums, parts.gradients
+        self._sums, self._gradients, self._staging = parts.sums, parts.gradients, parts.staging
         self._states, self._optimizer = parts.states, parts.optimizer
         self._forward_order, self._update_order = parts.forward_order, parts.update_order
         self._publication, self._overlapped, self._streamed = parts.publication, parts.overlapped, parts.streamed
@@ -81,14 +87,15 @@ class HostEngine:
         if self._streamed is not None:
             self._streamed.attach()
         # If the model is called once per document, a weight gets several gradients, and autograd must sum them.
-        self._experts = experts_weights(model) if spec.packs else []
+        self._experts = experts_weights(model) if spec.packs and self._device_weights is None else []
         for weight in self._experts:
             send_to(weight, StagedExperts(self._gradients, parameter_index(model, weight)))
 
-        self._attention = attention_on("cpu", spec.packs, spec.gradient_checkpointing == "selective")
-        self._head_loss = head_loss_on("cpu", copies_transposed=copies_transposed("cpu", spec.compute_dtype))
+        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
+        copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
+        self._head_loss = head_loss_on(topology.device, copies_transposed=copies, compiled=compiled)
         self._steps = self._updates = 0
-        self._activations = ActivationMeter(spec.eager_checkpointing)
+        self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -102,7 +109,7 @@ class HostEngine:
 
         def stage(index: int, parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._gradients.stage(index, parameter.grad)
+            self._staging.stage(index, parameter.grad)
             parameter.grad = None
 
         for index, parameter in enumerate(self._model.parameters()):
@@ -144,17 +151,19 @@ class HostEngine:
     def ready(self) -> None:
         self._states.put_away()
         self._publish_all()
+        if self._device_weights is not None:
+            self._device_weights.refresh(self._forward_order.all)
         self._gradients.check()
         self._shared.check_published(self._rank, frozenset() if self._streamed is None else self._streamed.weights)
 
     def resume_at(self, steps: int) -> None:
         self._optimizer.steps = self._steps = steps
 
-    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
         self._model.train()
         self._wait_usable(self._used_first)
         self._gradients.begin_micro_batch(self._steps, last)
-        batch = MicroBatch.empty() if batch is None else batch
+        batch = (batch or MicroBatch.empty()).to(self._device)
         if self._spec.dropout:
             torch.manual_seed(batch.seed)
         embedding = self._model.get_input_embeddings()  # type: ignore[operator]
@@ -166,6 +175,7 @@ class HostEngine:
             rows.requires_grad_()
         with self._activations.measure():
             summed, scaled = self._loss(batch, scale, rows)
+        result = read_early(summed)
         self._spec.hooks.step("forward")
         # Layers that the model skipped have not waited for their weights. Hosts must exchange all weights before
         # gradients.
@@ -173,7 +183,7 @@ class HostEngine:
         if scaled.requires_grad:  # otherwise only the head is trainable, and its gradient is staged already
             scaled.backward()  # type: ignore[no-untyped-call]
         warm_up_kernels(self._attention, self._spec, batch.edges)
-        self._gradients.end_micro_batch()
+        self._staging.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
         if last and self._hosts.wire is not None:
@@ -181,7 +191,7 @@ class HostEngine:
             self._gradients.finish()
             self._gradients.exchange()
         self._spec.hooks.step("backward")
-        return summed
+        return result
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
@@ -191,11 +201,11 @@ class HostEngine:
                 self._streamed.pass_through()
             return torch.zeros(())
         with torch.no_grad():
-            return self._loss(batch, 1.0)[0]
+            return self._loss(batch.to(self._device), 1.0)[0]
 
     def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the result of `evaluate`, and the scaled loss to call backward() on."""
-        documents = Documents(batch.edges, self._attention)
+        documents = Documents(batch.edges, self._attention).on(self._device)
         positions, labels = batch.position_ids, batch.labels
         if not self._spec.fused_loss:
             result, loss = model_calls.whole_logits_loss(
@@ -204,15 +214,14 @@ class HostEngine:
             return result, model_calls.with_auxiliary(self._model, loss * scale, scale, labels, documents)
         tokens = batch.input_ids if rows is None else rows
         head = self._model.get_output_embeddings()  # type: ignore[operator]
-        training, chosen = torch.is_grad_enabled(), choose(labels, batch.answers)
+        training, chosen = torch.is_grad_enabled(), batch.chosen or choose(labels, batch.answers)
         # Allocate the logits before layers save activations, while the heap has a free block of this size.
         room = self._head_loss.room(chosen, labels, head.weight) if training else None
         hidden = model_calls.hidden_states(self._model, tokens, positions, documents)
         self._wait_all_usable()
         sink = None
         if training and head.weight.requires_grad:
-            index, gradients = parameter_index(self._model, head.weight), self._gradients
-            sink = GradientRows(gradients.row_edges(index), partial(gradients.row_buffer, index), gradients.publish)
+            sink = self._staging.head_rows(parameter_index(self._model, head.weight))
         summed, scaled = self._head_loss(hidden, head.weight, labels, scale, sink, chosen, room)
         return summed, model_calls.with_auxiliary(self._model, scaled, scale, labels, documents)
 
@@ -222,7 +231,7 @@ class HostEngine:
         if embedding.padding_idx is not None:  # like nn.Embedding, do not train the padding row
             used = ids != embedding.padding_idx
             ids, gradient = ids[used], gradient[used]
-        self._gradients.add_rows(parameter_index(self._model, weight), ids, gradient)
+        self._staging.add_rows(parameter_index(self._model, weight), ids, gradient)
 
     def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
         if self._hosts.wire is None:
@@ -237,6 +246,8 @@ class HostEngine:
             update = partial(self._optimizer.step, self._shards_to_update(), learning_rate, norm, max_grad_norm)
             self._steps += 1
             self._updates += 1
+            if self._device_weights is not None:
+                self._device_weights.outdate(self._update_order)
             if self._overlapped is not None:
                 self._overlapped.begin(update)
                 return StepResult(norm)
@@ -283,6 +294,8 @@ class HostEngine:
         """Wait until this rank may compute with the updated values of these weights."""
         for pending in self._pending:
             pending.wait_usable(indices)
+        if self._device_weights is not None:
+            self._device_weights.refresh(indices)
 
     def _join_update(self) -> None:
         """Wait until the last update of this rank's ranges is complete. May be called in any thread."""
@@ -295,18 +308,22 @@ class HostEngine:
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
         update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._trainable_numel
         absent_bytes = 0 if self._streamed is None else self._streamed.absent_bytes
+        reduce_s, wait_s = None, 0.0  # a GPU computes while its rank reduces and waits
+        if self._device_weights is None:
+            reduce_s = ring.reading_s + (wire.waited_s if wire is not None else 0.0)
+            wait_s = self._hosts.peers.waited_s + sum(pending.waited_s for pending in self._pending)
         return Counters(
             weights_bytes=self._states.low_bytes,
             gradients_bytes=self._sums.size_bytes,
             moments_bytes=moments_bytes,
-            gathered_bytes=0,
+            gathered_bytes=0 if self._device_weights is None else self._device_weights.size_bytes,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
             shared_bytes=self._shared.size_bytes // self._hosts.peers.size + ring.size_bytes - absent_bytes,
             staged_bytes=self._gradients.staged_bytes,
             moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
-            reduce_s=ring.reading_s + (wire.waited_s if wire is not None else 0.0),
-            wait_s=self._hosts.peers.waited_s + sum(pending.waited_s for pending in self._pending),
+            reduce_s=reduce_s,
+            wait_s=wait_s,
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
             disk_written_bytes=0 if scratch is None else scratch.written_bytes,
         )
@@ -315,7 +332,7 @@ class HostEngine:
         self._model.eval()
         self._wait_all_usable()
         with torch.no_grad():
-            result: Tensor = self._model.generate(ids, **options)  # type: ignore[operator]
+            result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
         return result
 
     def close(self) -> None:
@@ -333,6 +350,8 @@ class HostEngine:
             self._streamed.close()
         if self._disk is not None:
             self._disk.scratch.close()
+        if self._device_weights is not None:
+            self._device_weights.close()
         self._hosts.peers.close()
 
 

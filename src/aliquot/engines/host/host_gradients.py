@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -36,6 +37,7 @@ from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.shared_weights import Counterparts, GradientOrder, Weight
 from aliquot.engines.host.sparse_rows_codec import Rows, sum_rows
+from aliquot.nn.head_loss import GradientRows
 
 _CHECK_NUMEL = 1000
 
@@ -155,6 +157,10 @@ class HostGradients:
                 buffer.copy_(gradient.reshape(-1)[start:stop])
                 self.moved_bytes += (stop - start) * self._dtype.itemsize  # the head's gradient needs no copy
             self.publish(present=gradient is not None)
+
+    def head_rows(self, index: int) -> GradientRows:
+        """Return the receiver of the head's gradient, which the fused loss computes block by block."""
+        return GradientRows(self.row_edges(index), partial(self.row_buffer, index), self.publish)
 
     def row_edges(self, index: int) -> tuple[int, ...]:
         """Return the row numbers at which the gradient of a weight is cut into pieces."""

@@ -24,6 +24,9 @@ RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # streamed layers in memory: one computes, one is read, another rank still uses the third
 EXCHANGE_BYTES = 128 << 20  # per rank: limit of bytes being received from other hosts, and of bytes being sent
+# Limit of gradients that are being copied from a GPU: two layers of a model of 8 B parameters, so that the GPU has
+# launched kernels while the CPU sums.
+IN_FLIGHT_BYTES = 1 << 30
 WINDOWS_AHEAD = 2  # windows of on-disk sums in flight from and to each host while one window is summed
 PUBLISHED_NUMEL = 4 << 20  # elements of a weight in one message between hosts
 # Measured: (learning rate, bits per weight to encode the changes of an average step, the same for Adam's first step, in
@@ -72,9 +75,37 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         * (
             ring_bytes(row_numel, looked_up_bytes(tokens, shape.width, compute), compute)
             + _between_hosts(config, owned, others, copied)
+            + (_pinned_bytes(shape, compute) if layout.device == "cuda" else 0)
         ),
         streamed=streamed,
     )
+
+
+def device_memory(config: RunConfig, shape: ModelShape) -> RankMemory:
+    """Return the GPU memory of a rank with engine host: a copy of the weights, and gradients that are being copied."""
+    compute = 2 if config.train.precision == "bf16" else 4
+    return RankMemory(
+        weights=compute * shape.numel,
+        gradients=_in_flight_bytes(shape, compute),
+        gradients_from_start=False,
+        moments=0,
+        update=0,
+    )
+
+
+def _in_flight_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Return the most bytes of gradients that are being copied from a GPU, with the gradient that comes next."""
+    largest = max((numel(weight) for kind in shape.kinds for weight in kind.learned), default=0)
+    return min(IN_FLIGHT_BYTES + itemsize * largest, itemsize * shape.learned_numel)
+
+
+def _pinned_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Return the pinned memory for gradients from a GPU: those being copied, and a layer that waits for its turn.
+
+    They count twice, because torch rounds sizes of pinned memory up to powers of two.
+    """
+    layer = max((sum(map(numel, kind.learned)) for kind in shape.kinds), default=0)
+    return 2 * (_in_flight_bytes(shape, itemsize) + itemsize * layer)
 
 
 def sent_itemsize(config: RunConfig) -> int:

@@ -111,13 +111,14 @@ class SharedWeights:
         self._memories = (local, *others)  # of this NUMA node, then of the others
         self.size_bytes = local.size_bytes
 
-    def place(self, model: nn.Module) -> None:
-        """Replace the model's meta parameters by views of this NUMA node's copy. Tied parameters share a view."""
-        views = [self.view(index) for index in range(len(self._weights))]
-        pairs = zip(self._weights, views, strict=True)
-        placed = {weight.name: nn.Parameter(view, requires_grad=weight.trainable) for weight, view in pairs}
-        aliases = {alias: placed[name] for alias, name in tied_weights(model).items()}
-        replace_tensors(model, placed | aliases)
+    @property
+    def memory(self) -> Tensor:
+        """This NUMA node's copy, uint8 [bytes]."""
+        return self._memories[0].tensor(0, (self.size_bytes,), torch.uint8)
+
+    def views(self) -> list[Tensor]:
+        """Return all weights in this NUMA node's copy."""
+        return [self.view(index) for index in range(len(self._weights))]
 
     def view(self, index: int) -> Tensor:
         """Return a weight in this NUMA node's copy."""
@@ -145,7 +146,7 @@ class SharedWeights:
 
         `absent`: weights that are not in memory now. Raises SelfTestError.
         """
-        views = [self.view(index).view(-1) for index in range(len(self._weights))]
+        views = [view.view(-1) for view in self.views()]
         starts = [(index, *weight.ranges[rank]) for index, weight in enumerate(self._weights) if index not in absent]
         local = [[index, start, float(views[index][start])] for index, start, stop in starts if start < stop]
         published = gather(local)
@@ -155,6 +156,14 @@ class SharedWeights:
                 if seen != value and not math.isnan(value):  # NaN is not equal to itself
                     message = f"rank {owner} published {value} and this rank reads {seen}: broken shared memory?"
                     raise SelfTestError(message)
+
+
+def place(model: nn.Module, weights: Sequence[Weight], tensors: Sequence[Tensor]) -> None:
+    """Replace the model's meta parameters by `tensors`, one for each weight. Tied parameters share a tensor."""
+    pairs = zip(weights, tensors, strict=True)
+    placed = {weight.name: nn.Parameter(tensor, requires_grad=weight.trainable) for weight, tensor in pairs}
+    aliases = {alias: placed[name] for alias, name in tied_weights(model).items()}
+    replace_tensors(model, placed | aliases)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,12 @@ def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> 
     """
     if spec.on_disk is None or not spec.on_disk.layers:
         return []
-    if several_hosts or not spec.packs:
-        why = "several hosts" if several_hosts else "a model that takes one document per call"
+    obstacles = {
+        "several hosts": several_hosts,
+        "GPUs": spec.copies_weights,
+        "a model that takes one document per call": not spec.packs,
+    }
+    if why := next((obstacle for obstacle, applies in obstacles.items() if applies), None):
         raise EngineError(f"shard.offload: disk keeps no weights there with {why}, and the rest does not fit")
     names, parameters = zip(*model.named_parameters(), strict=True)
     shapes = [tuple(parameter.shape) if parameter.requires_grad else None for parameter in parameters]
