@@ -17,7 +17,7 @@ ON_DISK = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
 EXPERTS = ["moe-bf16-full"]
 DEEP = ["llama-deep", "llama-deep-full"]
 ONCE = ["llama-once", "llama-bf16-once", "qwen2-tied-once"]  # one micro-batch a step
-COPIED = ["llama-bf16", "qwen2-tied", "llama-deep-lora"]
+COPIED = ["llama-bf16", "qwen2-tied", "llama-deep-lora", *EXPERTS]
 DEEP_FROZEN = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
 
 # The setups, named by the axes in which they differ.
@@ -83,7 +83,7 @@ MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
     (HOSTS_DISK, "once"): ONCE,
     # With a copy of the weights, as on a GPU.
     (COPIES, "base"): COPIED,
-    (COPIES, "experts"): [*EXPERTS, *ONCE, "llama-int8", "gemma2", "llama-deep"],
+    (COPIES, "more"): [*ONCE, "llama-int8", "gemma2", "llama-deep"],
     (COPIES_DISK, "base"): ["llama-int8", "qwen2-tied"],
     (COPIES_DISK, "streamed"): ["llama-deep"],
     (COPIES_HOSTS, "base"): ["qwen2-tied", *ONCE, "llama-reduced-once"],
@@ -150,6 +150,7 @@ def test_host_engine_is_reproducible(runs: Runs[str]) -> None:
     same(runs[world(HOST)], runs[world(HOST, "again")], "llama-int8")
 
 
+@pytest.mark.long
 def test_experts_are_reproducible(runs: Runs[str]) -> None:
     """Pieces of several experts, some without a token; recomputed, in bf16, with biases."""
     same(runs[world(HOST)], runs[world(HOST, "again")], "moe-bf16-full")
@@ -232,7 +233,7 @@ def test_compiled_streamed_layers_change_no_bit(runs: Runs[str]) -> None:
     ("copies", "shared", "names", "world_size"),
     [
         (world(COPIES), world(HOST), COPIED, 2),
-        pytest.param(world(COPIES, "experts"), world(HOST), MATRIX[COPIES, "experts"], 2, marks=LONG),
+        pytest.param(world(COPIES, "more"), world(HOST), MATRIX[COPIES, "more"], 2, marks=LONG),
         pytest.param(world(COPIES_DISK), world(HOST), MATRIX[COPIES_DISK, "base"], 2, marks=LONG),
         pytest.param(world(COPIES_HOSTS), world(HOSTS), MATRIX[COPIES_HOSTS, "base"], 2, marks=LONG),
         pytest.param(world(COPIES_2X2), world(HOSTS_2X2), MATRIX[COPIES_2X2, "base"], 4, marks=LONG),
