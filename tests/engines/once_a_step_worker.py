@@ -28,8 +28,8 @@ MODEL = {
     "vocab_size": 8016,
     "max_position_embeddings": 512,
 }
-TOKENS, LEARNING_RATE = 512, 2e-5
-FIRST, STEPS = 3, 8  # counted are the steps from FIRST on: Adam's first steps change more weights
+TOKENS, LEARNING_RATE = 256, 2e-5
+FIRST, STEPS = 3, 6  # counted are the steps from FIRST on: Adam's first steps change more weights
 
 
 def row(seed: int) -> MicroBatch:

@@ -21,7 +21,7 @@ from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, single_gpu_memory
 from aliquot.engines.host.host_memory import device_memory, host_memory
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
-from aliquot.planner.micro_batch_cost import ACTIVATIONS, MicroBatchCost, evaluates
+from aliquot.planner.micro_batch_cost import MicroBatchCost, evaluates
 from aliquot.planner.plan import PhaseMemory
 from aliquot.tensor_io.parts import MEMORY_BYTES
 
@@ -108,9 +108,9 @@ class MemoryPlanner:
             return MemoryPlan(held, made, (), on_disk, unsharded)
         if self.engine == "host":  # without NCCL
             made = phases(config, device_memory(config, self.shape), self.cost, gpu_process(ranks=1), [])
-            no_activations = replace(self.cost, **dict.fromkeys(ACTIVATIONS, 0))
             process = host_process_of_gpu(held, self.index_bytes, self.snapshot_bytes)
-            return MemoryPlan(held, made, phases(config, held, no_activations, process, []), on_disk, unsharded)
+            on_host = phases(config, held, self.cost.without_activations(), process, [])
+            return MemoryPlan(held, made, on_host, on_disk, unsharded)
         on_gpu = held
         if config.shard.offload == "cpu":
             # Sums of unsharded gradients stay on the GPU until they are reduced.

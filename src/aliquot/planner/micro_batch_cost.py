@@ -42,7 +42,6 @@ class Step:
 
 
 WORKS = ("forward", "backward", "evaluation")  # passes of a micro-batch
-ACTIVATIONS = ("saved_bytes", "layer_bytes", "forward_bytes", "backward_bytes", "evaluation_bytes", "largest_bytes")
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,12 @@ class MicroBatchCost:
                 for key, amount in getattr(cost, name).items():
                     works[name][key] += share * amount
         return replace(self, **works)
+
+    def without_activations(self) -> MicroBatchCost:
+        """Return the cost of a rank whose activations are in other memory."""
+        return replace(
+            self, saved_bytes=0, layer_bytes=0, forward_bytes=0, backward_bytes=0, evaluation_bytes=0, largest_bytes=0
+        )
 
     def plus(self, more: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
         """Add `times` times the difference between `more` and `base`.

@@ -191,16 +191,19 @@ class Search:
             dict.fromkeys((min(micros[0], share), *(size for size in micros[1:] if size <= share))),
             dict.fromkeys((train.gradient_checkpointing, "none", "selective", "full")),
         ):
+            is_automatic = config.shard.engine == "auto" and engine == present_engine
             for states, reduce_dtype, offload in _state_settings(config, layout, engine):
                 settings: dict[str, object] = {
-                    # Pasted settings leave the choice to `auto`, too.
-                    "shard.engine": "auto" if config.shard.engine == "auto" and engine == present_engine else engine,
+                    # On GPUs, `auto` compares plans.
+                    "shard.engine": "auto" if is_automatic and layout.device == "cuda" else engine,
                     "shard.reduce_dtype": reduce_dtype,
                     "shard.offload": offload,
                     "train.gradient_checkpointing": checkpointing,
                     "train.optimizer_states": states,
                 }
                 changes = {key: value for key, value in settings.items() if _value(config, key) != value}
+                if is_automatic:
+                    changes.pop("shard.engine", None)
                 batch = {"train.global_batch_size": total, "train.per_device_train_batch_size": micro}
                 changes |= batch_changes(config, layout, BatchSize(total, micro))
                 yield with_settings(config, settings | batch), changes
