@@ -174,7 +174,7 @@ def told_of(file: Path, *more: str) -> dict[str, Any]:
     ("type_", "wanted"),
     [
         ("g6.12xlarge", "shard.offload=cpu"),
-        pytest.param("p5.48xlarge", "cluster.ranks_per_node=8", marks=pytest.mark.long),
+        pytest.param("p5.48xlarge", "cluster.ranks_per_node=4", marks=pytest.mark.long),
     ],
 )
 def test_search_tries_idle_gpus_and_offload(type_: str, wanted: str) -> None:
