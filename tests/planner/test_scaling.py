@@ -31,7 +31,7 @@ def losses_on(
 ) -> Losses:
     setting = StepSetting(
         engine, RankLayout(nodes, 8, 1, device), RankMemory(0, 0, 0, 0, 0, 0), "fp32", False, numel=1, weights=300,
-        groups=33, patched_bytes=0, disk_bytes_per_s=1.0, offloaded=None,
+        groups=33, weights_bytes=0, patched_bytes=0, disk_bytes_per_s=1.0, offloaded=None,
     )  # fmt: skip
     return losses(step, setting, 2, 10**9, Storage(60.0, 60.0), 0.25)
 
