@@ -115,7 +115,11 @@ COMPARISONS = (
         "DPO, 125m",
         {"step_s": "seconds per step", "pss_gb": "peak PSS of a rank, GB"},
         {"who": "aliquot"},
-        ("TRL + DeepSpeed ZeRO-3", "TRL + DeepSpeed ZeRO-3, gradient checkpointing", "TRL + DDP"),
+        (
+            "TRL + DeepSpeed ZeRO-3, reference in memory",
+            "TRL + DeepSpeed ZeRO-3, reference in memory, gradient checkpointing",
+            "TRL + DDP",
+        ),
     ),
     Comparison(
         "gpu",

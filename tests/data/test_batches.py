@@ -277,6 +277,18 @@ def test_pairs_stay_together_and_know_their_answers() -> None:
     assert seen == [[0, 1, 2, 3, 6, 7, 8, 9, 10, 11]] * 2
 
 
+def test_a_pair_is_left_out_if_an_answer_exceeds_the_positions_of_the_model() -> None:
+    lengths = [3, 4, 2, 9, 5, 5]
+    mask = np.concatenate([[0, *[1] * (length - 1)] for length in lengths]).astype(np.uint8)
+    store = replace(numbered(lengths), mask=mask, pairs=True, positions=8)
+    batches = make_batches(
+        [TrainStore(store)], sequence_length=12, packing=True, pad_id=0, seed=1, global_batch_size=9,
+        micro_batch_size=1, epochs=1,
+    )  # fmt: skip
+    assert store.too_long(12).tolist() == store.too_long(12, 0, 3).tolist() == [False, True, False]
+    assert batches.step_batch(0, 0, 1).predicted == 2
+
+
 def test_rated_answers_bring_the_answer_to_another_prompt() -> None:
     """Five documents with prompts of two tokens; the answer of the third is too long behind another prompt."""
     lengths, length = [4, 5, 12, 3, 6], 12

@@ -97,10 +97,11 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
     yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){shown_share}"
     yield from irregularities(store)
     if store.keeps_whole:
-        too_long = int((np.diff(store.unit_offsets) > sequence_length).sum())
-        if too_long:
+        if too_long := int(store.too_long(sequence_length).sum()):
             what = count_of(too_long, *(("pair is", "pairs are") if store.pairs else ("answer is", "answers are")))
-            yield f"{what} longer than data.sequence_length, left out"
+            limited = store.pairs and store.positions is not None and store.positions < sequence_length
+            positions = f", or an answer longer than the model's {store.positions} positions" if limited else ""
+            yield f"{what} longer than data.sequence_length{positions}, left out"
         return
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:

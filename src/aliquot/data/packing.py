@@ -78,6 +78,8 @@ class Packing:
         middles = store.offsets[1::2] if store.pairs else None
         cache = store.path if max_pieces > MAPPED_PIECES else None
         name = f"{'packed' if packing else 'apart'}-{sequence_length}"
+        if store.pairs and store.positions is not None and store.positions < sequence_length:
+            name += f"-{store.positions}"
         arrays = _arrays_of(cache, name, lambda new: fill_packing(new, store, sequence_length, packing))
         pieces = Pieces(arrays["start"], arrays["length"], arrays["predicted"])
         directory = None if cache is None else cache / name
@@ -154,7 +156,7 @@ def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> It
         # Number of pieces of each document; 0 for a document of one token.
         counts = -(-(np.diff(offsets) - 1) // (sequence_length - 1))
         if store.keeps_whole:
-            counts[counts > 1] = 0
+            counts = np.where(store.too_long(sequence_length, first, first + len(counts)), 0, 1)
         stops = np.cumsum(counts)
         for start in range(0, int(stops[-1]), size):
             stop = min(start + size, int(stops[-1]))

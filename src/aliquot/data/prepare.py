@@ -55,6 +55,7 @@ class Prepared:
     prefix: tuple[int, ...]  # token ids before each document
     chat_prefix: tuple[int, ...]  # token ids before each record with answers, unless the chat template writes them
     day: str | None  # the date that the chat template writes, in ISO 8601; None if it writes none
+    positions: int | None = None  # of the model, if they are known and limited
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -65,10 +66,10 @@ class Prepared:
         return cls(**values | {name: tuple(values[name]) for name in ("prefix", "chat_prefix")})
 
     def open_train(self) -> dict[str, TokenStore]:
-        return {name: TokenStore.open(Path(store)) for name, store in self.train.items()}
+        return {name: TokenStore.open(Path(store), self.positions) for name, store in self.train.items()}
 
     def open_eval(self) -> dict[str, TokenStore]:
-        return {name: TokenStore.open(Path(store)) for name, store in self.eval.items()}
+        return {name: TokenStore.open(Path(store), self.positions) for name, store in self.eval.items()}
 
     def load_tokenizer(self) -> Any:
         """Return the transformers tokenizer that the run will export."""

@@ -47,9 +47,10 @@ class TokenStore:
     pairs: bool = False  # whether the documents are pairs of answers
     reference: Reference | None = None
     desirable: npt.NDArray[np.uint8] | None = None  # [documents], for rated answers
+    positions: int | None = None  # of the model, which an answer with its prompt must not exceed
 
     @classmethod
-    def open(cls, path: Path) -> TokenStore:
+    def open(cls, path: Path, positions: int | None = None) -> TokenStore:
         """Map the files of the token store in directory `path`.
 
         Raises UserError if the store is missing, or if a file has the wrong length.
@@ -68,7 +69,8 @@ class TokenStore:
             raise DataCacheError("a damaged token cache; remove this directory and start again", path)
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
-            facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False), desirable=desirable,
+            facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),
+            desirable=desirable, positions=positions,
         )  # fmt: skip
 
     @property
@@ -96,10 +98,16 @@ class TokenStore:
         documents = np.searchsorted(self.offsets, np.asarray(starts))
         return documents if self.pairs else 2 * documents
 
-    def longest_answer(self, sequence_length: int) -> int:
-        """Return the length of the longest answer, with its prompt, that fits into a sequence, or whose pair does."""
-        lengths = np.diff(self.offsets).reshape(-1, 2 if self.pairs else 1)
-        return int(lengths[lengths.sum(1) <= sequence_length].max(initial=0))
+    def too_long(self, sequence_length: int, first: int = 0, stop: int | None = None) -> npt.NDArray[np.bool_]:
+        """Return which of the pairs or rated answers [first, stop) are left out because of their length.
+
+        A pair must fit into a sequence, and each of its answers, with the prompt, into the positions of the model.
+        """
+        answers = 2 if self.pairs else 1
+        end = None if stop is None else answers * stop + 1
+        lengths = np.diff(self.offsets[answers * first : end]).reshape(-1, answers)
+        too_long: npt.NDArray[np.bool_] = lengths.sum(1) > sequence_length
+        return too_long if self.positions is None else too_long | (lengths.max(1) > self.positions)
 
     def mismatched(self, starts: Iterable[int], longest: int) -> TokenStore:
         """Return a store, in private memory, of the prompts of rated answers, each with the answer to another prompt.

@@ -133,15 +133,6 @@ class ModelSource:
                 f" ({self._positions_key}): shorten the sequences"
             )
 
-    def check_answer(self, longest: int) -> None:
-        """Raise UserError if the longest answer, with its prompt, has more tokens than the model has positions."""
-        if (positions := self.positions) is not None and positions < longest:
-            raise ConfigError(
-                f"an answer has {longest} tokens with its prompt, but the model has {positions} positions"
-                f" ({self._positions_key}): leave it out, or set data.sequence_length: {positions}, which leaves out"
-                " all pairs that are longer together"
-            )
-
 
 def _whole_blocks(rows: int) -> int:
     """Round up to a multiple of 64, for which matrix products are fastest."""

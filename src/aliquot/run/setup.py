@@ -96,8 +96,9 @@ def read_inputs(run: RunContext) -> Inputs:
     fills_up = caches_large_kernels(ranks.topology.device, config.train.precision)
 
     def lay_out() -> tuple[Batches, int, dict[str, EvalBatches]]:
-        batches = Batches.of(data, config.data, config.run.seed, size, epochs, model_traits.packs, fills_up)
-        held_out = EvalBatches.of(data, config.data, size, model_traits.packs, fills_up)
+        fitting = replace(data, positions=source.positions)
+        batches = Batches.of(fitting, config.data, config.run.seed, size, epochs, model_traits.packs, fills_up)
+        held_out = EvalBatches.of(fitting, config.data, size, model_traits.packs, fills_up)
         if (objective := objective_of(config.train)) is not None:
             if getattr(source.config, "output_router_logits", False):
                 raise UnsupportedModelError(
@@ -105,8 +106,6 @@ def read_inputs(run: RunContext) -> Inputs:
                     " config.json"
                 )
             batches = batches.with_objective(objective)
-            stores = [source.store for source in batches.sources] + [entry.store for entry in held_out.values()]
-            source.check_answer(max(store.longest_answer(config.data.sequence_length) for store in stores))
             held_out = {name: batches_of_set.with_objective(objective) for name, batches_of_set in held_out.items()}
         return batches, batches.total_steps(config.train.max_steps), held_out
 
