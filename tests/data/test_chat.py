@@ -88,6 +88,24 @@ def test_only_the_assistants_words_and_their_end_are_learned() -> None:
     assert said(CHATML, TALK[1:]) == ["dog é 12345</s>\n", "stop</s>\n"]
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED, CHATML.replace("m.content", "m.content.strip()")])
+def test_loss_on_parts_of_an_answer(template: str) -> None:
+    """As in axolotl, an end_offset is the index of the last character, and the end of the answer is learned, too."""
+    content, end = "  brown fox jumps over\n", "</s>" if template == MARKED else "</s>\n"
+    detail = [
+        {"begin_offset": content.index(word), "end_offset": content.index(word) + len(word) - 1, "train": train}
+        for word, train in (("over", True), ("jumps", False), ("own", True), ("brown", True))
+    ]
+    answer = {"role": "assistant", "content": content, "train_detail": detail}
+    parts = learned({"messages": [TALK[0], answer, *TALK[2:]], "context": 0}, template)[1]
+    ending = "" if ".strip()" in template else "\n"
+    # The tokenizer has tokens of a word with the space before it.
+    assert parts == [" brown", f" over{ending}{end}", f"stop{end}"]
+    assert learned({"messages": [TALK[0], {**answer, "train_detail": []}], "context": 0}, template)[2] == NO_ANSWER
+    changed = template.replace("m.content", "m.content|upper").replace("m.content|upper.strip()", "m.content|upper")
+    assert "train_detail for a content" in str(learned({"messages": [TALK[0], answer], "context": 0}, changed)[2])
+
+
 def test_shrinking_or_failing_templates_are_named() -> None:
     with pytest.raises(LeftOut, match=r"the chat template renders earlier turns .* data\.chat_template"):
         said(CHATML.replace("</s>", "{{ loop.length }}"), TALK)

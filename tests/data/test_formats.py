@@ -13,8 +13,8 @@ from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
 from aliquot.data.documents import EXCLUDED, MISSING_FIELD, BadRecordError
+from aliquot.data.file_source import record_documents
 from aliquot.data.formats import format_of, words
-from aliquot.data.sources import record_documents
 
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 CHAT = {"messages": [ASKED, ANSWERED], "context": 0}
@@ -86,6 +86,9 @@ def test_keys_name_other_fields() -> None:
     assert read({"prompt": "p", "completion": "c", "text": "t"}, text_field="text") == ("t", "text")
 
 
+PART = {"begin_offset": 0, "end_offset": 0, "train": True}
+
+
 @pytest.mark.parametrize(
     ("record", "keys", "message"),
     [
@@ -97,7 +100,18 @@ def test_keys_name_other_fields() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "a message's `content` must be text"),
         ({"messages": [ASKED, {**ANSWERED, "weight": 0.5}]}, {}, "x:1: a message's `weight` is 0.5: an answer is "),
         ({"messages": [ASKED, {**ANSWERED, "weight": "0"}]}, {}, "x:1: a message's `weight` is '0': an answer is "),
-        ({"messages": [ASKED, {**ANSWERED, "train_detail": [{}]}]}, {}, "x:1: a message's `train_detail` is "),
+        (
+            {"messages": [ASKED, {**ANSWERED, "train_detail": [{}]}]},
+            {},
+            r"x:1: a message's `train_detail` has \{\}: a ",
+        ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "content": None, "train_detail": [PART]}]},
+            {},
+            "content` is no text",
+        ),
+        ({"messages": [{**ASKED, "train_detail": [PART]}, ANSWERED]}, {}, "x:1: a message of role 'user' has `train_d"),
+        ({"messages": [ASKED, {**ANSWERED, "train_detail": [{**PART, "end_offset": -1}]}]}, {}, "train_detail` has"),
         ({"messages": [{**ASKED, "train": True}, ANSWERED]}, {}, "x:1: a message of role 'user' has `train`: True"),
         ({"prompt": 1, "completion": "x"}, {}, "x:1: field 'prompt' holds int, not text"),
     ],

@@ -12,14 +12,23 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import TokenizerError
-from aliquot.data.chat_messages import has_words, in_other_words, is_learned, is_silent, leaves_out, unread_flags
+from aliquot.data.chat_messages import (
+    has_detail,
+    has_words,
+    in_other_words,
+    is_learned,
+    is_silent,
+    learned_parts,
+    leaves_out,
+    unread_flags,
+)  # fmt: skip
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, fit_messages
 from aliquot.data.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 7  # part of the cache key; increase it whenever a record gets other tokens or another mask
+ENCODING = 8  # part of the cache key; increase it whenever a record gets other tokens or another mask
 
 # A record is encoded as a whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of
 # memory per character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
@@ -136,6 +145,7 @@ def encode_chat(
     how the messages were changed to fit the template, or is None.
     """
     form, changed = fit_messages(template, messages)
+    detailed = any(has_detail(messages[index]) for index in turns or ())
     if turns is None:
         whole = template.render(form)
         return whole, *encoder.encode_chat(whole, None, template, form), changed
@@ -146,22 +156,25 @@ def encode_chat(
         if spans is not None:
             marked = dict(zip(assistants, spans, strict=True))
             spans = [marked.get(index) or _rendered_span(template, form, whole, index) for index in turns]
-        elif set(turns) == {index for index in assistants if has_words(messages[index])}:
+        elif set(turns) == {index for index in assistants if has_words(messages[index])} and not detailed:
             return whole, *encoder.encode_chat(whole, marks, template, form), changed
         else:
             raise LeftOut(
-                "a record with answers that are excluded from learning, whose chat template does not mark each turn of"
-                " the assistant, left out"
+                "a record with answers, or parts of answers, that are excluded from learning, whose chat template does"
+                " not mark each turn of the assistant, left out"
             )
     else:
         whole = template.render(form)
         spans = [_rendered_span(template, form, whole, index) for index in turns]
-    spans = [
-        span
-        for index, span in zip(turns, spans, strict=True)
-        if not is_silent(messages[index], whole[slice(*span)], encoder.without_special)
-    ]
-    return whole, *encoder.encode_chat(whole, spans, template, form), changed
+    learned: list[Span] = []
+    for index, (start, stop) in zip(turns, spans, strict=True):
+        if is_silent(messages[index], whole[start:stop], encoder.without_special):
+            continue
+        parts = learned_parts(messages[index], whole[start:stop])
+        if parts is None:
+            raise LeftOut("a record with train_detail for a content that the chat template changes, left out")
+        learned += [(start + low, start + high) for low, high in parts]
+    return whole, *encoder.encode_chat(whole, learned, template, form), changed
 
 
 def _messages(record: dict[str, Any]) -> tuple[Messages, int]:

@@ -22,6 +22,7 @@ _CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT and ms-swift; the
 LOSS_FLAGS = (
     "weight", "train", "training", "train_detail", "loss", "loss_scale", "trainable", "loss_mask",
 )  # fmt: skip
+_DETAIL = "train_detail"  # as in axolotl, also a list of parts: the indices of their first and last characters
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a model's reasoning that transformers knows
 UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
@@ -144,7 +145,9 @@ def _check_content(content: object, where: str) -> None:
 def _check_flags(message: Mapping[str, Any], where: str) -> None:
     for flag in LOSS_FLAGS:
         value = message.get(flag)
-        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+        if flag == _DETAIL and has_detail(message):
+            _check_detail(message, where)
+        elif value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
             raise BadRecordError(
                 f"a message's `{flag}` is {value!r}: an answer is learned or not. Write 1 or 0, or true or false",
                 where,
@@ -157,6 +160,49 @@ def _check_flags(message: Mapping[str, Any], where: str) -> None:
                 where,
                 UNUSABLE_FLAG,
             )
+
+
+def _check_detail(message: Mapping[str, Any], where: str) -> None:
+    for part in message[_DETAIL]:
+        keys = ("begin_offset", "end_offset", "train")
+        begin, end, train = map(part.get, keys) if isinstance(part, dict) else (None, None, None)
+        if not type(begin) is type(end) is int or not 0 <= begin <= end or not isinstance(train, bool):
+            raise BadRecordError(
+                f"a message's `{_DETAIL}` has {part!r}: a part has begin_offset, end_offset (the index of its last"
+                " character) and train (true or false)",
+                where,
+                UNUSABLE_FLAG,
+            )
+    if message[_DETAIL] and not isinstance(message.get("content"), str):
+        raise BadRecordError(f"a message has `{_DETAIL}`, but its `content` is no text", where, UNUSABLE_FLAG)
+
+
+def learned_parts(message: Mapping[str, Any], rendered: str) -> list[tuple[int, int]] | None:
+    """Return the spans to learn in `rendered`, the text of `message` in the rendered chat; None if they are unknown.
+
+    With a list in `train_detail`, the loss covers its parts with `train: true`, and the end of the answer that the
+    template writes after the content. Without one, the loss covers all of `rendered`.
+    """
+    if not has_detail(message):
+        return [(0, len(rendered))]
+    content = message["content"]
+    at = rendered.find(content)
+    if at < 0 and (at := rendered.find(content.strip())) >= 0:  # many templates strip the content
+        at -= len(content) - len(content.lstrip())
+    elif at < 0:
+        return None
+    end = at + len(content.rstrip())
+    is_learned_here = bytearray(end) + b"\1" * (len(rendered) - end)
+    for part in message[_DETAIL]:
+        start, stop = max(0, at + part["begin_offset"]), min(end, at + part["end_offset"] + 1)
+        if part["train"] and start < stop:
+            is_learned_here[start:stop] = b"\1" * (stop - start)
+    return [run.span() for run in re.finditer(b"\1+", is_learned_here)]
+
+
+def has_detail(message: Mapping[str, Any]) -> bool:
+    """Return whether `train_detail` lists the parts of a message to learn."""
+    return isinstance(message.get(_DETAIL), list)
 
 
 def _calls_in(text: str) -> list[Any]:
