@@ -461,7 +461,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"data": {"path": "/fsx/a.txt", "chat_template": "c.jinja"}},
     ),
-    "data in S3": ("not-shared", {}, {"data": {"path": "s3://bucket/texts/*.jsonl"}}),
+    "data in S3 without an identity": ("credentials", {}, {"data": {"path": "s3://bucket/texts/*.jsonl"}}),
     "results beside the file system": ("not-shared", {}, {"run": {"name": "x", "directory": "../x"}}),
     "a cache that nobody may write to": (
         "not-shared",

@@ -15,7 +15,7 @@ from aliquot.config.data_section import RecordsSection
 from aliquot.core.errors import UserError
 from aliquot.data import data_files, documents, json_records, table_records
 from aliquot.data.documents import PART_BYTES, Document, Unit, text_documents
-from aliquot.data.sources import record_documents
+from aliquot.data.file_source import record_documents
 
 
 def whole(parts: list[Document]) -> list[str]:

@@ -18,7 +18,7 @@ from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data import documents, json_records
 from aliquot.data.documents import Document, text_documents
-from aliquot.data.sources import FileSource, record_documents
+from aliquot.data.file_source import FileSource, record_documents
 
 TALKS = [{"text": f"row {n} \u00e9 {'x' * (n % 7)}"} for n in range(300)]
 LINES = "".join(json.dumps(talk) + "\n" for talk in TALKS)

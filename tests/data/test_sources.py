@@ -30,7 +30,8 @@ from aliquot.data.documents import (
     UNUSABLE_FLAG,
     WRONG_TYPE,
 )
-from aliquot.data.sources import FileSource, HeldOut, source_of, sources_of
+from aliquot.data.file_source import FileSource
+from aliquot.data.sources import HeldOut, source_of, sources_of
 
 
 def texts(path: Path | str | list[str], **settings: object) -> list[str]:
@@ -137,6 +138,34 @@ def test_tools_follow_their_record(tmp_path: Path) -> None:
         assert found == [{"messages": row["messages"], "context": 0, "tools": row["tools"]} for row in rows], name
 
 
+def test_arrow_files_and_streams(tmp_path: Path) -> None:
+    """The cache of `datasets` holds streams."""
+    rows: list[dict[str, object]] = [
+        {"id": n, "prompt": f"{n}?", "completion": "x" * (n if n < 3 else 50_000), "tools": [] if n % 2 else None}
+        for n in range(700)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    for name, new in {"file": pyarrow.ipc.new_file, "stream": pyarrow.ipc.new_stream}.items():
+        with new(tmp_path / f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=600)
+    pyarrow.parquet.write_table(table, tmp_path / "table.parquet")
+    before, most, expected = pyarrow.total_allocated_bytes(), 0, texts(tmp_path / "table.parquet")
+    for name in ("file", "stream"):
+        documents = list(source(tmp_path / f"{name}.arrow").documents())
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+        assert [document.text for document in documents] == expected
+        assert documents[-1].done_bytes > documents[0].done_bytes > 0
+        assert documents[-1].where == f"{tmp_path / name}.arrow, row 700"
+    assert most < 1 << 20  # the tables are mapped, not read
+    assert len(texts(tmp_path)) == 3 * 700
+    whole = (tmp_path / "stream.arrow").read_bytes()
+    (tmp_path / "stream.arrow").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "file.arrow").write_bytes(b"ARROW1" + bytes(100))
+    for name in ("file", "stream"):
+        with pytest.raises(UserError, match=rf"{name}\.arrow: (not a readable Arrow file|cannot be read) \("):
+            texts(tmp_path / f"{name}.arrow")
+
+
 def test_messages_are_documents(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes é"}]
     pyarrow.parquet.write_table(pyarrow.table({"messages": [chat, [], None]}), tmp_path / "c.parquet")
@@ -195,7 +224,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         (
             "pictures",
             {},
-            "pictures: data.path: no .csv, .json, .jsonl, .md, .parquet, .py, .txt file in this directory",
+            "pictures: data.path: no .arrow, .csv, .json, .jsonl, .md, .parquet, .py, .txt file in this directory",
         ),
         ("latin.txt", {}, r"latin.txt: not UTF-8 text \(invalid continuation byte at byte 3\)"),
         ("latin.txt", {"document": "line"}, r"latin.txt:1: not UTF-8 text"),

@@ -89,7 +89,8 @@ def directories(job: Job, any_run: bool = False) -> list[str]:
 def _uses_hub(job: Job) -> bool:
     """Return whether the run may use the Hugging Face hub: the name of a model or dataset is no absolute path."""
     config = job.config
-    names = [config.model.path, config.data.tokenizer, *config.data.datasets()]
+    files = [path for _, path in config.data.every_path() if path.startswith("hf://")]
+    names = [config.model.path, config.data.tokenizer, *config.data.datasets(), *files]
     return any(name is not None and not name.startswith("/") for name in names)
 
 

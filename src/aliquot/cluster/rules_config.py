@@ -78,7 +78,8 @@ def _credentials(job: Job) -> Iterator[RuleFinding]:
     """
     settings = job.config.checkpoint
     fix = "a service account with an IAM role (EKS Pod Identity or IRSA); none where the namespace's default has one"
-    for key, value in (("checkpoint.mirror", settings.mirror), ("checkpoint.resume", settings.resume)):
+    urls = [("checkpoint.mirror", settings.mirror), ("checkpoint.resume", settings.resume)]
+    for key, value in (*urls, *job.config.data.every_path()):
         if value is not None and value.startswith("s3://") and job.section.service_account is None:
             yield finding("credentials", key, f"{value} without cluster.service_account", fix)
 
@@ -87,7 +88,7 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
     """Check that the pods read and write files only on the shared file system."""
     config, mount = job.config, PurePosixPath(job.section.storage.mount_path)
     # `stdlib`, the documentation of Python's standard library, is in the container image.
-    local = [(key, value) for key, value in config.data.every_path() if value != "stdlib"]
+    local = [(key, value) for key, value in config.data.every_path() if value != "stdlib" and "://" not in value]
     if config.checkpoint.resume not in ("auto", "never") and "://" not in config.checkpoint.resume:
         local.append(("checkpoint.resume", config.checkpoint.resume))
     if (mirror := config.checkpoint.mirror) is not None and (mirror.startswith("file://") or "://" not in mirror):

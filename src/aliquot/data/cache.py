@@ -27,6 +27,8 @@ from aliquot.core.errors import storage_error
 from aliquot.core.small_files import publish_text
 from aliquot.tensor_io.publish import begin_alone, commit, sync
 
+_SAMPLE_BYTES = 1 << 16
+
 
 @contextmanager
 def publishing(directory: Path) -> Iterator[Path]:
@@ -68,6 +70,17 @@ def digest_of_directory(directory: Path) -> str:
 def digest_of_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sampled_digest(path: Path) -> str:
+    """Return a hash of the size of a file and of its beginning and end, without reading all of it."""
+    with path.open("rb") as file:
+        size_bytes = path.stat().st_size
+        total = hashlib.sha256(f"{size_bytes}\0".encode())
+        total.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, size_bytes - _SAMPLE_BYTES))
+        total.update(file.read(_SAMPLE_BYTES))
+    return total.hexdigest()
 
 
 def _sweep(parent: Path, now: float) -> None:

@@ -11,14 +11,17 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, TypeVar
 
 from aliquot.core.errors import DataError, one_line
 from aliquot.core.small_files import pointer_message
+from aliquot.stores.store import is_url
+
+AnyPath = TypeVar("AnyPath", bound=PurePath)
 
 LONGEST_RECORD = 1 << 26  # bytes or characters of a record, which is in memory as a whole
-RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 IN_DIRECTORIES = {".txt", ".md", ".py", *RECORD_SUFFIXES}  # suffixes that are read in a directory, also compressed
 # Names of files that describe a data set, not documents: next to the records, or in a directory above them.
 _CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", "changelog", "dataset_info",
@@ -31,7 +34,7 @@ DIRECTORY = "a directory that a pattern matches, left out"
 NOT_OF_STDLIB = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 _START_BYTES = 4096  # bytes at the beginning of a file that show its format
 _ARCHIVES = {
@@ -60,11 +63,9 @@ def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        listed = _walk(path, IN_DIRECTORIES, left_out)
-        files = _without_cards(listed)
+        files = without_cards(_walk(path, IN_DIRECTORIES, left_out), left_out)
         if not files:
             raise DataError(f"{key}: no {', '.join(sorted(IN_DIRECTORIES))} file in this directory", entry)
-        left_out.update({CARD: len(listed) - len(files)} if len(listed) > len(files) else {})
         return files
     _refuse_dangling(path)
     if not glob.has_magic(entry):
@@ -83,8 +84,8 @@ def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
 
 
 def files_written_after(entries: Iterable[str], time_s: float) -> list[Path]:
-    """Return the files that `entries` of the configuration name and that were written after `time_s`."""
-    files = [file for entry in entries for file in find_files(entry, "data", Counter())]
+    """Return the local files that `entries` of the configuration name and that were written after `time_s`."""
+    files = [file for entry in entries if not is_url(entry) for file in find_files(entry, "data", Counter())]
     return [file for file in files if file.stat().st_mtime > time_s]
 
 
@@ -97,12 +98,15 @@ def _refuse_dangling(path: Path) -> None:
         )
 
 
-def _without_cards(files: list[Path]) -> list[Path]:
+def without_cards(files: list[AnyPath], left_out: Counter[str]) -> list[AnyPath]:
+    """Return `files` without those that describe records next to them; count the latter in `left_out`."""
     cards = {file for file in files if file.name.split(".")[0].lower() in _CARDS}
     described = {
         parent for file in files if file not in cards and suffix_of(file) in RECORD_SUFFIXES for parent in file.parents
     }
-    return [file for file in files if file not in cards or file.parent not in described]
+    documents = [file for file in files if file not in cards or file.parent not in described]
+    left_out.update({CARD: len(files) - len(documents)} if len(files) > len(documents) else {})
+    return documents
 
 
 def _walk(root: Path, suffixes: set[str], left_out: Counter[str]) -> list[Path]:
@@ -134,9 +138,14 @@ def _walk(root: Path, suffixes: set[str], left_out: Counter[str]) -> list[Path]:
             elif suffix_of(file) in suffixes:
                 files.append(file)
             else:
-                left_out[f"a file of a kind that is not read ({file.suffix.lower() or 'no suffix'}), left out"] += 1
+                count_unread(file, left_out)
     left_out += Counter()  # removes reasons with a count of 0
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def count_unread(file: PurePath, left_out: Counter[str]) -> None:
+    """Count a file with a suffix that is not read in a directory."""
+    left_out[f"a file of a kind that is not read ({file.suffix.lower() or 'no suffix'}), left out"] += 1
 
 
 def _is_utf8(file: Path) -> bool:
@@ -147,9 +156,9 @@ def _is_utf8(file: Path) -> bool:
     return True
 
 
-def suffix_of(path: Path) -> str:
+def suffix_of(path: PurePath) -> str:
     """Return the suffix of the content, without compression: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
-    suffix = (Path(path.stem) if path.suffix.lower() in _CODECS else path).suffix.lower()
+    suffix = (PurePath(path.stem) if path.suffix.lower() in COMPRESSED else path).suffix.lower()
     return _ALIASES.get(suffix, suffix)
 
 
@@ -160,7 +169,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     `position()` returns how many bytes of the file on disk have been read. Reading raises OSError if a compressed file
     is damaged or truncated. Raises UserError for UTF-16 text and for formats that are not text.
     """
-    codec = _CODECS.get(path.suffix.lower())
+    codec = COMPRESSED.get(path.suffix.lower())
     if codec is None:
         with path.open("rb") as file:
             _refuse_no_text(file.peek(_START_BYTES)[:_START_BYTES], path)
@@ -226,7 +235,7 @@ def _name_of_format(start: bytes) -> str | None:
     """Return an error message that names the format of a file that begins with `start`; None if it may be text."""
     if not start.startswith(b"%PDF-") and not _is_binary(start):
         return None
-    for suffix, codec in _CODECS.items():
+    for suffix, codec in COMPRESSED.items():
         if start.startswith(_ARCHIVES[codec]):
             return f"a {codec} archive, not text: let its name end with {suffix}, or unpack it"
     archive = "tar" if start[257:262] == b"ustar" else _named(_ARCHIVES, start)

@@ -1,4 +1,4 @@
-"""Turn the `data` section into ordered streams of documents, from local files or from Hugging Face's `datasets`.
+"""Turn the `data` section into ordered streams of documents, from files or from Hugging Face's `datasets`.
 
 With data.eval_fraction, each source is divided into a part that is held out for evaluation and a part for training.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,16 +17,11 @@ from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.core.errors import ConfigError, DataError
 from aliquot.core.small_files import hub_advice
 from aliquot.data.cache import digests
-from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
-from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_documents
+from aliquot.data.documents import Document, refuse_bad_alone
+from aliquot.data.file_source import FileSource, no_report
 from aliquot.data.formats import Format, RecordReader, format_of
-from aliquot.data.json_records import json_documents, jsonl_documents
-from aliquot.data.table_records import as_written, csv_documents, parquet_documents, rows_at_once
-
-_NOT_READ = {".tsv", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
-_DOCUMENTS_BY_SUFFIX: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
-    ".jsonl": jsonl_documents, ".json": json_documents, ".csv": csv_documents, ".parquet": parquet_documents,
-}  # fmt: skip
+from aliquot.data.remote_files import NamedProgress
+from aliquot.data.table_records import as_written, rows_at_once
 
 
 class Source(Protocol):
@@ -49,19 +43,23 @@ class Source(Protocol):
         """Yield all documents, including blank records, always in the same order."""
 
 
-def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], dict[str, Source]]:
+def sources_of(
+    section: DataSection, cache: Path, report: NamedProgress = no_report
+) -> tuple[dict[str, Source], dict[str, Source]]:
     """Return (training sources, evaluation sources), each by name; the name of unnamed data is "".
 
+    `report` is called while files are copied from an object store.
     Raises UserError as `source_of` does, or if two evaluation sources have the same name.
     """
     if section.sources is None:
-        train = {"": source_of(section, cache)}
+        train = {"": source_of(section, cache, report=report)}
     else:
-        train = {entry.name: source_of(entry, cache, f"data.sources, {entry.name}:") for entry in section.sources}
+        keys = ((entry, f"data.sources, {entry.name}:") for entry in section.sources)
+        train = {entry.name: source_of(entry, cache, key, report) for entry, key in keys}
     held_out: dict[str, Source] = {}
     if section.eval_path is not None:
         eval_section = section.model_copy(update={"path": section.eval_path, "dataset": None})
-        held_out[""] = FileSource.find(eval_section, cache, "data.eval_path")
+        held_out[""] = FileSource.find(eval_section, cache, "data.eval_path", report)
     elif section.eval_split is not None:
         held_out[""] = HubSource.load(section.model_copy(update={"split": section.eval_split}), cache, "data.dataset")
     elif (fraction := section.eval_fraction) > 0:
@@ -72,7 +70,7 @@ def sources_of(section: DataSection, cache: Path) -> tuple[dict[str, Source], di
             raise ConfigError(
                 f"data.eval_sources: data.eval_fraction holds out a part of {entry.name}, which has this name already"
             )
-        held_out[entry.name] = source_of(entry, cache, f"data.eval_sources, {entry.name}:")
+        held_out[entry.name] = source_of(entry, cache, f"data.eval_sources, {entry.name}:", report)
     return train, held_out
 
 
@@ -81,116 +79,15 @@ def joined(sources: Sequence[Source]) -> Source:
     return sources[0] if len(sources) == 1 else Joined(tuple(sources))
 
 
-def source_of(section: RecordsSection, cache: Path, key: str = "") -> Source:
+def source_of(section: RecordsSection, cache: Path, key: str = "", report: NamedProgress = no_report) -> Source:
     """Return the source that a section of the configuration describes.
 
     `cache`: the directory in which digests of files are stored. `key`: the key of the section, for error messages.
     Raises UserError if there is nothing to read, or if the setting `document` does not fit the files.
     """
     if section.path is not None:
-        return FileSource.find(section, cache, f"{key} path" if key else "data.path")
+        return FileSource.find(section, cache, f"{key} path" if key else "data.path", report)
     return HubSource.load(section, cache, f"{key} dataset" if key else "data.dataset")
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """The documents of local files."""
-
-    files: tuple[Path, ...]
-    units: tuple[Unit, ...]  # for each file: whether a document is the file, a line, a block or a field
-    section: RecordsSection
-    label: str
-    total_bytes: int
-    cache: Path  # directory of stored digests
-    left_out: Mapping[str, int] = field(default_factory=dict)  # reason -> number of files that are not read
-
-    @classmethod
-    def find(cls, section: RecordsSection, cache: Path, key: str) -> FileSource:
-        """Find the files at the paths of `section`. Raises UserError if a file is named twice.
-
-        `key`: the key of the paths in the configuration, for error messages.
-        """
-        left_out: Counter[str] = Counter()
-        files = [file for entry in section.paths for file in find_files(entry, key, left_out)]
-        times = Counter(file.absolute() for file in files)
-        twice = next((file for file in files if times[file.absolute()] > 1), None)
-        if twice is not None:
-            raise ConfigError(
-                f"{key} names {twice} {times[twice.absolute()]} times: name the file once; to train on it more"
-                " often, give it a weight in data.sources"
-            )
-        return cls(
-            files=tuple(files),
-            units=tuple(_unit(file, section.document) for file in files),
-            section=section,
-            label=f"{key} {', '.join(section.paths)}",
-            total_bytes=sum(file.stat().st_size for file in files),
-            cache=cache,
-            left_out=left_out,
-        )
-
-    @cached_property
-    def digest(self) -> str:
-        total, section = hashlib.sha256(), self.section
-        try:
-            contents = digests(self.files, self.cache)
-        except OSError as error:
-            raise DataError(f"cannot be read ({error.strerror or error})", error.filename or self.label) from error
-        names = [section.text_field, section.messages, section.prompt, section.completion]
-        names += [name for name in (section.chosen, section.rejected, section.label) if name is not None]
-        fields = json.dumps(names)
-        for file, unit, content in zip(self.files, self.units, contents, strict=True):
-            reader, named = (suffix_of(file), fields) if unit == "field" else ("text", "")
-            packed = file.suffix if suffix_of(file) != file.suffix else ""
-            total.update(f"{reader}{packed}\0{unit}\0{named}\0{content}\0".encode())
-        return total.hexdigest()
-
-    def documents(self) -> Iterator[Document]:
-        """Yield all documents.
-
-        Raises UserError if no record can be read, in all files or in one file with several records.
-        """
-        return refuse_bad_alone(self._documents())
-
-    def _documents(self) -> Iterator[Document]:
-        before_bytes = 0
-        for reason, count in self.left_out.items():
-            yield from [Document("", "text", 0, reason=reason)] * count
-        for file, unit in zip(self.files, self.units, strict=True):
-            try:
-                documents = record_documents(file, self.section) if unit == "field" else text_documents(file, unit)
-                for document in refuse_bad_alone(documents, at_least=2):
-                    yield document._replace(done_bytes=before_bytes + document.done_bytes)
-            except OSError as error:
-                raise DataError(f"cannot be read ({error.strerror or error})", file) from error
-            before_bytes += file.stat().st_size
-
-
-def record_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """Yield one document for each record, even a blank one, of a .jsonl, .json, .csv or .parquet file.
-
-    A record that cannot be read becomes a blank document with a reason. Raises UserError for a malformed or truncated
-    file, and for a record of another format than the first one.
-    """
-    return _DOCUMENTS_BY_SUFFIX[suffix_of(path)](path, section)
-
-
-def _unit(file: Path, unit: Unit | None) -> Unit:
-    records = suffix_of(file) in RECORD_SUFFIXES
-    if suffix_of(file) in _NOT_READ:
-        raise DataError(
-            f"tables of this format are not read: convert the file into one of {', '.join(RECORD_SUFFIXES)}", file
-        )
-    if unit is None:
-        return "field" if records else "file"
-    if records and unit != "field":
-        raise DataError(f"data.document: {unit} is for plain text; a record's document is its `field`", file)
-    if not records and unit == "field":
-        raise DataError(
-            f"data.document: field is for records ({', '.join(RECORD_SUFFIXES)}); plain text has file, line or block",
-            file,
-        )
-    return unit
 
 
 @dataclass(frozen=True)

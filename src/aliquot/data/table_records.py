@@ -1,18 +1,19 @@
-"""Stream the rows of tables (CSV, parquet) as records, and turn each record into a document."""
+"""Stream the rows of tables (CSV, parquet, Arrow) as records, and turn each record into a document."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aliquot.config.data_section import RecordsSection
 from aliquot.core.errors import DataError
-from aliquot.data.data_files import LONGEST_RECORD, lines_within_limit, not_text, opened, refuse_pointer
+from aliquot.data.data_files import COMPRESSED, LONGEST_RECORD, lines_within_limit, not_text, opened, refuse_pointer
 from aliquot.data.documents import (
     HOLDS_NUL,
     NO_TEXT,
@@ -23,6 +24,7 @@ from aliquot.data.documents import (
 )
 from aliquot.data.formats import RecordReader, format_of
 
+_ARROW_FILE = b"ARROW1"  # the beginning of an IPC file; a stream has none
 _ROWS, _BATCH_BYTES = 512, 16 << 20  # limits of what is read from a table at once
 
 
@@ -56,36 +58,88 @@ def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, st
 
 def parquet_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
     """Yield the document of each row of a parquet file."""
-    import pyarrow
-    import pyarrow.parquet
+    return _table_documents(path, section, "parquet", _open_parquet)
 
-    if path.suffix.lower() != ".parquet":
-        raise DataError("parquet is read in any order, which an archive is not: unpack it first", path)
-    size_bytes = path.stat().st_size
+
+def arrow_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
+    """Yield the document of each row of an Arrow file: an IPC file, or an IPC stream as in the cache of `datasets`."""
+    return _table_documents(path, section, "Arrow", _open_arrow)
+
+
+Rows = tuple[list[dict[str, Any]], float]  # some rows of a table, and the share of the table that has been read
+
+
+class _Table(NamedTuple):
+    """An open table."""
+
+    columns: list[str]
+    read: Callable[[list[str]], Iterator[Rows]]  # yields all rows with only the given columns
+
+
+def _table_documents(
+    path: Path, section: RecordsSection, title: str, open_table: Callable[[Path], AbstractContextManager[_Table]]
+) -> Iterator[Document]:
+    import pyarrow
+
+    if path.suffix.lower() in COMPRESSED:
+        raise DataError(f"{title} is read in any order, which an archive is not: unpack it first", path)
+    size_bytes, row = path.stat().st_size, 0
     refuse_pointer(path)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            _refuse_repeated(names, path)
-            form = format_of(section, names, path)
-            rows, row = max(file.metadata.num_rows, 1), 0
+        with open_table(path) as table:
+            _refuse_repeated(table.columns, path)
+            form = format_of(section, table.columns, path)
             reader = RecordReader(section, form)
-            for record in _rows(file, form.columns(names)):
-                row += 1
-                yield reader.document(partial(as_written, record), f"{path}, row {row}", size_bytes * row // rows)
+            for records, share in table.read(form.columns(table.columns)):
+                for record in records:
+                    row += 1
+                    yield reader.document(partial(as_written, record), f"{path}, row {row}", int(size_bytes * share))
     except pyarrow.ArrowException as error:
-        raise DataError(f"not a readable parquet file ({error})", path) from error
+        raise DataError(f"not a readable {title} file ({error})", path) from error
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason})", f"{path}, after row {row}") from error
 
 
-def _rows(file: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file. The uncompressed size of a row group limits how many rows are read at once."""
-    for index in range(file.num_row_groups):
-        group = file.metadata.row_group(index)
-        at_once = rows_at_once(group.total_byte_size, group.num_rows)
-        for batch in file.iter_batches(batch_size=at_once, row_groups=[index], columns=columns):
-            yield from batch.to_pylist()
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[_Table]:
+    import pyarrow.parquet
+
+    def read(columns: list[str]) -> Iterator[Rows]:
+        """The uncompressed size of a row group limits how many rows are read at once."""
+        rows, rows_before = max(file.metadata.num_rows, 1), 0
+        for index in range(file.num_row_groups):
+            group = file.metadata.row_group(index)
+            at_once = rows_at_once(group.total_byte_size, group.num_rows)
+            for batch in file.iter_batches(batch_size=at_once, row_groups=[index], columns=columns):
+                rows_before += len(batch)
+                yield batch.to_pylist(), rows_before / rows
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield _Table(file.schema_arrow.names, read)
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[_Table]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            reader = pyarrow.ipc.open_file(file)
+            stored = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            stored = reader = pyarrow.ipc.open_stream(file)
+
+        def read(columns: list[str]) -> Iterator[Rows]:
+            done_bytes = 0
+            for batch in stored:
+                at_once = rows_at_once(batch.nbytes, batch.num_rows)
+                for start in range(0, batch.num_rows, at_once):
+                    part = batch.slice(start, at_once)
+                    done_bytes += part.nbytes
+                    yield part.select(columns).to_pylist(), min(1.0, done_bytes / file.size())
+
+        yield _Table(reader.schema.names, read)
 
 
 def rows_at_once(size_bytes: int, rows: int) -> int:

@@ -15,7 +15,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
 from aliquot.core.errors import DamagedCheckpoint, StorageError, StorageFailureError
-from aliquot.stores.store import Store
+from aliquot.stores.store import FileVersion, Store
 
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
 _READ_ATTEMPTS = 3  # botocore does not retry if the connection breaks while a body is read
@@ -39,11 +39,16 @@ class S3Store(Store):
     def part_bytes(self, size_bytes: int) -> int:
         return _PART_BYTES * max(1, -(-size_bytes // (_PART_BYTES * _MAX_PARTS)))
 
-    def list(self) -> dict[str, int]:
+    def find(self, name: str = "") -> dict[str, FileVersion]:
+        prefix = self._prefix + name
         with self._request():
-            pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
+            pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix)
             objects = [entry for page in pages for entry in page.get("Contents", ())]
-        return {entry["Key"].removeprefix(self._prefix): entry["Size"] for entry in objects}
+        return {
+            entry["Key"].removeprefix(self._prefix): FileVersion(entry["Size"], entry["ETag"])
+            for entry in objects
+            if not name or entry["Key"] == prefix or entry["Key"].startswith(f"{prefix}/")
+        }
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         if start >= stop:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote
 
 from aliquot.core.errors import (
@@ -27,6 +28,13 @@ _PART_BYTES = 64 << 20
 _PERMANENT = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
 
 
+class FileVersion(NamedTuple):
+    """The size of a file, and a text that changes whenever the content of the file changes."""
+
+    size_bytes: int
+    version: str
+
+
 class Store(ABC):
     """Files with names such as `step-00000100/state.json`, under a URL. Every method may raise StorageError.
 
@@ -41,8 +49,12 @@ class Store(ABC):
         """Return the size of a part: a multiple of 16 MiB, or the whole file if only one process can write it."""
 
     @abstractmethod
+    def find(self, name: str = "") -> dict[str, FileVersion]:
+        """Return every file with this name or below this directory, by name; unfinished files may be among them."""
+
     def list(self) -> dict[str, int]:
-        """Return the size of every file by name; unfinished files may be among them."""
+        """Return the size of every file by name."""
+        return {name: file.size_bytes for name, file in self.find().items()}
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -80,10 +92,12 @@ class LocalStore(Store):
     def part_bytes(self, size_bytes: int) -> int:
         return _PART_BYTES
 
-    def list(self) -> dict[str, int]:
+    def find(self, name: str = "") -> dict[str, FileVersion]:
         with reading(self._root):
-            files = [path for path in self._root.rglob("*") if path.is_file()]
-            return {path.relative_to(self._root).as_posix(): path.stat().st_size for path in files}
+            place = self._root / name
+            files = [path for path in (place, *place.rglob("*")) if path.is_file()]
+            stats = {path.relative_to(self._root).as_posix(): path.stat() for path in files}
+            return {name: FileVersion(stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats.items()}
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         path = self._root / name
@@ -147,11 +161,16 @@ class FsspecStore(Store):
     def part_bytes(self, size_bytes: int) -> int:
         return max(1, size_bytes)
 
-    def list(self) -> dict[str, int]:
+    def find(self, name: str = "") -> dict[str, FileVersion]:
         with self._request():
             self._fs.invalidate_cache()
-            files = self._fs.find(self._root, detail=True)
-        return {path.removeprefix(f"{self._root}/"): int(facts["size"]) for path, facts in files.items()}
+            paths = self._fs.find(self._path(name) if name else self._root, detail=True)
+            # fsspec finds a path that is a file, but without details.
+            facts = {path: details or self._fs.info(path) for path, details in paths.items()}
+            return {
+                path.removeprefix(f"{self._root}/"): FileVersion(int(details["size"]), _version(details))
+                for path, details in facts.items()
+            }
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         with self._request():
@@ -190,6 +209,11 @@ class FsspecStore(Store):
         except Exception as error:  # each file system raises different errors
             error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError
             raise error_type(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error
+
+
+def _version(details: Mapping[str, object]) -> str:
+    """Return a hash of the details of a file, such as its ETag, generation or time of change."""
+    return hashlib.sha256(repr(sorted(details.items())).encode()).hexdigest()
 
 
 def is_url(text: str) -> bool:

@@ -1,0 +1,127 @@
+"""Data in object stores give the same documents as local files, are copied once, and fail with one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from aliquot.config.schema import DataSection
+from aliquot.core.errors import UserError
+from aliquot.data.data_files import CARD, HIDDEN
+from aliquot.data.file_source import FileSource
+from aliquot.data.remote_files import find_remote
+from aliquot.data.sources import source_of
+from aliquot.stores.store import open_store
+from tests import runs
+from tests.stores.s3_server import BUCKET, S3Server, s3_server
+
+FILES = {
+    "README.md": "# A corpus",
+    "b.jsonl": '{"text": "first"}\n{"text": "second"}\n',
+    "deep/a.jsonl": '{"text": "third"}\n',
+    "deep/.hidden.jsonl": '{"text": "hidden"}\n',
+    "deep/picture.png": "\0",
+}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with s3_server(monkeypatch) as started:
+        yield started
+
+
+@pytest.fixture(params=["s3", "memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        request.getfixturevalue("server")
+    root = {"s3": f"s3://{BUCKET}/corpus", "memory": f"memory://{tmp_path.name}", "file": f"file://{tmp_path}/there"}
+    store = open_store(root[request.param])
+    for name, content in FILES.items():
+        store.put(name, content.encode())
+    return root[request.param]
+
+
+def source(path: str | list[str], cache: Path) -> FileSource:
+    found = source_of(DataSection(path=path), cache)
+    assert isinstance(found, FileSource)
+    return found
+
+
+def texts(path: str | list[str], cache: Path) -> list[str]:
+    return [document.text for document in source(path, cache).documents() if not document.blank]
+
+
+def test_directory_glob_and_file_of_a_url(url: str, tmp_path: Path) -> None:
+    whole = source(f"{url}/", tmp_path)
+    assert texts(f"{url}/", tmp_path) == ["first", "second", "third"]
+    assert {reason: count for reason, count in whole.left_out.items() if reason in (CARD, HIDDEN)} == {
+        CARD: 1, HIDDEN: 1,
+    }  # fmt: skip
+    assert texts(f"{url}/*.jsonl", tmp_path) == ["first", "second"]
+    assert texts(f"{url}/**/[ab].jsonl", tmp_path) == ["first", "second", "third"]
+    assert texts([f"{url}/deep/a.jsonl", f"{url}/b.jsonl"], tmp_path) == ["third", "first", "second"]
+    local = tmp_path / "local"
+    (local / "deep").mkdir(parents=True)
+    for name, content in FILES.items():
+        (local / name).write_text(content)
+    assert whole.digest == source(str(local), tmp_path).digest
+    assert whole.total_bytes == source(str(local), tmp_path).total_bytes
+    for missing, reason in [("never.jsonl", "no such file"), ("never*.jsonl", "no file matches")]:
+        with pytest.raises(UserError, match=rf"^{url}/{missing.replace('*', '.')}: data.path: {reason}"):
+            source(f"{url}/{missing}", tmp_path)
+
+
+def test_file_is_copied_once_until_it_changes(server: S3Server, tmp_path: Path) -> None:
+    store, path = open_store(f"s3://{BUCKET}/corpus"), f"s3://{BUCKET}/corpus/long.jsonl"
+    lines = [json.dumps({"text": f"{number} {'x' * 1000}"}) for number in range(20_000)]  # more than one range
+
+    def reads() -> int:
+        return sum(line.startswith(f"GET /{BUCKET}/corpus/long.jsonl") for line in server.seen)
+
+    store.put("long.jsonl", "\n".join(lines).encode())
+    reports: list[tuple[str, int, int]] = []
+    first = source_of(DataSection(path=path), tmp_path, report=lambda *report: reports.append(report))
+    assert first.digest == source(path, tmp_path).digest
+    assert [document.text for document in first.documents()] == [json.loads(line)["text"] for line in lines]
+    assert reads() == len(reports) == 2
+    assert reports[-1] == (f"copying {path}", first.total_bytes, first.total_bytes)
+    store.put("long.jsonl", "\n".join(lines[:9]).encode())
+    assert len(texts(path, tmp_path)) == 9
+    assert reads() == 3
+
+
+def test_fault_of_an_object_store_is_one_line(server: S3Server, tmp_path: Path) -> None:
+    open_store(f"s3://{BUCKET}").put("a.jsonl", b'{"text": "one"}\n')
+    for path, message in {
+        "s3://nobodys/a.jsonl": r"^s3://nobodys: ListObjectsV2: NoSuchBucket: ",
+        "gs://bucket/a.jsonl": "^gs://bucket: .*gcsfs",
+        f"s3://{BUCKET}/**a.jsonl": r"data.path: not a pattern of files",
+    }.items():
+        with pytest.raises(UserError, match=message) as refused:
+            source(path, tmp_path)
+        assert refused.value.exit_code == 2
+    (file,) = find_remote(f"s3://{BUCKET}/a.jsonl", "data.path", {}, tmp_path)  # type: ignore[arg-type]
+    open_store(f"s3://{BUCKET}").put("a.jsonl", b"{}")
+    with pytest.raises(UserError, match=r"a\.jsonl: has changed while it was copied: start again$"):
+        file.fetch(lambda *_: None)
+    server.fault = lambda environ: "403 Forbidden"
+    with pytest.raises(UserError, match=r"^s3://models: ListObjectsV2: InternalError: injected$"):
+        source(f"s3://{BUCKET}/a.jsonl", tmp_path)
+    fsspec.filesystem("memory").pipe_file("/corpus/..", b"x")
+    with pytest.raises(UserError, match=r"corpus/\.\.: this name cannot be the name of a local copy"):
+        find_remote("memory://corpus/*", "data.path", {}, tmp_path)  # type: ignore[arg-type]
+
+
+def test_run_on_data_in_s3_is_the_run_on_local_data(server: S3Server, tmp_path: Path) -> None:
+    config = runs.write_config(tmp_path)
+    open_store(f"s3://{BUCKET}/corpus").put("text.txt", (tmp_path / "text.txt").read_bytes())
+    shown = [runs.command("data", "show", config, *path) for path in ([], [f"data.path=s3://{BUCKET}/corpus/*.txt"])]
+    local, remote = ([line for line in run.stdout.splitlines() if not line.endswith("%")] for run in shown)
+    assert remote == local != [], shown[1].stderr
+    assert [line for line in shown[1].stdout.splitlines() if line.endswith("%")] == [
+        f"copying s3://{BUCKET}/corpus/text.txt: 100 %"  # the tokens are those of the local file
+    ]
