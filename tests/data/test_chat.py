@@ -98,11 +98,12 @@ def test_loss_on_parts_of_an_answer(template: str) -> None:
     ]
     answer = {"role": "assistant", "content": content, "train_detail": detail}
     parts = learned({"messages": [TALK[0], answer, *TALK[2:]], "context": 0}, template)[1]
-    ending = "" if ".strip()" in template else "\n"
-    # The tokenizer has tokens of a word with the space before it.
-    assert parts == [" brown", f" over{ending}{end}", f"stop{end}"]
+    is_stripped = ".strip()" in template
+    # The tokenizer has a token for " brown", which is learned as a whole.
+    brown, over = ("brown", "over") if is_stripped else (" brown", "over\n")
+    assert parts == [brown, f"{over}{end}", f"stop{end}"]
     assert learned({"messages": [TALK[0], {**answer, "train_detail": []}], "context": 0}, template)[2] == NO_ANSWER
-    changed = template.replace("m.content", "m.content|upper").replace("m.content|upper.strip()", "m.content|upper")
+    changed = template.replace(".strip()", "").replace("m.content", "m.content|replace('fox', 'cat')")
     assert "train_detail for a content" in str(learned({"messages": [TALK[0], answer], "context": 0}, changed)[2])
 
 

@@ -9,12 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -182,16 +180,12 @@ def test_uncuttable_line_has_bounded_memory(tmp_path: Path, model: Path, monkeyp
 
     monkeypatch.setattr(Encoder, "encode", watched)
     monkeypatch.setattr(tokenize, "pieces", partial(pieces, characters=100, longest=1000))
-    monkeypatch.setattr(tokenize, "_encode", partial(_here, tokenize._encode))
+    # Encoded in this process, which can be watched.
+    monkeypatch.setattr(tokenize.EncoderPool, "_encode_in_workers", tokenize.EncoderPool._encode_here)
     store = prepare(section(tmp_path / "genome.txt"), model, 300).open_train()[""]
     assert store.documents == 1 and max(longest) == 1000
     assert store.inexact_cuts == 2 and not store.left_out
     assert byte_level().decode(rows(store)[0], skip_special_tokens=True) == genome
-
-
-def _here(encode: Any, chunks: Any, spec: EncoderSpec, _: int, stack: ExitStack) -> Any:
-    """Encoded in this process, which can be watched."""
-    return encode(chunks, spec, 0, stack)
 
 
 def test_a_tokenizer_without_a_fast_backend_works(corpus: Path) -> None:

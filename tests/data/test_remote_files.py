@@ -116,6 +116,7 @@ def test_fault_of_an_object_store_is_one_line(server: S3Server, tmp_path: Path) 
         find_remote("memory://corpus/*", "data.path", {}, tmp_path)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_run_on_data_in_s3_is_the_run_on_local_data(server: S3Server, tmp_path: Path) -> None:
     config = runs.write_config(tmp_path)
     open_store(f"s3://{BUCKET}/corpus").put("text.txt", (tmp_path / "text.txt").read_bytes())

@@ -20,6 +20,7 @@ CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
     "zephyr": (),
 }
+_SHUFFLE_BUFFER = 10_000
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 
@@ -27,8 +28,9 @@ class RecordsSection(Section):
     """Files or a dataset, and the fields of their records."""
 
     path: Annotated[str | list[str] | None, PATH] = None
-    """Files, directories or globs of .txt, .md, .py, .jsonl, .json, .csv, .parquet, plain or compressed as .gz or .zst;
-    or `stdlib`, the files of Python's standard library."""
+    """Files, directories or globs of .txt, .md, .py, .jsonl, .json, .csv, .parquet, .arrow, text also compressed as .gz
+    or .zst; or URLs of them (s3://, gs://, hf:// or another that fsspec knows); or `stdlib`, the files of Python's
+    standard library."""
     dataset: Annotated[str | None, PATH] = None
     """A name for datasets.load_dataset."""
     dataset_config: str | None = None
@@ -128,6 +130,11 @@ class DataSection(RecordsSection):
     packing: bool = True
     """Pack documents into sequences, with attention inside each document only. false: a document is a sequence, padded
     only where AMX needs micro-batches of few different lengths."""
+    streaming: bool = False
+    """Begin to train when the first data of data.path are tokenised, and tokenise the rest during training; needs
+    train.max_steps. The order is shuffled within segments of `shuffle_buffer` documents."""
+    shuffle_buffer: PositiveInt = _SHUFFLE_BUFFER
+    """With streaming: the number of documents that are tokenised, packed and shuffled together."""
     eval_path: Annotated[str | list[str] | None, PATH] = None
     """Files to evaluate on, given like data.path."""
     eval_split: str | None = None
@@ -137,8 +144,8 @@ class DataSection(RecordsSection):
     eval_sources: list[NamedSection] = Field([])
     """Several evaluation sets, with a loss for each: a list of `name` and the keys of a source."""
     num_proc: PositiveInt | None = None
-    """Processes that tokenise. Default: the physical cores. Records with answers of megabytes take 1 GiB of memory in
-    each process, and records of more than 4 MiB are left out."""
+    """Processes that tokenise. Default: the physical cores; with streaming, 1. Records with answers of megabytes take
+    1 GiB of memory in each process, and records of more than 4 MiB are left out."""
     cache_directory: Annotated[Path | None, PATH] = None
     """Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."""
 
@@ -154,6 +161,25 @@ class DataSection(RecordsSection):
             raise ValueError("give only one of data.eval_path and data.eval_split")
         if self.eval_split is not None and self.dataset is None:
             raise ValueError("data.eval_split is a split of data.dataset; with data.path give data.eval_path")
+        return self
+
+    @model_validator(mode="after")
+    def check_streaming(self) -> Self:
+        if not self.streaming:
+            if self.shuffle_buffer != _SHUFFLE_BUFFER:
+                raise ValueError("data.shuffle_buffer is for data.streaming: true")
+            return self
+        if self.path is None:
+            raise ValueError(
+                "data.streaming reads data.path: give one source, and for a dataset of the hub its files"
+                " (hf://datasets/OWNER/NAME/*.parquet)"
+            )
+        if self.eval_fraction:
+            raise ValueError(
+                "data.streaming holds out no part of the data: give data.eval_path instead of eval_fraction"
+            )
+        if self.tokenizer_vocab_size is not None:
+            raise ValueError("data.streaming cannot train a tokenizer, which reads all data first: give data.tokenizer")
         return self
 
     @model_validator(mode="after")

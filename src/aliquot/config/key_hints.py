@@ -48,6 +48,7 @@ _EQUIVALENTS = {
     " model_max_length block_size context_length eval_sequence_len max_sequence_length",
     "data.packing": "sample_packing neat_packing packing_strategy padding_free eval_packing eval_sample_packing"
     " pad_to_sequence_len pad_to_multiple_of sample_packing_eff_est block_diag_attn batch_flattening",
+    "data.shuffle_buffer": "buffer_size streaming_buffer_size shuffle_buffer_size",
     "data.eval_path": "validation_file validation_files eval_file eval_dataset test_datasets eval_data",
     "data.eval_split": "validation_split test_split eval_dataset_split",
     "data.eval_fraction": "val_size val_set_size validation_split_percentage eval_size",
@@ -159,8 +160,8 @@ _UNSUPPORTED = {
     "a document longer than a sequence is cut into pieces, and no piece is lost":
     "truncation_mode excess_length_strategy"
     " min_sample_len max_prompt_len",
-    "all documents are read; name fewer files in data.path": "max_samples max_train_samples max_eval_samples streaming"
-    " buffer_size dataset_shard_num dataset_shard_idx",
+    "all documents are read; name fewer files in data.path": "max_samples max_train_samples max_eval_samples"
+    " dataset_shard_num dataset_shard_idx",
     "the order of the documents is drawn from run.seed and the epoch": "shuffle_dataset shuffle disable_shuffling"
     " train_sampling_strategy group_by_length length_column_name curriculum_sampling shuffle_merged_datasets",
     "batches are made from mapped tokens without worker processes, and nothing is dropped": "dataloader_num_workers"

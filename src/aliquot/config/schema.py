@@ -214,6 +214,11 @@ class RunConfig(Section):
         if self.launch.node_rank >= self.launch.most_nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
         self._check_objective()
+        if self.data.streaming and (self.train.max_steps is None or self.train.objective != "sft"):
+            raise ValueError(
+                "data.streaming needs train.max_steps, because the length of the data is not known, and"
+                " train.objective: sft"
+            )
         self._check_evaluations()
         checkpoint = self.checkpoint
         if not (checkpoint.every or checkpoint.last or checkpoint.best or checkpoint.export):

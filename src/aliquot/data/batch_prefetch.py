@@ -79,6 +79,7 @@ class BatchPrefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._batches.close()  # the thread may wait for data
         self._thread.shutdown(cancel_futures=True)
 
     def take(self, step: int) -> StepBatch:

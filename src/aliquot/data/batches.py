@@ -18,10 +18,10 @@ import numpy.typing as npt
 from aliquot.config.schema import DataSection, TrainSection
 from aliquot.core.errors import DataError, ResumeError
 from aliquot.core.number_format import count_of
-from aliquot.data.data_order import Mixture, Steps, Stream, TrainStore, drawn_seed
+from aliquot.data.data_order import Mixture, Steps, TrainStore, drawn_seed
 from aliquot.data.micro_batch_rows import Group, Layout, SequenceFormat
-from aliquot.data.packing import Packing
 from aliquot.data.prepare import Prepared
+from aliquot.data.segment_sequences import stream_of
 from aliquot.data.token_store import Reference
 from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.micro_batch import MicroBatch
@@ -105,8 +105,7 @@ class Batches:
     ) -> None:
         self.sources, self.format, self.seed = sources, format, seed
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        packings = [Packing.of(source.store, format.length, format.packed) for source in sources]
-        self.streams = [Stream(source, packing, seed) for source, packing in zip(sources, packings, strict=True)]
+        self.streams = [stream_of(source, format, seed) for source in sources]
         source_tokens = [stream.epoch_tokens for stream in self.streams]
         means = [stream.sequence_tokens for stream in self.streams]
         self.mixture = Mixture.from_token_weights(
@@ -141,7 +140,7 @@ class Batches:
         sources = [
             TrainStore(store, name, settings[name].weight, settings[name].repeat)
             if name in settings
-            else TrainStore(store)
+            else TrainStore(store, stream=data.stream)
             for name, store in data.open_train().items()
         ]
         return cls(
@@ -166,6 +165,8 @@ class Batches:
                 replace(source, store=replace(source.store, reference=reference[source.name]))
                 for source in self.sources
             ]
+            streams = zip(self.streams, later.sources, strict=True)
+            later.streams = [stream.with_source(source) for stream, source in streams]
         return later
 
     @property
@@ -212,7 +213,7 @@ class Batches:
             "data.sources": ", ".join(self.names),
         }
         for source in self.sources:
-            values[_hash_key(source)] = source.store.path.name
+            values[_hash_key(source)] = source.digest
             if source.name:
                 prefix = f"data.sources, {source.name}: "
                 values[f"{prefix}weight"], values[f"{prefix}repeat"] = source.weight, source.repeat
@@ -258,6 +259,16 @@ class Batches:
             raise ResumeError(f"cannot continue: the checkpoint's state contradicts itself: {error}") from None
         return later
 
+    def wait_for(self, step: int) -> None:
+        """Return when the data of the steps before `step` have been tokenised."""
+        for stream, count in zip(self.streams, self.mixture.drawn(self.sequences_until(step)), strict=True):
+            stream.wait_for(count)
+
+    def close(self) -> None:
+        """Stop tokenising; no further batch can be made."""
+        for stream in self.streams:
+            stream.close()
+
     def step_batch(self, step: int, rank: int, world_size: int) -> StepBatch:
         """Return the batch of `step`, counted from 0, for `rank`. Raises IndexError after the last step."""
         sequences = self.steps.of(step)
@@ -267,7 +278,7 @@ class Batches:
         places = self.mixture.between(first, stop)
         ranges = zip(self.streams, self.mixture.drawn(first), self.mixture.drawn(stop), strict=True)
         counts = [stream.counts(start, end) for stream, start, end in ranges]
-        layout, groups = Layout([source.store for source in self.sources], self.format), self._groups(first, places)
+        layout, groups = Layout([stream.store for stream in self.streams], self.format), self._groups(first, places)
         share = layout.micro_batches(groups, rank, world_size, lambda source, at: self.streams[source].sequence(at))
         # The dropout seed depends only on the sequences, so that dropout is the same at any world size.
         micro_batches = [

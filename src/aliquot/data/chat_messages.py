@@ -164,9 +164,7 @@ def _check_flags(message: Mapping[str, Any], where: str) -> None:
 
 def _check_detail(message: Mapping[str, Any], where: str) -> None:
     for part in message[_DETAIL]:
-        keys = ("begin_offset", "end_offset", "train")
-        begin, end, train = map(part.get, keys) if isinstance(part, dict) else (None, None, None)
-        if not type(begin) is type(end) is int or not 0 <= begin <= end or not isinstance(train, bool):
+        if not _is_part(part):
             raise BadRecordError(
                 f"a message's `{_DETAIL}` has {part!r}: a part has begin_offset, end_offset (the index of its last"
                 " character) and train (true or false)",
@@ -175,6 +173,13 @@ def _check_detail(message: Mapping[str, Any], where: str) -> None:
             )
     if message[_DETAIL] and not isinstance(message.get("content"), str):
         raise BadRecordError(f"a message has `{_DETAIL}`, but its `content` is no text", where, UNUSABLE_FLAG)
+
+
+def _is_part(part: object) -> bool:
+    if not isinstance(part, dict) or not isinstance(part.get("train"), bool):
+        return False
+    begin, end = part.get("begin_offset"), part.get("end_offset")
+    return type(begin) is int and type(end) is int and 0 <= begin <= end
 
 
 def learned_parts(message: Mapping[str, Any], rendered: str) -> list[tuple[int, int]] | None:

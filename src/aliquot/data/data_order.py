@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import pairwise
 from typing import Self
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from aliquot.data.micro_batch_rows import Pieces
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.token_store import TokenStore
+from aliquot.data.token_stream import TokenStream
 
 _RATE_BITS = 40  # fixed point: the rates of all sources sum to about 2^40
 _TIME_BITS = 60
@@ -96,6 +97,12 @@ class TrainStore:
     name: str = ""
     weight: float | None = None  # relative share of the tokens; None: the number of tokens in the source
     repeat: bool = True
+    stream: TokenStream | None = None  # if the source is tokenised during training; `store` is then its first segment
+
+    @property
+    def digest(self) -> str:
+        """Hash of the tokens and of their order in the store."""
+        return (self.store.path if self.stream is None else self.stream.directory).name
 
 
 class Stream:
@@ -108,14 +115,31 @@ class Stream:
         self._seed = seed if not source.name else drawn_seed("source", seed, source.name)
         self._epochs: dict[int, Epoch] = {}
 
-    @cached_property
+    def with_source(self, source: TrainStore) -> Self:
+        """Return the same sequences of `source`, which has the same tokens."""
+        later = copy(self)
+        later.source = source
+        return later
+
+    @property
+    def store(self) -> TokenStore:
+        """The tokens to which the pieces of `sequence` refer."""
+        return self.source.store
+
+    def wait_for(self, count: int) -> None:
+        """Return when the first `count` sequences can be read."""
+
+    def close(self) -> None:
+        """End all work in the background."""
+
+    @property
     def epoch_tokens(self) -> int:
         return int(self.packing.tokens.sum())
 
     @property
     def sequence_tokens(self) -> Fraction:
         """The mean number of tokens in a sequence of this source."""
-        return Fraction(self.epoch_tokens, self.packing.sequences)
+        return Fraction(int(self.packing.tokens.sum()), self.packing.sequences)
 
     def sequence(self, index: int) -> Pieces:
         epoch, within = divmod(index, self.packing.sequences)

@@ -35,6 +35,9 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
         name = stream.source.name or "data"
         described = _described(stream.source.store, stream.packing, batches.format.length, share)
         lines += [f"{name}: {text}" for text in described]
+        if stream.source.stream is not None:
+            begun = stream.packing.sequences / batches.epoch_sequences
+            lines.append(f"{name}: streamed; all these numbers are of its beginning, about {begun:.1%} of it")
     for name, batches_of_source in held_out.items():
         described = _described(batches_of_source.store, batches_of_source.epoch.packing, batches.format.length, None)
         lines += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]

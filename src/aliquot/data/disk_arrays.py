@@ -71,7 +71,7 @@ def cached_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tupl
     only the newest `count` of the directories that match the pattern are kept.
     """
     try:
-        with _locked(directory.parent):
+        with locked(directory.parent):
             if not directory.is_dir():
                 with publishing(directory) as partial:
                     fill(NewArrays(partial))
@@ -90,8 +90,8 @@ def memory_arrays(fill: Callable[[NewArrays], None]) -> Arrays:
 
 
 @contextmanager
-def _locked(parent: Path) -> Iterator[None]:
-    """Let one process at a time fill arrays. On a file system without locks, processes may repeat the work."""
+def locked(parent: Path) -> Iterator[None]:
+    """Let one process at a time fill `parent`. On a file system without locks, processes may repeat the work."""
     if not parent.is_dir():
         raise FileNotFoundError(parent)
     with ExitStack() as opened:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import DataError, TokenizerError
@@ -21,11 +23,14 @@ from aliquot.core.small_files import cache_root
 from aliquot.data.cache import publishing
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import writes_date
-from aliquot.data.cuts import cut_of
+from aliquot.data.cuts import Cut, cut_of
+from aliquot.data.file_source import FileSource
+from aliquot.data.remote_files import NamedProgress
 from aliquot.data.sources import Source, joined, sources_of
 from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.token_store import FORMAT, TokenStore, counted, token_dtype
-from aliquot.data.tokenize import Progress, tokenize
+from aliquot.data.token_stream import Segment, SegmentMaker, TokenStream, segment_directory
+from aliquot.data.tokenize import EncoderPool, Progress, tokenize
 from aliquot.data.tokenizer import (
     Convention,
     as_loaded_with,
@@ -41,8 +46,6 @@ from aliquot.data.tokenizer import (
 from aliquot.distributed.ranks import Ranks
 from aliquot.models.model_files import trained_tokens
 
-NamedProgress = Callable[[str, int, int], None]  # (name of the work in progress, bytes done, bytes of the source)
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -56,14 +59,17 @@ class Prepared:
     chat_prefix: tuple[int, ...]  # token ids before each record with answers, unless the chat template writes them
     day: str | None  # the date that the chat template writes, in ISO 8601; None if it writes none
     positions: int | None = None  # of the model, if they are known and limited
+    stream: TokenStream | None = None  # with data.streaming; `train` then has the first segment of this stream
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        values = asdict(replace(self, stream=None))
+        return json.dumps(values | {"stream": self.stream and str(self.stream.directory)})
 
     @classmethod
     def from_json(cls, text: str) -> Prepared:
         values = json.loads(text)
-        return cls(**values | {name: tuple(values[name]) for name in ("prefix", "chat_prefix")})
+        stream = values["stream"] and TokenStream(Path(values["stream"]))
+        return cls(**values | {name: tuple(values[name]) for name in ("prefix", "chat_prefix")} | {"stream": stream})
 
     def open_train(self) -> dict[str, TokenStore]:
         return {name: TokenStore.open(Path(store), self.positions) for name, store in self.train.items()}
@@ -108,8 +114,8 @@ def prepare(
             f" has only {vocab_size} rows"
         )
     root = cache_root(section.cache_directory)
-    train, evaluated = sources_of(section, root)
     report = progress or (lambda what, done_bytes, total_bytes: None)
+    train, evaluated = sources_of(section, root, report)
     training_source = joined(list(train.values()))
     tokenizer = configured_tokenizer(
         section, model_dir, training_source, root, partial(report, "training the tokenizer")
@@ -140,10 +146,19 @@ def prepare(
 
     # Evaluation data come first, because they are smaller: their errors appear before the long work on training data.
     eval_stores = stores(evaluated, "tokenising what is held out")
-    train_stores = stores(train, "tokenising")
+    maker = None
+    if section.streaming:
+        source = train[""]
+        assert isinstance(source, FileSource), "data.streaming reads data.path"
+        maker = builder.segment_maker(source, partial(report, "tokenising the first segment"))
+        train_stores = {"": str(segment_directory(maker.directory, 0))}
+    else:
+        train_stores = stores(train, "tokenising")
     store_paths = [*train_stores.values(), *eval_stores.values()]
     if not all_have_rows:
         check_ids(store_paths, tokenizer, rows)
+        if maker is not None:
+            maker.check = lambda directory: check_ids([str(directory)], tokenizer, rows)
     return Prepared(
         train=train_stores,
         eval=eval_stores,
@@ -152,6 +167,7 @@ def prepare(
         prefix=convention.prefix,
         chat_prefix=builder.convention(answers=True).prefix,
         day=builder.day if any(TokenStore.open(Path(path)).mask is not None for path in store_paths) else None,
+        stream=None if maker is None else TokenStream(maker.directory, maker),
     )
 
 
@@ -161,15 +177,21 @@ def prepare_together(ranks: Ranks, prepare_node: Callable[[], Prepared]) -> Prep
     Rank 0 runs first, then one rank of each other node. On a shared cache, these ranks find the results of rank 0.
     """
 
+    makers: list[SegmentMaker] = []  # in the rank that prepares the data of its node
+
     def build() -> str:
         with ranks.unpinned():
-            return prepare_node().to_json()
+            prepared = prepare_node()
+        if prepared.stream is not None and prepared.stream.maker is not None:
+            makers.append(prepared.stream.maker)
+        return prepared.to_json()
 
     first = run_on_rank_0(ranks, build)
     topology = ranks.topology
     node = str(topology.node_rank)
     results = gather_results(ranks, lambda: [node, build() if topology.local_rank == 0 and ranks.rank > 0 else ""])
-    return Prepared.from_json(next((result for name, result in results if name == node and result), first))
+    prepared = Prepared.from_json(next((result for name, result in results if name == node and result), first))
+    return replace(prepared, stream=TokenStream(makers[0].directory, makers[0])) if makers else prepared
 
 
 @dataclass(frozen=True)
@@ -183,22 +205,60 @@ class _Builder:
     def store(self, source: Source, progress: Progress) -> Path:
         """Return the token store of `source`; create it if the cache has none."""
         section = self.section
-        conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
-        ingredients = [FORMAT, source.digest, self.tokenizer_directory.name, conventions, self.trained]
-        as_text = section.special_tokens_in_text
+        ingredients, as_text = self._ingredients(source.digest), section.special_tokens_in_text
         text_path = self._path([*ingredients, *([] if as_text in (None, "encode") else [as_text])])
-        roles = section.roles_to_train if section.roles_to_train != ["assistant"] else []
-        answers_path = self._path([*ingredients, "answers", ENCODING, as_text, self.day, *roles])
+        answers_path = self._path([*ingredients, *self._answer_ingredients])
         if answers_path.is_dir():
             return answers_path
         if text_path.is_dir() and TokenStore.open(text_path).mask is None:  # older caches hold answers here, too
             return text_path
         return self._make(source, text_path, answers_path, progress)
 
+    def segment_maker(self, source: FileSource, progress: Progress) -> SegmentMaker:
+        """Return the maker of the token stream of `source`, after it has made the first segment."""
+        section = self.section
+        layout = (section.shuffle_buffer, section.sequence_length, section.packing)
+        directory = self._path([*self._ingredients(source.stream_digest), *self._answer_ingredients, "stream", *layout])
+        spec, cut = self._encoding(source)
+        encoders = EncoderPool(spec, section.num_proc or 1)
+        maker = SegmentMaker(directory, source, cut, self._dtype, encoders, layout)
+        maker.make(0, lambda done_bytes: progress(done_bytes, source.total_bytes))
+        if (first := Segment.read(segment_directory(directory, 0))) is None or first.sequences == 0:
+            message = "no usable document among the first data.shuffle_buffer: none has a token to learn from"
+            raise DataError(message, source.label)
+        return maker
+
+    def _ingredients(self, digest: str) -> list[Any]:
+        section = self.section
+        conventions = [section.add_bos, section.add_eos, section.train_on, section.chat_template == "none"]
+        return [FORMAT, digest, self.tokenizer_directory.name, conventions, self.trained]
+
+    @property
+    def _answer_ingredients(self) -> list[Any]:
+        roles = self.section.roles_to_train if self.section.roles_to_train != ["assistant"] else []
+        return ["answers", ENCODING, self.section.special_tokens_in_text, self.day, *roles]
+
     def _path(self, ingredients: list[Any]) -> Path:
         return self.root / "tokens" / hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()
 
     def _make(self, source: Source, text_path: Path, answers_path: Path, progress: Progress) -> Path:
+        spec, cut = self._encoding(source)
+        path = answers_path if spec.answers else text_path
+
+        def report_written(done_bytes: int) -> None:
+            progress(done_bytes, source.total_bytes)
+
+        with publishing(path) as partial, EncoderPool(spec, self.section.num_proc) as encoders:
+            writer = tokenize(source.documents(), cut, self._dtype, partial, encoders, report_written)
+            if writer.useful == 0:
+                reasons = "; ".join(counted(writer.left_out, writer.firsts))
+                shown = f" ({reasons})" if reasons else ""
+                raise DataError(f"no usable document: none has a token to learn from{shown}", source.label)
+        report_written(source.total_bytes)
+        return path
+
+    def _encoding(self, source: Source) -> tuple[EncoderSpec, Cut | None]:
+        """Return how to encode the documents of `source`, of which the first one decides whether they have answers."""
         if source.total_bytes == 0:
             raise DataError(
                 "no usable document: there are 0 bytes. Check the path, or fetch the data again", source.label
@@ -212,7 +272,7 @@ class _Builder:
             )
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
         fast, answers = tokenizer_json.is_file(), first.kind != "text"
-        path, templated = answers_path if answers else text_path, answers and self._has_template
+        templated = answers and self._has_template
         cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
         convention, as_text = self.convention(answers), self.section.special_tokens_in_text
         spec = EncoderSpec(
@@ -230,19 +290,11 @@ class _Builder:
             special_tokens_as_text=(as_text or "text" if templated else as_text) == "text",
             day=self.day,
         )
+        return spec, cut
 
-        def report_written(done_bytes: int) -> None:
-            progress(done_bytes, source.total_bytes)
-
-        dtype = token_dtype(largest_token(self.tokenizer) + 1)
-        with publishing(path) as partial:
-            writer = tokenize(source.documents(), spec, cut, dtype, partial, self.section.num_proc, report_written)
-            if writer.useful == 0:
-                reasons = "; ".join(counted(writer.left_out, writer.firsts))
-                shown = f" ({reasons})" if reasons else ""
-                raise DataError(f"no usable document: none has a token to learn from{shown}", source.label)
-        report_written(source.total_bytes)
-        return path
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return token_dtype(largest_token(self.tokenizer) + 1)
 
     @property
     def day(self) -> str | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -40,65 +39,81 @@ class Chunk:
 
 def tokenize(
     documents: Iterator[Document],
-    spec: EncoderSpec,
     cut: Cut | None,
     dtype: np.dtype[Any],
     directory: Path,
-    num_proc: int | None,
+    encoders: EncoderPool,
     progress: Callable[[int], None],
 ) -> StoreWriter:
     """Encode `documents` into the files of a token store in `directory`, and return its writer.
 
-    If all documents fit into one chunk, this process encodes the chunk without worker processes.
-
-    Args:
-        num_proc: number of worker processes. Default: the physical cores that this process may use, if memory suffices.
-        progress: called with the number of bytes of the source that have been encoded and written.
+    `progress` is called with the number of bytes of the source that have been encoded and written.
     """
-    with ExitStack() as stack:
-        writer = stack.enter_context(StoreWriter(directory, dtype, spec.answers, spec.pairs, spec.rated))
-        chunks = _chunks(documents, spec, cut, writer)
-        first = list(islice(chunks, 2))
-        for chunk, encoded in _encode(chain(first, chunks), spec, 0 if len(first) < 2 else num_proc or _cores(), stack):
+    spec = encoders.spec
+    with StoreWriter(directory, dtype, spec.answers, spec.pairs, spec.rated) as writer:
+        for chunk, encoded in encoders.encode(_chunks(documents, spec, cut, writer)):
             writer.write(encoded, np.repeat(chunk.texts.last, 2 if spec.pairs else 1), chunk.places)
             progress(chunk.done_bytes)
     writer.finish()
     return writer
 
 
-def _encode(
-    chunks: Iterator[Chunk], spec: EncoderSpec, num_proc: int, stack: ExitStack
-) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yield chunks with their tokens, in order; at most AHEAD chunks per worker process are in memory."""
-    if num_proc == 0:
-        encoder = Encoder(spec)
+class EncoderPool:
+    """Encodes chunks in worker processes, which begin with the first chunks and end with the `with` block.
+
+    If there is only one chunk, this process encodes it.
+    """
+
+    def __init__(self, spec: EncoderSpec, num_proc: int | None) -> None:
+        """`num_proc`: number of workers. Default: the physical cores of this process, if the memory suffices."""
+        self.spec = spec
+        self._num_proc = num_proc
+        self._workers: list[EncoderProcess] = []
+        self._encoder: Encoder | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+    def encode(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Yield chunks with their tokens, in order; at most AHEAD chunks per worker process are in memory."""
+        first = list(islice(chunks, 2))
+        encode = self._encode_here if len(first) < 2 else self._encode_in_workers
+        return encode(chain(first, chunks))
+
+    def _encode_here(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         for chunk in chunks:
-            yield chunk, encoder.encode(chunk.texts)
-        return
-    idle: list[EncoderProcess] = []
-    for _ in range(num_proc):
-        idle.append(EncoderProcess(spec))
-        stack.callback(idle[-1].close)
-    busy: dict[Any, tuple[int, EncoderProcess, Chunk]] = {}  # by connection
-    done: dict[int, tuple[Chunk, Encoded]] = {}
-    numbered = enumerate(chunks)
-    turn, exhausted = 0, False
-    while not exhausted or busy or done:
-        while idle and not exhausted and len(busy) + len(done) < AHEAD * num_proc:
-            upcoming = next(numbered, None)
-            if upcoming is None:
-                exhausted = True
-                break
-            worker = idle.pop()
-            worker.send(upcoming[1].texts)
-            busy[worker.connection] = (upcoming[0], worker, upcoming[1])
-        for connection in wait(list(busy)) if busy else ():
-            number, worker, chunk = busy.pop(connection)
-            done[number] = (chunk, worker.receive())
-            idle.append(worker)
-        while turn in done:
-            yield done.pop(turn)
-            turn += 1
+            self._encoder = self._encoder or Encoder(self.spec)
+            yield chunk, self._encoder.encode(chunk.texts)
+
+    def _encode_in_workers(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        while len(self._workers) < (self._num_proc or _cores()):
+            self._workers.append(EncoderProcess(self.spec))
+        idle = list(self._workers)
+        busy: dict[Any, tuple[int, EncoderProcess, Chunk]] = {}  # by connection
+        done: dict[int, tuple[Chunk, Encoded]] = {}
+        numbered = enumerate(chunks)
+        turn, exhausted = 0, False
+        while not exhausted or busy or done:
+            while idle and not exhausted and len(busy) + len(done) < AHEAD * len(self._workers):
+                upcoming = next(numbered, None)
+                if upcoming is None:
+                    exhausted = True
+                    break
+                worker = idle.pop()
+                worker.send(upcoming[1].texts)
+                busy[worker.connection] = (upcoming[0], worker, upcoming[1])
+            for connection in wait(list(busy)) if busy else ():
+                number, worker, chunk = busy.pop(connection)
+                done[number] = (chunk, worker.receive())
+                idle.append(worker)
+            while turn in done:
+                yield done.pop(turn)
+                turn += 1
 
 
 def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:

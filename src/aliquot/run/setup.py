@@ -48,7 +48,7 @@ from aliquot.optim.schedule import Schedule
 from aliquot.planner.compute_ceiling import Ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.preflight import PlanRequest, plan_together
-from aliquot.run.run_context import Inputs, Model, RunContext, Start
+from aliquot.run.run_context import Inputs, Model, RunContext, Stage, Start
 
 
 def check_directory(run: RunContext) -> None:
@@ -118,6 +118,15 @@ def _model_source(config: RunConfig) -> ModelSource:
     source = resolve(config.model)
     source.check_length(config.data.sequence_length, config.train.answers)  # early: tokenising a corpus takes long
     return source
+
+
+def wait_for_data(run: RunContext, inputs: Inputs, start: Start) -> None:
+    """Return when the data of the next step are tokenised: a new node begins to tokenise a stream anew. Collective."""
+    step = min(start.step + 1, inputs.total_steps)
+    if inputs.data.stream is not None:
+        run.activity.enter(Stage.READ_DATA)
+        is_maker = inputs.data.stream.maker is not None
+        run_on_all_ranks(run.ranks, lambda: inputs.batches.wait_for(step) if is_maker else None)
 
 
 def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -96,6 +96,11 @@ def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool)
     setup.check_directory(run)
     run.activity.enter(Stage.READ_DATA)
     inputs = setup.read_inputs(run)
+    with closing(inputs.batches):  # data may be tokenised until the end of training
+        return _train_on(run, inputs, shutdown, exporter, force)
+
+
+def _train_on(run: RunContext, inputs: Inputs, shutdown: Shutdown, exporter: Exporter, force: bool) -> Result:
     check_inputs(run, inputs)
     run.activity.enter(Stage.PLAN)
     measured = ceiling(run.ranks, run.config.train.precision)
@@ -109,6 +114,7 @@ def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool)
     inputs, has_begun = with_reference(run, inputs, model.engine, begin_model)
     start = starting_point.fill_model(run, inputs, model, has_begun)
     inputs = inputs.resumed_at(start, run.config.train)
+    setup.wait_for_data(run, inputs, start)
     run_on_rank_0(run.ranks, lambda: run.directory.begin(run.config))
     run_on_rank_0(run.ranks, lambda: run.directory.write_day(inputs.data.day))
     run.activity.enter(Stage.START_ENGINE)
