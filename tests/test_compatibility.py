@@ -17,7 +17,7 @@ from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.config.read_config import read_config
 from aliquot.models.export import export_checkpoint
 from aliquot.observe.report.read_run import read_run
-from aliquot.planner.settings_search import with_settings
+from aliquot.planner.automatic_settings import with_settings
 from aliquot.run.evaluate import evaluate_model
 from tests.runs import curve
 from tests.tools import warm
@@ -83,8 +83,9 @@ def test_loaded(earlier: Path) -> None:
 def test_configs_are_read(earlier: Path) -> None:
     for file in sorted(earlier.glob("*.yaml")):
         config, recorded = read_config(file), read_config(earlier / file.stem / "config.yaml")
-        assert config.train.compile == "auto"  # a run records its choice in place of `auto`
-        assert with_settings(config, {"train.compile": recorded.train.compile}) == recorded
+        assert config.train.compile == "auto"  # a run records its choices in place of `auto`
+        keys = ("compile", "per_device_train_batch_size")
+        assert with_settings(config, {f"train.{key}": getattr(recorded.train, key) for key in keys}) == recorded
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -15,13 +15,13 @@ from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.engines.host.host_memory import RING_BYTES
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check, planned_model
+from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.memory_plan import CONTEXT_BYTES, CUDA_HOST_BYTES, MARGIN, NCCL_BYTES
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planner import plan
 from aliquot.planner.rates import estimated, known_gpu
 from aliquot.planner.report import summary
-from aliquot.planner.settings_search import with_settings
 from tests.conftest import REPOSITORY
 from tests.engines.cases import DEEPSEEK, SMALL
 from tests.planner.shapes import LLAMA, planned_config

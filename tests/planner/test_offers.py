@@ -18,6 +18,7 @@ from aliquot.cli.instances_command import _gbit
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
 from aliquot.data.workload import BatchSize, Workload, batch_size
+from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.offers import (
     Offer,
     OfferRequest,
@@ -29,7 +30,6 @@ from aliquot.planner.offers import (
     undominated,
 )
 from aliquot.planner.pictures import offers_svg, pareto_optimal
-from aliquot.planner.settings_search import with_settings
 from tests.conftest import REPOSITORY
 
 CONFIG = REPOSITORY / "examples" / "llama3-8b-cpu.yaml"

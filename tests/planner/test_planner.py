@@ -23,13 +23,13 @@ from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check
 from aliquot.planner.advice import _plans, _set, with_advice
-from aliquot.planner.memory_plan import COMPILER_BYTES
+from aliquot.planner.memory_plan import COMPILER_BYTES, UNCERTAINTY
 from aliquot.planner.pictures import memory_svg
 from aliquot.planner.plan import Plan
-from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_machine import GIB, Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
-from aliquot.planner.preflight import unsaved_work
+from aliquot.planner.preflight import _plan_with_choices, unsaved_work
 from aliquot.planner.report import COLUMNS, summary
 from aliquot.planner.settings_search import Search
 from aliquot.planner.step_time import StepTime
@@ -97,6 +97,49 @@ def test_layers_are_compiled_if_this_saves_minutes() -> None:
         plan = Planner(model, machine).plan(config, RankLayout(1, 2, 8, "cpu"), Workload.assumed(config))
         choices.append(plan.compile)
     assert choices == ["layers", "none", "none"]
+
+
+SHORT = {"sequence_length": 64}  # of which a larger micro-batch gains much
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "size"),
+    [
+        ({}, {}, 32),
+        ({}, {"global_batch_size": 6}, 3),  # all that a rank has
+        ({}, {"global_batch_size": None}, 1),  # a larger micro-batch would enlarge the global batch
+        ({}, {"gradient_accumulation_steps": 8}, 4),  # follows from the other two
+        ({"attention_dropout": 0.1}, {}, 1),
+    ],
+)
+def test_micro_batch_grows_while_that_pays(model: dict[str, Any], train: dict[str, Any], size: int) -> None:
+    train = {"per_device_train_batch_size": "auto", "global_batch_size": 64, **train}
+    assert planned(LLAMA | model, train=train, data=SHORT).micro_batch == size
+
+
+def test_micro_batch_surely_fits() -> None:
+    train = {"per_device_train_batch_size": 8, "global_batch_size": 64}
+    eight = planned(train=train, data=SHORT)
+    needed = eight.beside_bytes + 2 * eight.peak_bytes_per_rank / (1 - UNCERTAINTY)
+    for memory, size in ((1.001 * needed, 8), (0.999 * needed, 4)):
+        config = planned_config(LLAMA, train=train | {"per_device_train_batch_size": "auto"}, data=SHORT)
+        assert plan(config, Machine.from_numbers(memory / GIB, 16, 10), 1, 2).micro_batch == size
+
+
+def test_recorded_choices_are_kept_while_they_suit() -> None:
+    """A resumed run keeps its micro-batch, unless it spreads unevenly over the ranks."""
+    train = {"per_device_train_batch_size": "auto", "global_batch_size": 8}
+    config = planned_config(LLAMA, train=train, data=SHORT)
+
+    def resumed(ranks: int, memory_gib: float, recorded: int) -> int:
+        layout, machine = RankLayout(1, ranks, 1, "cpu"), Machine.from_numbers(memory_gib, 16, None)
+        choices = {"train.per_device_train_batch_size": recorded}
+        planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
+        return _plan_with_choices(planner, config, choices, layout, workload, print).micro_batch
+
+    assert resumed(2, 64, 1) == 1
+    assert resumed(2, 64, 2) == 2
+    assert resumed(4, 64, 4) == 2  # two of four ranks would have nothing to do
 
 
 def test_auto_is_what_fits() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import aliquot
 from aliquot.checkpoint.remote_checkpoint import complete_steps
+from aliquot.config.read_config import read_config
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
@@ -46,7 +47,8 @@ def test_run_with_lost_disk_continues_from_mirror_exactly(tmp_path: Path, server
     store = open_store(f"{URL}/run")
     store.remove(["step-00000006/manifest.json"])  # as if it had been killed before
     shutil.rmtree(tmp_path / "run")
-    printed = runs.trained(config, "launch.ranks=1")
+    printed = runs.trained(config, "launch.ranks=1", "train.per_device_train_batch_size=auto")
+    assert read_config(tmp_path / "run" / "config.yaml").train.per_device_train_batch_size == 2  # as in the checkpoint
     assert "resuming from" in printed
     assert "step-00000003" in printed
     resumed, whole = runs.curve(tmp_path / "run"), runs.curve(tmp_path / "whole")

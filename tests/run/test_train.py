@@ -99,8 +99,12 @@ def test_the_curve_is_that_of_a_plain_loop(folder: Path, alone: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> Path:
-    output = trained(write_config(folder, "two-ranks", launch={"ranks": 2}, checkpoint={"every": 2}))
+    """This run chooses its micro-batch."""
+    train, checkpoint = {"per_device_train_batch_size": "auto"}, {"every": 2}
+    output = trained(write_config(folder, "two-ranks", train=train, launch={"ranks": 2}, checkpoint=checkpoint))
     assert "2 ranks x" in output
+    chosen = read_config(folder / "two-ranks" / "config.yaml").train.per_device_train_batch_size
+    assert f"micro-batches of {chosen} sequences (train.per_device_train_batch_size: auto)\n" in output
     assert "2 ranks connected by gloo over TCP: ranks 0-1 on " in output
     assert "weights and gradients: shared memory\n" in output
     return folder / "two-ranks"
@@ -193,7 +197,9 @@ def test_as_two_nodes_of_a_train_job(folder: Path, alone: Path) -> None:
 
 
 def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two_ranks: Path) -> None:
-    config = write_config(folder, "killed", launch={"ranks": 2}, checkpoint={"every": 2})
+    size = read_config(two_ranks / "config.yaml").train.per_device_train_batch_size
+    train, launch = {"per_device_train_batch_size": size}, {"ranks": 2}
+    config = write_config(folder, "killed", train=train, launch=launch, checkpoint={"every": 2})
     directory = folder / "killed"
     process = warm.popen("-m", "aliquot", "train", config, stdout=subprocess.DEVNULL)
     while not (directory / "checkpoints" / "step-00000002").exists():
@@ -324,11 +330,13 @@ def test_sigterm_saves_and_exits_143(folder: Path, two_ranks: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_resumed_at_another_world_size(folder: Path, alone: Path, ranks: int) -> None:
     name = f"moved{ranks}"
-    config = write_config(folder, name, launch={"ranks": ranks})
+    config = write_config(folder, name, train={"per_device_train_batch_size": "auto"}, launch={"ranks": ranks})
     shutil.copytree(alone, folder / name)
     shutil.rmtree(folder / name / "checkpoints" / "step-00000006")
     trained(config)
     assert curve(folder / name) == pytest.approx(curve(alone), rel=1e-5)
+    recorded = read_config(folder / name / "config.yaml").train.per_device_train_batch_size
+    assert recorded == 2  # as in the checkpoint
 
 
 @pytest.mark.long

@@ -66,8 +66,8 @@ def print_offers(
 def _gpu_note(config: RunConfig, document_tokens: int | None, request: OfferRequest) -> str:
     """Return a line with the best offer of GPU nodes, for a config that asks for CPU nodes."""
     from aliquot.data.workload import Workload
+    from aliquot.planner.automatic_settings import with_settings
     from aliquot.planner.offers import offers
-    from aliquot.planner.settings_search import with_settings
 
     try:
         on_gpus = with_settings(config, {"launch.device": "cuda"})

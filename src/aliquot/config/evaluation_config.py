@@ -65,7 +65,7 @@ def read_evaluation_config(
         data=config.data.model_copy(update=tokenizer | _evaluation_source(config.data)),
         train=TrainSection(
             max_steps=1,
-            global_batch_size=max(_SHARED_SEQUENCES, train.per_device_train_batch_size),
+            global_batch_size=max(_SHARED_SEQUENCES, train.micro_batch_size),
             per_device_train_batch_size=train.per_device_train_batch_size,
             precision=train.precision,
             compile=train.compile,

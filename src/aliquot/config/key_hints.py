@@ -64,7 +64,8 @@ _EQUIVALENTS = {
     "train.loss_type": "dpo_loss_type pref_loss",
     "train.global_batch_size": "train_batch_size batch_size effective_batch_size total_batch_size",
     "train.per_device_train_batch_size": "micro_batch_size per_gpu_train_batch_size local_batch_size mbs"
-    " auto_find_batch_size device_batch_size",
+    " device_batch_size",
+    "train.per_device_train_batch_size: auto": "auto_find_batch_size",
     "train.gradient_accumulation_steps": "grad_accum grad_accumulation_steps accumulate_grad_batches grad_acc_steps",
     "train.learning_rate": "lr peak_lr max_lr base_lr warmup_max_lr",
     "train.lr_scheduler_type": "lr_scheduler scheduler scheduler_type lr_schedule decay_type lr_decay_style",

@@ -240,7 +240,8 @@ class RunConfig(Section):
             train.model_fields_set.add("global_batch_size")
         self._check_node_counts()
         all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
-        if all_three <= train.model_fields_set and train.global_batch_size and train.gradient_accumulation_steps:
+        fixed = train.per_device_train_batch_size != "auto" and all_three <= train.model_fields_set
+        if fixed and train.global_batch_size and train.gradient_accumulation_steps:
             raise ValueError(
                 "train.global_batch_size, train.per_device_train_batch_size and train.gradient_accumulation_steps"
                 " are all set: two of them fix the third, leave one out"

@@ -161,10 +161,12 @@ class TrainSection(Section):
     """Sequences per optimizer step over all ranks; uneven spreads are allowed."""
     global_batch_tokens: PositiveInt | None = None
     """The same in tokens, rounded down to whole packed sequences; instead of global_batch_size."""
-    per_device_train_batch_size: PositiveInt = 1
-    """Sequences of a rank's micro-batch."""
+    per_device_train_batch_size: PositiveInt | Literal["auto"] = "auto"
+    """Sequences of a rank's micro-batch. auto: about the fastest that fits into memory, by the plan, for the same
+    global batch. It is 1 without a global batch, and with dropout or a router's auxiliary loss, which would otherwise
+    depend on it. A resumed run keeps the choice."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-batches per rank and step."""
+    """Micro-batches per rank and step. Of this, the global batch and per_device_train_batch_size, two fix the third."""
     learning_rate: PositiveFloat = 5e-5
     """The highest rate, reached after warm-up."""
     lr_scheduler_type: Kind = "linear"
@@ -204,6 +206,11 @@ class TrainSection(Section):
     """End the run after N evaluations in a row without improvement. Default: never."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """How far the evaluation loss must fall to count as an improvement for early stopping."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The value of per_device_train_batch_size; 1 for auto, until a plan has chosen."""
+        return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
 
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod

@@ -169,6 +169,12 @@ class Batches:
             later.streams = [stream.with_source(source) for stream, source in streams]
         return later
 
+    def with_micro_batches(self, sequences: int) -> Self:
+        """Return a copy of these batches with `sequences` in a micro-batch. The global batches stay the same."""
+        later = copy(self)
+        later.micro_batch_size = sequences
+        return later
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)

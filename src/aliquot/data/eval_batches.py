@@ -45,6 +45,12 @@ class EvalBatches:
             later.store = replace(self.store, reference=reference)
         return later
 
+    def with_micro_batches(self, sequences: int) -> Self:
+        """Return a copy of these batches with `sequences` in a micro-batch."""
+        later = copy(self)
+        later.micro_batch_size = sequences
+        return later
+
     def count(self, world_size: int) -> int:
         """Return the number of micro-batches of each rank."""
         return -(-self.epoch.packing.sequences // (world_size * self.micro_batch_size))

@@ -36,6 +36,10 @@ class BatchSize:
         all_ranks = min(self.total, -(-self.total // self.micro) + sources - 1)
         return -(-all_ranks // world_size)
 
+    def is_even(self, world_size: int) -> bool:
+        """Whether no rank has more sequences than with micro-batches of one sequence."""
+        return self.sequences(world_size) == -(-self.total // world_size)
+
     def sequences(self, world_size: int, sources: int = 1) -> int:
         """Return the maximum number of sequences of a rank per optimizer step, if all `sources` contribute equally."""
         per_source = [self.total // sources + (source < self.total % sources) for source in range(sources)]
@@ -49,13 +53,15 @@ class BatchSize:
 
 
 def batch_size(train: TrainSection, world_size: int) -> BatchSize:
-    """Return the batch sizes that the section `train` sets for `world_size` ranks."""
-    total, steps = train.global_batch_size, train.gradient_accumulation_steps
+    """Return the batch sizes that the section `train` sets for `world_size` ranks.
+
+    A micro-batch of `auto` counts as 1, until the plan has chosen its size.
+    """
+    total, steps, micro = train.global_batch_size, train.gradient_accumulation_steps, train.micro_batch_size
     if total is None:
-        micro = train.per_device_train_batch_size
         return BatchSize(micro * (steps or 1) * world_size, micro)
     if steps is None:
-        return BatchSize(total, min(train.per_device_train_batch_size, total))
+        return BatchSize(total, min(micro, total))
     return BatchSize(total, -(-total // (steps * world_size)))
 
 

@@ -79,7 +79,7 @@ def cpu_ranks(config: RunConfig, nodes: int, cpu: CpuFacts, limit_bytes: int) ->
     if train.global_batch_size is None:
         return fewest, "one a NUMA node: without train.global_batch_size more ranks would make a larger batch"
     sequences = train.global_batch_size / nodes
-    least = train.gradient_accumulation_steps or train.per_device_train_batch_size  # sequences per busy rank
+    least = train.gradient_accumulation_steps or train.micro_batch_size  # sequences per busy rank
 
     def relative_time(ranks: int) -> float:
         threads, _ = threads_per_rank(LaunchSection(), {}, cpu, ranks)

@@ -74,6 +74,21 @@ def compile_function(function: Callable[..., Any], **settings: Any) -> Callable[
     return result
 
 
+def compilation_failure(threads: int) -> str | None:
+    """Compile and run a small function. Return the error, on one line, or None.
+
+    `threads`: compiler processes that torch may start in this process, now and later.
+    """
+    import torch
+
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    try:
+        compile_function(lambda values: torch.sin(values) + 1)(torch.ones(64))
+    except Exception as error:  # whatever torch, the compiler or the cache directory raises
+        return " ".join(str(error).split())[:300]
+    return None
+
+
 def outside_of_graphs(function: Function) -> Function:
     """Return `function` so that torch.compile does not trace it: a compiled caller calls it between two graphs."""
     import torch

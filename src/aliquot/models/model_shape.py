@@ -44,6 +44,8 @@ class ModelShape:
     embedding_is_added_to: bool
     dtype_bytes: int  # bytes of an element in the files of the pretrained model
     packs: bool = True  # whether one forward pass can take several documents
+    # Whether results depend on how a batch is divided into micro-batches: dropout, or a router's auxiliary loss.
+    depends_on_micro_batches: bool = False
 
     @cached_property
     def numel(self) -> int:

@@ -93,6 +93,7 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
         embedding_is_added_to=embedding.requires_grad and model_traits.plain_head and looks_up_apart,
         dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
         packs=built.traits.packs,
+        depends_on_micro_batches=built.dropout or getattr(source.config, "output_router_logits", False),
     )
     return ShapedModel(source.config, built, shape)
 

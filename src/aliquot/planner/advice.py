@@ -13,8 +13,9 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.topology import RankLayout
+from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.plan import Plan
-from aliquot.planner.settings_search import Search, as_arguments, batch_changes, with_settings
+from aliquot.planner.settings_search import Search, as_arguments, batch_changes
 
 Precision = Literal["bf16", "fp32"]
 

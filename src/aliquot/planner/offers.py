@@ -19,12 +19,12 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import PlanError, UserError
 from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout
+from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, limit_to_pod
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from aliquot.planner.scaling import FAILED_A_MONTH, MONTH_S, NEW_NODE_S, best_interval_s
-from aliquot.planner.settings_search import with_settings
 
 Goal = Literal["time", "cost"]
 Capacity = Literal["on-demand", "spot"]
@@ -278,7 +278,7 @@ class _Search:
         hourly = (plan.usd_per_hour if on_demand else plan.nodes * spot_usd) + plan.fees_usd_per_hour
         train = config.train
         yield Offer(
-            plan, capacity, int(train.global_batch_size or 0), int(train.per_device_train_batch_size),
+            plan, capacity, int(train.global_batch_size or 0), train.micro_batch_size,
             train.gradient_checkpointing, every, losses_a_second * total_s, total_s, hourly * total_s / 3600,
             config.cluster is not None, train.global_batch_tokens is not None,
         )  # fmt: skip

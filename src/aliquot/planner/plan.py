@@ -91,6 +91,7 @@ class Plan:
     rates: str  # source of the machine's rates: measured on a date, or estimated
     usd_per_hour: float | None  # of all nodes, on demand
     compile: str = "none"  # layers | none
+    micro_batch: int = 1  # sequences of a rank's forward pass
     host_phases: tuple[PhaseMemory, ...] = ()  # phases of host memory, if ranks compute on GPUs
     host_limit_bytes_per_node: int = 0
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way
@@ -119,6 +120,11 @@ class Plan:
     waiting_factor: float = 1.0  # the wait for network or disk, in times of matrix products, if it is the bottleneck
     losses: Losses = field(default_factory=Losses)  # of the time of a run on many nodes
     fees_usd_per_hour: float = 0.0  # of the file system and the control plane of `cluster`
+
+    @property
+    def choices(self) -> dict[str, object]:
+        """The chosen value of each `section.key` that may be `auto` until a run is planned."""
+        return {"train.compile": self.compile, "train.per_device_train_batch_size": self.micro_batch}
 
     @property
     def peak(self) -> PhaseMemory:

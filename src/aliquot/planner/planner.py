@@ -15,6 +15,7 @@ from aliquot.engines.select import chosen_engine
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.product_shapes import logits_room
 from aliquot.planner import fit_check
+from aliquot.planner.automatic_settings import plan_compiled_if_it_pays, plan_with_fast_micro_batch
 from aliquot.planner.checkpoint_cost import (
     Saving,
     checkpoint_bytes,
@@ -36,8 +37,6 @@ from aliquot.planner.traffic import traffic
 from aliquot.tensor_io.parts import MEMORY_BYTES
 
 _MOST_MICRO_BATCHES = 4096  # per rank, in the search for a batch that hides the disk
-_COMPILE_WORTH_S = 300.0  # `train.compile: auto` compiles to save this; the compilation itself takes up to two minutes
-_COMPILE_GAIN = 0.01  # of a step; decides instead if the number of steps is unknown
 DISK_BYTES_PER_S = 0.5e9  # per node, assumed: a cloud volume or file system; local NVMe is faster
 _NCCL_SHM_BYTES = 64 << 20  # per rank: NCCL's buffers if the GPUs of a host have no direct link
 
@@ -92,8 +91,15 @@ class Planner:
         Args:
             approximate: extrapolate micro-batches of more than two sequences, to make many plans in little time.
         """
+
+        def plan_of(changed: RunConfig) -> Plan:
+            return self.plan(changed, layout, workload, approximate)
+
+        if config.train.per_device_train_batch_size == "auto":
+            must_be_1 = self.shape.depends_on_micro_batches
+            return plan_with_fast_micro_batch(config, layout.world_size, must_be_1, plan_of)
         if config.train.compile == "auto":
-            return self._compiled_if_it_pays(config, layout, workload, approximate)
+            return plan_compiled_if_it_pays(config, self.machine.can_compile, plan_of)
         engine = self.engine(config, layout)
         made = _RunPlan(self, config, engine, layout, workload, approximate).make()
         if config.shard.engine != "auto":
@@ -114,23 +120,6 @@ class Planner:
             return made
         with_fsdp = _RunPlan(self, config, "fsdp", layout, workload, approximate).make()
         return made if fit_check.problems(with_fsdp, self.machine) else with_fsdp
-
-    def _compiled_if_it_pays(
-        self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool
-    ) -> Plan:
-        """Plan a run with `train.compile: auto`: layers are compiled if this saves some minutes of the whole run."""
-        eager, compiled = (
-            config.model_copy(update={"train": config.train.model_copy(update={"compile": value})})
-            for value in ("none", "layers")
-        )
-        plan = self.plan(eager, layout, workload, approximate)
-        training_s = plan.steps * plan.step_s
-        if not self.machine.can_compile or plan.engine == "deepspeed" or 0 < training_s < _COMPILE_WORTH_S:
-            return plan
-        faster = self.plan(compiled, layout, workload, approximate)
-        gain = 1 - faster.step_s / plan.step_s
-        pays = gain * training_s >= _COMPILE_WORTH_S if plan.steps else gain >= _COMPILE_GAIN
-        return faster if pays and (faster.fits or not plan.fits) else plan
 
     def plan_on_fewest_nodes(self, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan | None:
         """Plan an elastic run on its minimum number of nodes, because each node then needs the most memory.
@@ -255,6 +244,7 @@ class _RunPlan:
             engine=self.engine,
             precision=config.train.precision,
             compile="layers" if config.train.compile == "layers" else "none",
+            micro_batch=size.micro,
             device=layout.device,
             nodes=layout.nodes,
             ranks_per_node=layout.ranks_per_node,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,17 +10,19 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError, PlanError, StorageError, UserError
 from aliquot.core.number_format import duration
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
-from aliquot.data.workload import Workload
+from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout, Topology
 from aliquot.machine.cpu import read_cpu
+from aliquot.machine.torch_compile import compilation_failure
 from aliquot.planner import fit_check
 from aliquot.planner.advice import with_advice
+from aliquot.planner.automatic_settings import with_choices
 from aliquot.planner.fit_check import full_disks
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, measure_disks
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
-from aliquot.planner.settings_search import Search, with_settings
+from aliquot.planner.settings_search import Search
 
 _UNSAVED_S = 3600.0  # the planned time of a run without checkpoints from which on the run warns
 _SAVE_EVERY_S = 1800.0
@@ -31,6 +33,7 @@ class PlanRequest:
     """The run to plan, as rank 0 knows it after reading the data."""
 
     config: RunConfig
+    recorded: Mapping[str, object]  # choices for settings that are `auto`, in the checkpoint that the run resumes from
     topology: Topology
     allowed_cores: frozenset[int]  # cores of all ranks of this node; rank 0 itself is pinned to a few of these cores
     workload: Workload
@@ -81,14 +84,14 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )
         planner = Planner(PlannedModel(config, request.vocabulary), machine)
-        plan = planner.plan(config, layout, workload)
-        config = with_settings(config, {"train.compile": plan.compile})
+        plan = _plan_with_choices(planner, config, request.recorded, layout, workload, warn)
+        config = with_choices(config, plan.choices)
         search = Search(planner, config, layout, workload)
         plan = with_advice(plan, search) if advise else plan
         problems = "; ".join(fit_check.problems(plan, machine))
         refuse = fit_check.cannot_fit(plan) and not force
         advice = search.remedies(done) if problems and refuse else None
-        smallest = planner.plan_on_fewest_nodes(config, layout, workload)
+        smallest = planner.plan_on_fewest_nodes(request.config, layout, workload)
         too_full = full_disks(config, plan, done)
         if not too_full and smallest is not None:
             too_full = full_disks(config, smallest, done)
@@ -114,6 +117,30 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         warn(concern)
     if (unsaved := unsaved_work(config, plan)) is not None:
         warn(unsaved)
+    return plan
+
+
+def _plan_with_choices(
+    planner: Planner,
+    config: RunConfig,
+    recorded: Mapping[str, object],
+    layout: RankLayout,
+    workload: Workload,
+    warn: Callable[[str], None],
+) -> Plan:
+    """Plan a run with the recorded choices if the run still fits and spreads evenly, or else with new choices.
+
+    Layers stay uncompiled if torch.compile fails on this machine.
+    """
+    resumed = with_choices(config, recorded)
+    plan = planner.plan(resumed, layout, workload)
+    if not (plan.fits and batch_size(resumed.train, layout.world_size).is_even(layout.world_size)):
+        plan = planner.plan(config, layout, workload)
+    if config.train.compile == "auto" and plan.compile == "layers":
+        failure = compilation_failure(layout.threads_per_rank)
+        if failure is not None:
+            warn(f"torch.compile fails here, so layers stay uncompiled: {failure}")
+            plan = planner.plan(with_choices(config, {**plan.choices, "train.compile": "none"}), layout, workload)
     return plan
 
 

@@ -16,6 +16,7 @@ from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.planner import fit_check
+from aliquot.planner.automatic_settings import setting, with_settings
 from aliquot.planner.fit_check import disk_suffices
 from aliquot.planner.plan import Plan
 from aliquot.planner.planner import Planner
@@ -201,7 +202,7 @@ class Search:
                     "train.gradient_checkpointing": checkpointing,
                     "train.optimizer_states": states,
                 }
-                changes = {key: value for key, value in settings.items() if _value(config, key) != value}
+                changes = {key: value for key, value in settings.items() if setting(config, key) != value}
                 if is_automatic:
                     changes.pop("shard.engine", None)
                 batch = {"train.global_batch_size": total, "train.per_device_train_batch_size": micro}
@@ -232,21 +233,6 @@ def as_arguments(changes: Mapping[str, object], names: Names) -> str:
     """Return the changes as `section.key=value`, or as `--option value` for keys that `names` renames to options."""
     renamed = [(names.get(key, key), value) for key, value in changes.items()]
     return " ".join(f"{name} {value}" if name.startswith("--") else f"{name}={value}" for name, value in renamed)
-
-
-def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """Return the config with each `section.key` set to its value.
-
-    Setting the global batch size clears the gradient accumulation steps, which would contradict this size.
-    """
-    sections: dict[str, dict[str, object]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    if "train.global_batch_size" in settings:
-        sections["train"]["gradient_accumulation_steps"] = None
-    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    return config.model_copy(update=changed)
 
 
 def batch_changes(config: RunConfig, layout: RankLayout, size: BatchSize) -> dict[str, object]:
@@ -281,11 +267,6 @@ def _state_settings(config: RunConfig, layout: RankLayout, engine: str) -> list[
         pairs.append(("fp32", "bf16"))
     pairs += [("bf16", reduce_dtype), ("int8", reduce_dtype)]
     return [(kind, dtype, offload) for kind, dtype in dict.fromkeys(pairs)]
-
-
-def _value(config: RunConfig, key: str) -> object:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _price(plan: Plan, present: Plan) -> str:

@@ -58,6 +58,7 @@ class Stage(Enum):
 
     START = "beginning"
     READ_DATA = "reading and tokenising the data"
+    FETCH_CHECKPOINT = "fetching a checkpoint"
     PLAN = "planning"
     BUILD_MODEL = "building the model"
     LOAD_WEIGHTS = "loading weights"
@@ -150,6 +151,12 @@ class Inputs:
     held_out: dict[str, EvalBatches]  # evaluation sets by name; a single set may have the name ""
     total_steps: int
     schedule: Schedule  # of the learning rate
+
+    def with_micro_batches(self, sequences: int) -> Inputs:
+        """Return the inputs with `sequences` in a micro-batch, for the same global batches."""
+        held_out = {name: batches.with_micro_batches(sequences) for name, batches in self.held_out.items()}
+        batches = self.batches.with_micro_batches(sequences)
+        return replace(self, size=replace(self.size, micro=sequences), batches=batches, held_out=held_out)
 
     def resumed_at(self, start: Start, train: TrainSection) -> Inputs:
         """Return the inputs whose first batch follows the last batch before `start`."""

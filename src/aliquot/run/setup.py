@@ -45,6 +45,7 @@ from aliquot.observe import run_summary
 from aliquot.observe.events import RunRecord
 from aliquot.observe.step_clock import StepClock, timeline_of
 from aliquot.optim.schedule import Schedule
+from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
 from aliquot.planner.compute_ceiling import Ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.preflight import PlanRequest, plan_together
@@ -137,7 +138,7 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
         eval_sequences = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
         newest_checkpoint = newest(run.directory.checkpoints)
         return PlanRequest(
-            with_recorded_choice(run.config, newest_checkpoint), run.ranks.topology, run.ranks.allowed_cores,
+            run.config, recorded_choices(newest_checkpoint), run.ranks.topology, run.ranks.allowed_cores,
             replace(inputs.batches.workload(), eval_sequences=eval_sequences or None),
             vocabulary=inputs.source.config.vocab_size,
             steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
@@ -147,25 +148,25 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
     return plan_together(run.ranks, request, force, not follows_earlier_round(), run.display.warning)
 
 
-def with_choice_of_plan(run: RunContext, plan: Plan | None) -> RunContext:
-    """Return the run with `train.compile: auto` replaced by the choice of the plan; without a plan, by `none`.
+def with_choices_of_plan(run: RunContext, inputs: Inputs, plan: Plan | None) -> tuple[RunContext, Inputs]:
+    """Return the run and its inputs with the plan's choice for each setting of `train` that is `auto`.
 
-    The files of the run record the choice, so that a resumed run keeps it.
+    Without a plan, layers are not compiled, and a micro-batch has one sequence. The files of the run record the
+    choices, so that a resumed run keeps them.
     """
-    if run.config.train.compile != "auto":
-        return run
-    return replace(run, config=_with_compile(run.config, "none" if plan is None else plan.compile))
+    config = with_choices(run.config, NO_CHOICES if plan is None else plan.choices)
+    sequences = batch_size(config.train, run.ranks.world_size).micro
+    if sequences > 1 and run.config.train.per_device_train_batch_size == "auto":
+        run.display.line(f"micro-batches of {sequences} sequences (train.per_device_train_batch_size: auto)")
+    return replace(run, config=config), inputs.with_micro_batches(sequences)
 
 
-def _with_compile(config: RunConfig, value: str) -> RunConfig:
-    return config.model_copy(update={"train": config.train.model_copy(update={"compile": value})})
-
-
-def with_recorded_choice(config: RunConfig, checkpoint: Path | None) -> RunConfig:
-    """Return the config with `train.compile: auto` replaced by the value with which `checkpoint` was trained."""
-    if checkpoint is None or config.train.compile != "auto":
-        return config
-    return _with_compile(config, read_json(checkpoint / STATE)["config"]["train"].get("compile", "none"))
+def recorded_choices(checkpoint: Path | None) -> dict[str, object]:
+    """Return the values with which `checkpoint` was trained, of the settings that may be `auto`."""
+    if checkpoint is None:
+        return {}
+    train = read_json(checkpoint / STATE)["config"]["train"]
+    return {key: train.get(key.removeprefix("train."), value) for key, value in NO_CHOICES.items()}
 
 
 def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Model:

@@ -28,6 +28,15 @@ from aliquot.run.run_context import Inputs, Model, RunContext, Start
 _MAX_FILES = 3  # changed files that an error names
 
 
+def fetch_newest(run: RunContext) -> None:
+    """Fetch the checkpoint from which this run continues, if a store has it and the run directory does not. Collective.
+
+    Call this before planning, because the plan depends on the checkpoint.
+    """
+    checkpoint, root = run.config.checkpoint, run.directory.checkpoints
+    fetch_newer(checkpoint, run.config.mirror, root, run.ranks, run.display.warning)
+
+
 def fill_model(run: RunContext, inputs: Inputs, model: Model, has_begun: bool = False) -> Start:
     """Load the weights from a checkpoint of this run, or else those with which the run begins. Collective.
 
@@ -82,7 +91,6 @@ def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
     """Load the checkpoint from which this run continues; return None if there is no such checkpoint."""
     config, ranks, warn = run.config, run.ranks, run.display.warning
     root = run.directory.checkpoints
-    fetch_newer(config.checkpoint, config.mirror, root, ranks, warn)
     settings = config.model_dump(mode="json", by_alias=True)
     resumed = resume(
         config.checkpoint, root, model.saved, CheckpointSpec(model.built.saved, trained=model.built.learned), ranks,

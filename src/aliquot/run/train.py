@@ -102,10 +102,12 @@ def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool)
 
 def _train_on(run: RunContext, inputs: Inputs, shutdown: Shutdown, exporter: Exporter, force: bool) -> Result:
     check_inputs(run, inputs)
+    run.activity.enter(Stage.FETCH_CHECKPOINT)
+    starting_point.fetch_newest(run)
     run.activity.enter(Stage.PLAN)
     measured = ceiling(run.ranks, run.config.train.precision)
     plan = setup.make_plan(run, inputs, force)
-    run = setup.with_choice_of_plan(run, plan)
+    run, inputs = setup.with_choices_of_plan(run, inputs, plan)
     run.ledger.plan = {} if plan is None else plan.as_record()
     run.activity.enter(Stage.BUILD_MODEL)
     model = setup.build_model(run, inputs, plan)

@@ -80,7 +80,7 @@ def _fate(path: str) -> str:
 def _check_batch(deepspeed: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
     """Check DeepSpeed's rule: train_batch_size = micro-batch x accumulation x ranks."""
     total = deepspeed.get("train_batch_size", AUTO)
-    micro, steps = config.train.per_device_train_batch_size, config.train.gradient_accumulation_steps
+    micro, steps = config.train.micro_batch_size, config.train.gradient_accumulation_steps
     if config.train.global_batch_size is not None:  # two of the three numbers are set
         return
     if total == AUTO or steps is None or total == micro * steps * world_size:

@@ -1,0 +1,91 @@
+"""Change settings of a run, and choose the settings of the section `train` that are `auto`, by comparing plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from aliquot.config.schema import RunConfig
+from aliquot.data.workload import BatchSize
+from aliquot.planner.memory_plan import UNCERTAINTY
+from aliquot.planner.plan import Plan
+
+PlanOf = Callable[[RunConfig], Plan]
+
+# For each setting that may be `auto`, the value without a plan
+NO_CHOICES: dict[str, object] = {"train.compile": "none", "train.per_device_train_batch_size": 1}
+
+_MICRO_BATCHES = (2, 4, 8, 16, 32)  # sequences; also tried is all that a rank has, if that is less
+_MICRO_BATCH_GAIN = 1.05  # a larger micro-batch must make a step faster by this factor, because it needs more memory
+_COMPILE_WORTH_S = 300.0  # `train.compile: auto` compiles to save this; the compilation itself takes up to two minutes
+_COMPILE_GAIN = 0.01  # of a step; decides instead if the number of steps is unknown
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """Return the config with each `section.key` set to its value.
+
+    Setting the global batch size clears the gradient accumulation steps, which would contradict this size.
+    """
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    if "train.global_batch_size" in settings:
+        sections["train"]["gradient_accumulation_steps"] = None
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
+
+
+def setting(config: RunConfig, key: str) -> object:
+    """Return the value of `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def with_choices(config: RunConfig, choices: Mapping[str, object]) -> RunConfig:
+    """Return the config with each `section.key` of `choices` that is `auto` set to its chosen value."""
+    return with_settings(config, {key: value for key, value in choices.items() if setting(config, key) == "auto"})
+
+
+def plan_with_fast_micro_batch(config: RunConfig, world_size: int, must_be_1: bool, plan_of: PlanOf) -> Plan:
+    """Plan a run with `train.per_device_train_batch_size: auto`.
+
+    The micro-batch grows while that makes a step clearly faster and the run surely fits into memory.
+    """
+
+    def with_size(size: int) -> Plan:
+        return plan_of(with_settings(config, {"train.per_device_train_batch_size": size}))
+
+    plan = with_size(1)
+    for size in () if must_be_1 else _larger_micro_batches(config, world_size):
+        larger = with_size(size)
+        surely_fits = larger.fits and larger.peak_bytes_per_rank <= (1 - UNCERTAINTY) * larger.limit_bytes
+        if not surely_fits or larger.step_s * _MICRO_BATCH_GAIN > plan.step_s:
+            break
+        plan = larger
+    return plan
+
+
+def _larger_micro_batches(config: RunConfig, world_size: int) -> Iterator[int]:
+    """Yield sizes above 1, in ascending order, with which no rank gets more sequences of the same global batch.
+
+    Only a global batch that is set leaves a choice, and only without gradient accumulation steps.
+    """
+    train = config.train
+    if train.global_batch_size is None or train.gradient_accumulation_steps is not None:
+        return
+    share = -(-train.global_batch_size // world_size)
+    for size in sorted({*_MICRO_BATCHES, min(share, max(_MICRO_BATCHES))}):
+        if BatchSize(train.global_batch_size, size).is_even(world_size):
+            yield size
+
+
+def plan_compiled_if_it_pays(config: RunConfig, can_compile: bool, plan_of: PlanOf) -> Plan:
+    """Plan a run with `train.compile: auto`: layers are compiled if this saves some minutes of the whole run."""
+    plan = plan_of(with_settings(config, {"train.compile": "none"}))
+    training_s = plan.steps * plan.step_s
+    if not can_compile or plan.engine == "deepspeed" or 0 < training_s < _COMPILE_WORTH_S:
+        return plan
+    faster = plan_of(with_settings(config, {"train.compile": "layers"}))
+    gain = 1 - faster.step_s / plan.step_s
+    pays = gain * training_s >= _COMPILE_WORTH_S if plan.steps else gain >= _COMPILE_GAIN
+    return faster if pays and (faster.fits or not plan.fits) else plan
