@@ -86,6 +86,7 @@ bench: $(DEVELOPED)
 	$(BIN)/python benchmarks/memory.py --json benchmarks/memory.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/step.json
 	$(BIN)/python benchmarks/breakdown.py --json benchmarks/breakdown.json
+	$(BIN)/python benchmarks/attention.py --json benchmarks/attention.json
 	$(BIN)/python benchmarks/moe.py --json benchmarks/moe.json
 	$(BIN)/python benchmarks/lora.py --json benchmarks/lora.json
 	$(BIN)/python benchmarks/dpo.py --json benchmarks/dpo.json
