@@ -56,6 +56,7 @@ class EngineSetup:
     late: bool = False  # messages between hosts are delayed at random
     flipped: Literal["nothing", "weights", "gradients"] = "nothing"  # a bit of what the second rank receives
     shared_memory: bool = False  # of engine fsdp
+    replicas: int = 1  # of engine fsdp, each on a node of its own
     offload: bool = False  # to the memory of the host
     copies: bool = False  # engine host computes from a copy of the weights, as on a GPU
     uncompiled: bool = False  # DeepSpeed without its shared-memory op

@@ -10,7 +10,9 @@ from torch import Tensor
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.ranks import gather
+from aliquot.distributed.topology import Topology
 from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives
+from aliquot.engines.fsdp.fsdp_shards import Division
 from tests.processes import as_ranks
 
 
@@ -25,7 +27,8 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     kind = stages.get(arguments[0])
     stage = None if kind is None else kind(Peers.join(rank, gather))
     try:
-        check_collectives(torch.device("cpu"), stage)
+        division = Division.join(False, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
+        check_collectives(torch.device("cpu"), stage, division)
         outcome = "passed"
     except TrainingError as error:
         outcome = str(error)

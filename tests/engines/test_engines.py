@@ -40,9 +40,9 @@ FROZEN = ["llama-frozen", "llama-lora", "head-alone", "qwen2-tied-lora", "qwen2-
           "moe-frozen", "llama-lora-full", "llama-lora-selective", "gpt2-lora", "moe-lora"]  # fmt: skip
 BY_WORLD = {
     1: ["llama"],
-    2: ["llama", "llama-bf16", "llama-selective", "qwen2-tied", "mistral-window", "moe", "rwkv",
-        "deepseek-deep-bf16", *FROZEN[:2]],
-    3: ["llama", "llama-bf16", "llama-full", "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe", *FROZEN,
+    2: ["llama", "llama-bf16", "qwen2-tied", "moe", "rwkv", "deepseek-deep-bf16", *FROZEN[:2]],
+    3: ["llama", "llama-bf16", "llama-full", "llama-selective", "mistral-window",
+        "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe", *FROZEN,
         "rwkv", "mamba-bf16"],
     4: ["llama-far", "llama-bf16-far"],
 }  # fmt: skip
@@ -176,11 +176,11 @@ def test_frozen_models_learn_as_in_the_plain_loop(runs: Runs[int], world_size: i
 @pytest.mark.parametrize(
     ("world_size", "name"),
     [
-        (2, "llama-selective"),
-        (2, "mistral-window"),
         (2, "moe"),
         (2, "qwen2-tied"),
         (2, "rwkv"),
+        pytest.param(3, "llama-selective", marks=pytest.mark.long),
+        pytest.param(3, "mistral-window", marks=pytest.mark.long),
         pytest.param(3, "llama-full", marks=pytest.mark.long),
         pytest.param(3, "gemma", marks=pytest.mark.long),
         pytest.param(3, "gemma-untied", marks=pytest.mark.long),

@@ -53,6 +53,20 @@ def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
         engine_class(config(shard={"engine": "deepspeed"}, train={"objective": "dpo"}), on(), 1)
 
 
+def test_replicas_refuse_what_excludes_them() -> None:
+    nodes = {"replicate": "nodes", "engine": "fsdp"}
+    assert engine_class(config(shard=nodes), on("cuda", 2, 2), 1)[0] == "fsdp"
+    for shard, words in (
+        ({"engine": "host"}, r"replicate: nodes needs shard\.engine: fsdp, not host"),
+        ({"engine": "deepspeed"}, "fsdp, not deepspeed"),
+        ({"reduce_dtype": "bf16"}, r"leave out shard\.reduce_dtype"),
+    ):
+        with pytest.raises(UserError, match=words):
+            engine_class(config(shard=nodes | shard), on(ranks=2, nodes=2), 1)
+    with pytest.raises(UserError, match=r"shard\.offload: cpu is for too little"):
+        engine_class(config(shard=nodes | {"offload": "cpu"}), on("cuda", 2, 2), 1)
+
+
 def test_compiling_without_a_compiler_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)

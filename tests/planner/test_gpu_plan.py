@@ -139,6 +139,35 @@ def test_the_plan_shows_both() -> None:
     assert "of GPU memory a rank" in text
 
 
+def test_replicas_are_chosen_where_they_fit_and_save_time() -> None:
+    """Sixteen micro-batches: gradients cross the network sixteen times, if all ranks divide the weights."""
+    model = {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    train = {"per_device_train_batch_size": 1, "global_batch_size": 256}
+    machine = replace(MACHINE, network_bytes_per_s=1e9)
+
+    def made(replicate: str, memory_bytes: int = 1 << 36, **sections: dict[str, object]) -> Plan:
+        shard = {"engine": "fsdp", "replicate": replicate, **sections.pop("shard", {})}
+        config = planned_config(model, launch={"device": "cuda", "ranks": 4}, train=train, shard=shard, **sections)
+        return plan(config, replace(machine, gpu_memory_bytes=memory_bytes), 4, 4)
+
+    nodes = made("nodes")
+    assert (made("none").replicate, nodes.replicate) == ("none", "nodes")
+    assert made("auto").replicate == "none", "all is kept whole within a step, with and without replicas"
+    less = int(7.5 * (1 << 30))  # too little for that
+    sharded, replicated = made("none", less), made("nodes", less)
+    assert made("auto", less) == replicated and replicated.fits
+    assert replicated.step_s < sharded.step_s and replicated.peak_bytes_per_rank > sharded.peak_bytes_per_rank
+    numel = replicated.parameters
+    assert replicated.wire_bytes_per_step == 2 * 3 * 4 * numel < sharded.wire_bytes_per_step
+    assert of(replicated, "steady peak")["moments"] == 4 * of(sharded, "steady peak")["moments"]
+    assert of(replicated, "process start")["process"] == CONTEXT_BYTES + 3 * NCCL_BYTES
+    assert made("auto", 3 << 30).replicate == "none", "replicas do not fit"
+    assert made("auto", less, shard={"reduce_dtype": "bf16"}).replicate == "none"
+    console = Console(file=StringIO(), width=200)
+    console.print(summary(replicated, [], "some", "assumed"))
+    assert "on 4 nodes, which send gradients alone" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_more_memory_keeps_more_unsharded() -> None:
 
     def made(memory_bytes: int, sequences: int = 16) -> Plan:

@@ -98,6 +98,8 @@ _EQUIVALENTS = {
     " data_parallel_shard_degree dp_shard_size fsdp_reshard_after_forward",
     "shard.deepspeed_config": "deepspeed deepspeed_plugin zero_stage deepspeed_config_file ds_config",
     "shard.reduce_dtype": "mixed_precision_reduce ddp_comm_hook",
+    "shard.replicate: nodes": "hsdp hybrid_shard data_parallel_replicate_degree dp_replicate_size"
+    " sharding_strategy fsdp_sharding_strategy",
     "shard.offload": "cpu_offload enable_cpu_offload offload_optimizer offload_param fsdp_offload_params"
     " layer_offloading activation_offloading offload_params",
     "shard.offload_directory": "offload_folder nvme_path",
@@ -208,7 +210,7 @@ _UNSUPPORTED = {
     "all ranks share the state, 1/N each: there is no tensor, pipeline, context or expert parallelism":
     "tensor_parallel_degree tensor_parallel_size pipeline_parallel_degree pipeline_parallel_size parallelism tp_size"
     " context_parallel_degree context_parallel_size sequence_parallel_degree expert_parallel_degree pp_size cp_size"
-    " ep_size data_parallel_replicate_degree dp_replicate_size enable_sequence_parallel sequence_parallel_size",
+    " ep_size enable_sequence_parallel sequence_parallel_size",
     "config.json, or model.config, sets the auxiliary loss of a mixture": "router_aux_loss_coef moe_aux_loss_coef"
     " output_router_logits",
     "the model's config.json, or model.config, sets it": "model_init_kwargs mixture_of_depths",

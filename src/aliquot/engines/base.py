@@ -57,6 +57,7 @@ class EngineSpec:
     on_disk: OnDisk | None = None  # for engine host: the state to keep in `offload_directory`
     offload_directory: Path = Path()
     unsharded: Unsharded = SHARDED  # for engine fsdp: state that every rank holds whole within an optimizer step
+    replicates: bool = False  # for engine fsdp: every node holds all weights and states, sharded over its ranks
     document_tokens: int = 1 << 30  # the most tokens in a document
     exact: frozenset[str] = frozenset()  # names of frozen weights that stay fp32 even if `precision` is bf16
 

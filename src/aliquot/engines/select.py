@@ -65,7 +65,22 @@ def chosen_engine(
         raise EngineError(
             f"train.optimizer_states: {config.train.optimizer_states} needs shard.engine: host, not {name}"
         )
+    if config.shard.replicate == "nodes":
+        _check_replicate(config, name)
     return name
+
+
+def _check_replicate(config: RunConfig, engine: str) -> None:
+    """Raise EngineError for settings that exclude `shard.replicate: nodes`."""
+    if engine != "fsdp":
+        raise EngineError(f"shard.replicate: nodes needs shard.engine: fsdp, not {engine}")
+    if config.shard.reduce_dtype != "fp32":
+        raise EngineError("shard.replicate: nodes adds gradients in fp32: leave out shard.reduce_dtype: bf16")
+    if config.shard.offload != "none":
+        raise EngineError(
+            "shard.replicate: nodes takes more memory of a GPU, and shard.offload: cpu is for too little of it: set one"
+            " of the two to none"
+        )
 
 
 def engine_class(
@@ -147,6 +162,7 @@ def engine_spec(
         on_disk=on_disk,
         offload_directory=config.offload_directory,
         unsharded=unsharded if model.traits.packs else SHARDED,
+        replicates=config.shard.replicate == "nodes",
         exact=model.exact - model.learned,
         notes=tuple(notes),
     )

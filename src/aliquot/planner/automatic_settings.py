@@ -1,10 +1,11 @@
-"""Change settings of a run, and choose the settings of the section `train` that are `auto`, by comparing plans."""
+"""Change settings of a run, and choose the settings that are `auto`, by comparing plans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
 from aliquot.config.schema import RunConfig
+from aliquot.core.errors import EngineError
 from aliquot.data.workload import BatchSize
 from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.plan import Plan
@@ -12,12 +13,15 @@ from aliquot.planner.plan import Plan
 PlanOf = Callable[[RunConfig], Plan]
 
 # For each setting that may be `auto`, the value without a plan
-NO_CHOICES: dict[str, object] = {"train.compile": "none", "train.per_device_train_batch_size": 1}
+NO_CHOICES: dict[str, object] = {
+    "train.compile": "none", "train.per_device_train_batch_size": 1, "shard.replicate": "none",
+}  # fmt: skip
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32)  # sequences; also tried is all that a rank has, if that is less
 _MICRO_BATCH_GAIN = 1.05  # a larger micro-batch must make a step faster by this factor, because it needs more memory
 _COMPILE_WORTH_S = 300.0  # `train.compile: auto` compiles to save this; the compilation itself takes up to two minutes
 _COMPILE_GAIN = 0.01  # of a step; decides instead if the number of steps is unknown
+_REPLICAS_GAIN = 0.01  # of a step; less is not worth the memory
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
@@ -89,3 +93,18 @@ def plan_compiled_if_it_pays(config: RunConfig, can_compile: bool, plan_of: Plan
     gain = 1 - faster.step_s / plan.step_s
     pays = gain * training_s >= _COMPILE_WORTH_S if plan.steps else gain >= _COMPILE_GAIN
     return faster if pays and (faster.fits or not plan.fits) else plan
+
+
+def plan_replicated_if_faster(config: RunConfig, can_replicate: bool, plan_of: PlanOf) -> Plan:
+    """Plan a run with `shard.replicate: auto`: every node holds all states if that fits and makes a step shorter.
+
+    `can_replicate`: there are several nodes of several ranks. A node of one rank would not shard at all.
+    """
+    plan = plan_of(with_settings(config, {"shard.replicate": "none"}))
+    if not can_replicate:
+        return plan
+    try:
+        faster = plan_of(with_settings(config, {"shard.replicate": "nodes"}))
+    except EngineError:  # other settings exclude replicas
+        return plan
+    return faster if faster.fits and faster.step_s <= (1 - _REPLICAS_GAIN) * plan.step_s else plan

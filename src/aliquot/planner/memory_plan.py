@@ -17,7 +17,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import build_phases, deepspeed_memory
 from aliquot.engines.engine_plan import SHARDED, Counts, OnDisk, RankMemory, Unsharded, is_single_gpu
-from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, single_gpu_memory
+from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, replicas, single_gpu_memory
 from aliquot.engines.host.host_memory import device_memory, host_memory
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
@@ -44,8 +44,8 @@ DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
 # 40 steps, benchmarks/foresight.py). tcmalloc and jemalloc stay within the slack for the largest block.
 _GLIBC_HOLES = 0.37
 COMPILER_BYTES = 64 * MIB  # torch.compile after compiling the layers of a Llama (two cores with AMX)
-# Estimates, none measured on a GPU yet: the CUDA context of a process, NCCL if there are several ranks, and host
-# memory of CUDA's libraries.
+# Estimates, none measured on a GPU yet: the CUDA context of a process, each group of ranks of NCCL, and host memory of
+# CUDA's libraries.
 CONTEXT_BYTES, NCCL_BYTES, CUDA_HOST_BYTES = 600 * MIB, 512 * MIB, 1024 * MIB
 
 
@@ -107,7 +107,7 @@ class MemoryPlanner:
             made = phases(config, held, self.cost, process, self._building, holes)
             return MemoryPlan(held, made, (), on_disk, unsharded)
         if self.engine == "host":  # without NCCL
-            made = phases(config, device_memory(config, self.shape), self.cost, gpu_process(ranks=1), [])
+            made = phases(config, device_memory(config, self.shape), self.cost, gpu_process(nccl_groups=0), [])
             process = host_process_of_gpu(held, self.index_bytes, self.snapshot_bytes)
             on_host = phases(config, held, self.cost.without_activations(), process, [])
             return MemoryPlan(held, made, on_host, on_disk, unsharded)
@@ -116,9 +116,16 @@ class MemoryPlanner:
             # Sums of unsharded gradients stay on the GPU until they are reduced.
             gradients = held.gradients if unsharded.gradients else 0
             on_gpu = replace(held, weights=0, gradients=gradients, moments=0, update=0)
-        made = phases(config, on_gpu, self.cost, gpu_process(self.layout.world_size), [])
+        made = phases(config, on_gpu, self.cost, gpu_process(self._nccl_groups), [])
         on_host = host_phases(held, config.shard.offload == "cpu", self.index_bytes, self.snapshot_bytes)
         return MemoryPlan(held, made, on_host, on_disk, unsharded)
+
+    @property
+    def _nccl_groups(self) -> int:
+        """The number of groups of ranks: all ranks, and with replicas the ranks of a node and those of equal shards."""
+        if self.layout.world_size == 1:
+            return 0
+        return 3 if self.engine == "fsdp" and replicas(self.config, self.layout) > 1 else 1
 
     @property
     def _is_single_gpu(self) -> bool:
@@ -240,9 +247,9 @@ def cpu_process(held: RankMemory, index_bytes: int, snapshot: int, kernel_bytes:
     )
 
 
-def gpu_process(ranks: int) -> ProcessMemory:
+def gpu_process(nccl_groups: int) -> ProcessMemory:
     """Return the GPU memory of the process of a rank. Data and file buffers are in host memory."""
-    context = CONTEXT_BYTES + (NCCL_BYTES if ranks > 1 else 0)
+    context = CONTEXT_BYTES + nccl_groups * NCCL_BYTES
     return ProcessMemory(context, 0, context, 0, data=0, loading=0, snapshot=0)
 
 

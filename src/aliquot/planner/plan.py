@@ -111,6 +111,7 @@ class Plan:
     beside_bytes: int = 0  # memory per node of the launcher and of dashboard clients
     on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
     unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps unsharded in a step
+    replicate: str = "none"  # none | nodes: every node holds all weights and states, and only gradients cross nodes
     scratch_bytes_per_node: int = 0  # size of the states on disk
     scratch_moved_per_step: int = 0  # bytes that all ranks read from disk and write to disk
     scratch_written_per_step: int = 0
@@ -124,7 +125,11 @@ class Plan:
     @property
     def choices(self) -> dict[str, object]:
         """The chosen value of each `section.key` that may be `auto` until a run is planned."""
-        return {"train.compile": self.compile, "train.per_device_train_batch_size": self.micro_batch}
+        return {
+            "train.compile": self.compile,
+            "train.per_device_train_batch_size": self.micro_batch,
+            "shard.replicate": self.replicate,
+        }
 
     @property
     def peak(self) -> PhaseMemory:

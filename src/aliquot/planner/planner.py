@@ -10,12 +10,17 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import times_due
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
+from aliquot.engines.fsdp.fsdp_memory import replicas
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use
 from aliquot.engines.select import chosen_engine
 from aliquot.models.model_shape import ModelShape, padded_share
 from aliquot.nn.product_shapes import logits_room
 from aliquot.planner import fit_check
-from aliquot.planner.automatic_settings import plan_compiled_if_it_pays, plan_with_fast_micro_batch
+from aliquot.planner.automatic_settings import (
+    plan_compiled_if_it_pays,
+    plan_replicated_if_faster,
+    plan_with_fast_micro_batch,
+)
 from aliquot.planner.checkpoint_cost import (
     Saving,
     checkpoint_bytes,
@@ -100,12 +105,16 @@ class Planner:
             return plan_with_fast_micro_batch(config, layout.world_size, must_be_1, plan_of)
         if config.train.compile == "auto":
             return plan_compiled_if_it_pays(config, self.machine.can_compile, plan_of)
+        if config.shard.replicate == "auto":
+            can_replicate = layout.nodes > 1 and layout.ranks_per_node > 1
+            return plan_replicated_if_faster(config, can_replicate, plan_of)
         engine = self.engine(config, layout)
         made = _RunPlan(self, config, engine, layout, workload, approximate).make()
         if config.shard.engine != "auto":
             return made
         on_gpu, shard = layout.device == "cuda", config.shard
-        if on_gpu and engine == "fsdp" and shard.offload == "none" and shard.collectives == "auto":
+        may_be_host = shard.offload == "none" and shard.collectives == "auto" and shard.replicate == "none"
+        if on_gpu and engine == "fsdp" and may_be_host:
             with_host = _RunPlan(self, config, "host", layout, workload, approximate).make()
             helps = with_host.step_s < made.step_s or fit_check.problems(made, self.machine)
             return with_host if helps and not fit_check.problems(with_host, self.machine) else made
@@ -280,6 +289,7 @@ class _RunPlan:
             beside_bytes=helpers,
             on_disk=memory.on_disk,
             unsharded=memory.unsharded,
+            replicate="nodes" if self.engine == "fsdp" and replicas(config, layout) > 1 else "none",
             scratch_bytes_per_node=disk.size // layout.nodes,
             scratch_moved_per_step=disk.update + disk.beside_read + disk.beside_written,
             scratch_written_per_step=disk.written,
@@ -335,6 +345,7 @@ class _RunPlan:
             patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0,
             disk_bytes_per_s=self.machine.disk_bytes_per_s or DISK_BYTES_PER_S,
             offloaded=memory.unsharded if config.shard.offload == "cpu" else None,
+            replicas=replicas(config, layout) if self.engine == "fsdp" else 1,
         )
 
     def _step_time(self, setting: StepSetting, memory: MemoryPlan, micro_batches: int) -> StepTime:

@@ -60,6 +60,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_host} {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
+        *([f"replicated      on {plan.nodes} nodes, which send gradients alone"] if plan.replicate == "nodes" else []),
         *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",
         f"speed           {plan.speed} ({assumed})",

@@ -82,9 +82,12 @@ def _messages_s(setting: StepSetting, micro_batches: int, wire_bytes: int) -> fl
         # A rank sends its counterpart on every other host a message for each weight: gradient sums, and updated values.
         pieces = wire_bytes / layout.world_size / _PIECE_BYTES
         return MESSAGE_S * (2 * setting.weights * (layout.nodes - 1) + pieces)
-    # Each group is gathered twice and reduced once per micro-batch; gloo reduces in two rounds.
+    # The ranks of a replica gather each group twice and reduce it once per micro-batch; gloo reduces in two rounds.
+    # Replicas all-reduce each group once per step, in two rounds.
     groups = setting.groups if setting.engine == "fsdp" else setting.weights
+    nodes, ranks = layout.nodes // setting.replicas, layout.world_size // setting.replicas
+    between = 2 * groups * (setting.replicas - 1)
     if layout.device == "cpu":
-        return 4 * micro_batches * groups * (layout.world_size - 1) * _TCP_HOP_S
-    hops_s = layout.nodes * _NCCL_HOP_S + (layout.world_size - layout.nodes) * _NVLINK_HOP_S
-    return 3 * micro_batches * groups * hops_s
+        return (4 * micro_batches * groups * (ranks - 1) + between) * _TCP_HOP_S
+    hops_s = (nodes if nodes > 1 else 0) * _NCCL_HOP_S + (ranks - nodes) * _NVLINK_HOP_S
+    return 3 * micro_batches * groups * hops_s + between * _NCCL_HOP_S

@@ -2,7 +2,8 @@
 
 The time of each kind of work is its bytes or operations divided by the rate of a rank. On CPU these times add up. Only
 engine host overlaps traffic between hosts and disk access with computation. A GPU computes while it sends, and with
-engine host while the CPU sums gradients.
+engine host while the CPU sums gradients. With engine fsdp, traffic that is sent once per step between hosts overlaps
+with one forward or one backward pass.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class StepTime:
     local_s: float  # traffic within a host, through sockets or between GPUs
     wire_s: float  # traffic between hosts that does not overlap with computation
     disk_s: float  # disk access that does not overlap with computation
+    exposed_s: float = 0.0  # the part of `wire_s` during which even a GPU does not compute
 
     @property
     def total_s(self) -> float:
@@ -57,7 +59,9 @@ class StepTime:
     def total_with(self, latency_s: float) -> float:
         """Return the time of a step that sends for `latency_s` longer."""
         computing, sending = self.matmul_s + self.memory_s, self.local_s + self.wire_s + latency_s
-        return max(computing, sending) if self.overlaps else computing + sending + self.disk_s
+        if self.overlaps:
+            return max(computing, sending - self.exposed_s) + self.exposed_s
+        return computing + sending + self.disk_s
 
     @property
     def bottleneck(self) -> str:
@@ -74,8 +78,8 @@ class StepTime:
     @property
     def _largest_part(self) -> tuple[str, float]:
         network = self.wire_s + self.local_s
-        if self.overlaps and network <= self.matmul_s + self.memory_s:
-            network = 0.0  # overlaps completely with computation
+        if self.overlaps and network - self.exposed_s <= self.matmul_s + self.memory_s:
+            network = self.exposed_s  # the rest overlaps completely with computation
         parts = {"compute": self.matmul_s, "memory": self.memory_s, "network": network, "disk": self.disk_s}
         name = max(parts, key=lambda part: parts[part])
         return name, parts[name] / self.matmul_s
@@ -119,6 +123,7 @@ class StepSetting:
     patched_bytes: int  # of weights whose changes are sent to other hosts as patches
     disk_bytes_per_s: float  # per node, reads and writes together
     offloaded: Unsharded | None  # unsharded tensors on a GPU whose states are in host memory; None: no offload
+    replicas: int = 1  # copies of all states, with engine fsdp
 
 
 def step_time(
@@ -133,7 +138,8 @@ def step_time(
         return _host_step_time(setting, micro_batch, micro_batches, moved, disk, rates)
     if layout.device == "cuda":
         memory_s += _gpu_s(setting, micro_batches, rates)
-        return StepTime(True, matmul_s, memory_s, local_s, wire_s, disk_s=0.0)
+        exposed_s = _exposed_s(micro_batch, moved, layout, rates)
+        return StepTime(True, matmul_s, memory_s, local_s, wire_s, disk_s=0.0, exposed_s=exposed_s)
     memory_s += _calls(setting) * micro_batches * rates.call_s
     gathered, reduced = _COLLECTIVE_PASSES[setting.engine]
     copied = gathered * moved.gathered_bytes + reduced * moved.reduced_bytes
@@ -228,6 +234,15 @@ def _gpu_s(setting: StepSetting, micro_batches: int, rates: Rates) -> float:
 def _host_memory_s(moved_bytes: float, layout: RankLayout) -> float:
     """Return the seconds in which the cores of a rank that computes on a GPU read and write `moved_bytes`."""
     return moved_bytes / (CORE_MEMORY_BYTES_PER_S * layout.threads_per_rank)
+
+
+def _exposed_s(micro_batch: MicroBatchTime, moved: Traffic, layout: RankLayout, rates: Rates) -> float:
+    """Return the seconds of traffic that is sent once per step, beyond the pass of one micro-batch that overlaps."""
+    seconds = 0.0
+    for sent_bytes, computing in zip(moved.once, (micro_batch.forward, micro_batch.backward), strict=True):
+        sent_s = _sending_s(0, sent_bytes, layout, rates)[1]
+        seconds += max(_TAIL * sent_s, sent_s - sum(computing))
+    return seconds
 
 
 def _states(held: RankMemory) -> int:

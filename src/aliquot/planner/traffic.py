@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from aliquot.config.schema import RunConfig
@@ -13,7 +13,7 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed import deepspeed_memory
 from aliquot.engines.deepspeed.deepspeed_memory import REUSED_NUMEL, persistent_numel
 from aliquot.engines.engine_plan import SHARDED, Unsharded
-from aliquot.engines.fsdp.fsdp_memory import sent_gradient_bytes, shares_memory
+from aliquot.engines.fsdp.fsdp_memory import replicas, sent_gradient_bytes, shares_memory
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.models.model_shape import ModelShape, numel
 
@@ -31,6 +31,7 @@ class Traffic:
     forward_once: bool = False  # weights stay gathered after the first micro-batch
     gathered_bytes: int = 0  # per optimizer step, weights that each rank of engine fsdp or deepspeed all-gathers
     reduced_bytes: int = 0  # per optimizer step, gradients that engine fsdp or deepspeed reduces
+    once: tuple[int, int] = (0, 0)  # the parts of `wire_bytes` in only (the first forward, the last backward) pass
 
 
 def traffic(
@@ -48,7 +49,7 @@ def traffic(
     """
     itemsize = 2 if config.train.precision == "bf16" else 4
     wire = weights = local = shared = gathers = reduced = gathered = 0
-    forward = (0, 0)
+    forward = once = (0, 0)
     if engine == "host":
         # A host sends every other host gradient sums for the weights of the receiver, and its own updated weights.
         weights = int((layout.nodes - 1) * _published_bytes(config, shape, layout, micro_batches))
@@ -56,15 +57,25 @@ def traffic(
         wire = weights + (layout.nodes - 1) * sums
         shared = micro_batches * layout.world_size * _staged_bytes(config, shape, layout, itemsize)
     elif engine == "fsdp":
-        gathers, reduced = _collected(shape, layout, micro_batches, itemsize, unsharded)
-        gathered = itemsize * sum(shape.padded_groups(layout.world_size))
+        copies = replicas(config, layout)
+        replica = replace(layout, nodes=layout.nodes // copies)  # the ranks that divide the weights
+        gathers, reduced = _collected(shape, replica, micro_batches, itemsize, unsharded)
+        gathered = itemsize * sum(shape.padded_groups(replica.world_size))
         if shares_memory(config, layout):
             # Each rank writes its shard and all of its gradients to shared memory (engines/fsdp/fsdp_collectives.py).
-            shared = gathers + layout.world_size * reduced if layout.world_size > 1 else 0
+            shared = copies * (gathers + replica.world_size * reduced) if replica.world_size > 1 else 0
         else:
             reduced = reduced // 4 * sent_gradient_bytes(config, layout)
-            wire, local = _ring(layout, gathers + _reduce_passes(layout) * reduced)
-            forward = _ring(layout, gathered)
+            wire, local = _ring(replica, gathers + _reduce_passes(layout) * reduced, copies)
+            forward = _ring(replica, gathered, copies)
+            once = (
+                _ring(replica, gathers, copies)[0] if unsharded.weights else 0,
+                _ring(replica, _reduce_passes(layout) * reduced, copies)[0] if unsharded.gradients else 0,
+            )
+        # Replicas all-reduce the gradients that a rank owns, once per step and in fp32: an all-reduce sends twice what
+        # an all-gather sends.
+        sums = 2 * (copies - 1) * 4 * sum(shape.learned_padded_groups(replica.world_size))
+        wire, once = wire + sums, (once[0], once[1] + sums)
     elif engine == "deepspeed":
         # Weights that are needed again soon stay gathered (deepspeed_memory.py). Small weights stay gathered until
         # their update.
@@ -75,8 +86,8 @@ def traffic(
         wire, local = _ring(layout, gathers + _reduce_passes(layout) * reduced)
         gathered = itemsize * max(0, shape.numel - small)
         forward = _ring(layout, gathered)
-    once = engine == "fsdp" and unsharded.weights
-    return Traffic(wire, weights, local, shared, forward, gathered, once, gathers, reduced)
+    forward_once = engine == "fsdp" and unsharded.weights
+    return Traffic(wire, weights, local, shared, forward, gathered, forward_once, gathers, reduced, once)
 
 
 def _staged_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, itemsize: int) -> int:
@@ -156,11 +167,12 @@ def _reduce_passes(layout: RankLayout) -> int:
     return 2 if layout.device == "cpu" else 1
 
 
-def _ring(layout: RankLayout, size_bytes: int) -> tuple[int, int]:
+def _ring(layout: RankLayout, size_bytes: int, rings: int = 1) -> tuple[int, int]:
     """Return the bytes (between hosts, within hosts) that all ranks send in ring collectives over `size_bytes`.
 
     Each rank sends (N - 1) / N of the bytes. Of the N edges of the ring, one for each host leads to another host.
+    `layout` is that of one of `rings` equal rings.
     """
     sent = (layout.world_size - 1) * size_bytes
     wire = sent * layout.nodes // layout.world_size if layout.nodes > 1 else 0
-    return wire, sent - wire
+    return rings * wire, rings * (sent - wire)

@@ -133,12 +133,15 @@ def wait_for_data(run: RunContext, inputs: Inputs, start: Start) -> None:
 def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
     """Plan the run on rank 0 and return the plan on every rank; None if no plan can be made. Collective."""
     memory_bytes = min(run.ranks.gather(memory_limit()))
+    # The plan assumes equal nodes. Unequal nodes cannot replicate each other.
+    is_even = len(set(run.ranks.gather(run.ranks.topology.local_world_size))) == 1
+    config = run.config if is_even else with_choices(run.config, {"shard.replicate": "none"})
 
     def request() -> PlanRequest:
         eval_sequences = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
         newest_checkpoint = newest(run.directory.checkpoints)
         return PlanRequest(
-            run.config, recorded_choices(newest_checkpoint), run.ranks.topology, run.ranks.allowed_cores,
+            config, recorded_choices(newest_checkpoint), run.ranks.topology, run.ranks.allowed_cores,
             replace(inputs.batches.workload(), eval_sequences=eval_sequences or None),
             vocabulary=inputs.source.config.vocab_size,
             steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
@@ -149,10 +152,10 @@ def make_plan(run: RunContext, inputs: Inputs, force: bool) -> Plan | None:
 
 
 def with_choices_of_plan(run: RunContext, inputs: Inputs, plan: Plan | None) -> tuple[RunContext, Inputs]:
-    """Return the run and its inputs with the plan's choice for each setting of `train` that is `auto`.
+    """Return the run and its inputs with the plan's choice for each setting that is `auto`.
 
-    Without a plan, layers are not compiled, and a micro-batch has one sequence. The files of the run record the
-    choices, so that a resumed run keeps them.
+    Without a plan, layers are not compiled, a micro-batch has one sequence, and nodes hold no replicas. The files of
+    the run record the choices. A resumed run keeps those of `train`.
     """
     config = with_choices(run.config, NO_CHOICES if plan is None else plan.choices)
     sequences = batch_size(config.train, run.ranks.world_size).micro
@@ -162,11 +165,12 @@ def with_choices_of_plan(run: RunContext, inputs: Inputs, plan: Plan | None) -> 
 
 
 def recorded_choices(checkpoint: Path | None) -> dict[str, object]:
-    """Return the values with which `checkpoint` was trained, of the settings that may be `auto`."""
+    """Return the values with which `checkpoint` was trained, of the settings of `train` that may be `auto`."""
     if checkpoint is None:
         return {}
     train = read_json(checkpoint / STATE)["config"]["train"]
-    return {key: train.get(key.removeprefix("train."), value) for key, value in NO_CHOICES.items()}
+    keys = [key for key in NO_CHOICES if key.startswith("train.")]
+    return {key: train.get(key.removeprefix("train."), NO_CHOICES[key]) for key in keys}
 
 
 def build_model(run: RunContext, inputs: Inputs, plan: Plan | None = None) -> Model:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from aliquot.core.errors import EngineError, SelfTestError
-from aliquot.distributed.collectives.peers import Peers
+from aliquot.distributed.collectives.peers import Peers, host_identity
 from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_memory import HALF_BYTES
+from aliquot.engines.fsdp.fsdp_shards import Division
 
 _CHECK_NUMEL = 1000  # elements per rank in the self-test
 
@@ -136,21 +137,25 @@ def round_sent_gradients(model: nn.Module) -> None:
             module.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
 
 
-def use_shared_memory(model: nn.Module, spec: EngineSpec, topology: Topology) -> StagingBuffer | None:
+def use_shared_memory(
+    model: nn.Module, spec: EngineSpec, topology: Topology, division: Division
+) -> StagingBuffer | None:
     """Let CPU ranks of one host exchange weights and gradients through shared memory; None: gloo or nccl is used.
+
+    With replicas, the ranks of each node do so.
 
     Raises EngineError if `spec` requires shared memory, but the ranks cannot share memory.
     """
-    if spec.collectives == "gloo" or topology.world_size == 1:
+    if spec.collectives == "gloo" or division.shards == 1:
         return None
     condition = "shard.collectives: shared_memory is for CPU ranks of one host with engine fsdp"
     if topology.device != "cpu":
         if spec.collectives == "shared_memory":
             raise EngineError(f"{condition}, and launch.device is {topology.device}: use auto")
         return None
-    peers = Peers.join(topology.rank, gather)
+    peers = Peers.join(topology.rank, gather, f"{host_identity()} {division.replica}")
     hosts = len({tuple(ranks) for ranks in gather(list(peers.ranks))})
-    if hosts > 1:
+    if hosts > division.replicas:
         peers.close()
         if spec.collectives == "shared_memory":
             raise EngineError(f"{condition}, and there are {hosts} hosts: use auto or gloo, or engine host")
@@ -164,28 +169,33 @@ def use_shared_memory(model: nn.Module, spec: EngineSpec, topology: Topology) ->
     return staging
 
 
-def check_collectives(device: torch.device, staging: StagingBuffer | None) -> None:
+def check_collectives(device: torch.device, staging: StagingBuffer | None, division: Division) -> None:
     """Test reduce-scatter and all-gather on known numbers, by `staging` or, if None, by torch. Collective.
 
-    Raises SelfTestError if a result is wrong. For example, torch <= 2.8 with gloo returned sums instead of averages
-    (pytorch#162338).
+    With several replicas, test also their all-reduce. Raises SelfTestError if a result is wrong. For example, torch
+    <= 2.8 with gloo returned sums instead of averages (pytorch#162338).
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    whole = torch.arange(world_size, dtype=torch.float32, device=device).repeat_interleave(_CHECK_NUMEL)
+    rank, size, group = division.shard, division.shards, division.shard_group
+    whole = torch.arange(size, dtype=torch.float32, device=device).repeat_interleave(_CHECK_NUMEL)
     reduced = torch.empty(_CHECK_NUMEL, device=device)
-    sum_of_ranks = world_size * (world_size + 1) / 2
     addends = whole + rank + 1  # slice i goes to rank i and has the value i + rank + 1
     gathered = torch.empty_like(whole)
     if staging is None:
-        dist.reduce_scatter_single(reduced, addends)
-        dist.all_gather_single(gathered, torch.full_like(reduced, rank))
+        dist.reduce_scatter_single(reduced, addends, group=group)
+        dist.all_gather_single(gathered, torch.full_like(reduced, rank), group=group)
     else:
-        group = dist.group.WORLD
-        assert group is not None
         SharedReduceScatter(staging)(output_tensor=reduced, input_tensor=addends, group=group, op=dist.ReduceOp.SUM)
         SharedAllGather(staging)(output_tensor=gathered, input_tensor=torch.full_like(reduced, rank), group=group)
-    _expect("reduce-scatter", reduced, torch.full_like(reduced, world_size * rank + sum_of_ranks))
+    _expect("reduce-scatter", reduced, torch.full_like(reduced, size * rank + _sum_to(size)))
     _expect("all-gather", gathered, whole)
+    if division.replicas > 1:
+        summed = torch.full_like(reduced, division.replica + 1)
+        dist.all_reduce(summed, group=division.replica_group)
+        _expect("all-reduce", summed, torch.full_like(summed, _sum_to(division.replicas)))
+
+
+def _sum_to(count: int) -> float:
+    return count * (count + 1) / 2
 
 
 def _expect(collective: str, result: Tensor, expected: Tensor) -> None:

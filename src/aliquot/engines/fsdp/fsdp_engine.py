@@ -1,7 +1,8 @@
 """The fsdp engine: PyTorch FSDP2, which gathers weights layer by layer, for GPUs and for weights larger than a node.
 
 Master weights are fp32 and sharded along dim 0. FSDP2 gathers a layer in bf16 (or fp32) and reduces gradients in fp32,
-which `shard.reduce_dtype: bf16` rounds to bf16 for the network alone.
+which `shard.reduce_dtype: bf16` rounds to bf16 for the network alone. With `shard.replicate: nodes`, the ranks of a
+node gather and reduce among themselves, and nodes add their gradients once per step (FSDP2's hybrid sharding).
 Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them.
 """
 
@@ -9,19 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Self, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
 from torch.distributed.tensor import DTensor
 
 from aliquot.core.errors import EngineError
+from aliquot.core.number_format import count_of
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -31,6 +31,7 @@ from aliquot.engines.fsdp.fsdp_collectives import (
     round_sent_gradients,
     use_shared_memory,
 )
+from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.device_copies import read_early
@@ -42,17 +43,7 @@ from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.head_loss import Chosen, FusedLoss, choose, head_loss_on
 from aliquot.optim.adamw import ShardedAdamW, decays, rate_ratio
 from aliquot.optim.gradient_norm import squared_norms
-from aliquot.tensor_io.parts import KINDS, Part, row_ranges
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """This rank's rows of one weight."""
-
-    name: str
-    parameter: nn.Parameter  # holds a DTensor
-    local: Tensor  # the rows: an fp32 leaf that the optimizer updates, or compute dtype if the weight is frozen
-    start: int  # flat index of the first element in the whole tensor
+from aliquot.tensor_io.parts import KINDS, Kind, Part
 
 
 class FsdpEngine:
@@ -61,15 +52,16 @@ class FsdpEngine:
     def __init__(
         self,
         model: nn.Module,
-        shards: list[_Shard],
+        division: Division,
         spec: EngineSpec,
         topology: Topology,
         staging: StagingBuffer | None,
     ) -> None:
         self._model = model
-        self._shards = shards
-        self._local = {shard.name: shard.local for shard in shards}
-        self._trainable = [shard for shard in shards if shard.parameter.requires_grad]
+        self._division = division
+        self._shards = local_shards(model, division, topology)
+        self._by_name = {shard.name: shard for shard in self._shards}
+        self._trainable = [shard for shard in self._shards if shard.parameter.requires_grad]
         self._states = {shard.name: i for i, shard in enumerate(self._trainable)}  # index in the optimizer
         self._spec = spec
         self._device = torch.device(topology.device)
@@ -88,8 +80,9 @@ class FsdpEngine:
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # On CPU, gradients stay allocated between steps. New gradients between activations of changing sizes would
         # fragment the heap: by 94 MiB in 90 steps of a model with 60 M parameters. torch's allocator of GPU memory does
-        # not fragment.
-        self._keeps_gradients = topology.device == "cpu"
+        # not fragment. Between replicas FSDP2 always adds gradients in new memory.
+        self._keeps_gradients = topology.device == "cpu" and division.replicas == 1
+        self._has_partial_sums = False  # whether gradients of this node wait for those of other nodes
         self._gathered = False  # whether unsharded weights are gathered now
         self._staging = staging  # None: gloo or nccl carries the collectives
         groups = [_group_numel(module) for module in self._groups]
@@ -100,7 +93,7 @@ class FsdpEngine:
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
-        mesh = init_device_mesh(topology.device, (topology.world_size,))
+        division = Division.join(spec.replicates, topology)
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
         backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
@@ -117,10 +110,10 @@ class FsdpEngine:
         reshard = False if spec.unsharded.weights else None  # None: reshard all groups except for the root
         for group in _groups_of(meta):
             fully_shard(
-                group, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
+                group, mesh=division.mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
                 reshard_after_forward=reshard,
             )  # fmt: skip
-        staging = use_shared_memory(meta, spec, topology)
+        staging = use_shared_memory(meta, spec, topology, division)
         if staging is None and spec.reduce_dtype == "bf16" and topology.world_size > 1:
             round_sent_gradients(meta)
         if spec.fused_loss:
@@ -136,22 +129,25 @@ class FsdpEngine:
         for name in whole.values():
             parameter = meta.get_parameter(name)
             parameter.data = torch.zeros_like(parameter, device=device)
-        return cls(meta, _local_shards(meta, topology), spec, topology, staging)
+        return cls(meta, division, spec, topology, staging)
 
     @property
     def transport(self) -> str:
         if self._world_size == 1:
             return "one rank"
-        if self._staging is not None:
-            return "shared memory"
-        return "gloo" if self._device.type == "cpu" else "nccl"
+        library = "gloo" if self._device.type == "cpu" else "nccl"
+        name = library if self._staging is None else "shared memory"
+        if self._division.replicas == 1:
+            return name
+        inside = f"{name} within a node, " if self._division.shards > 1 else ""
+        return f"{inside}{library} among {count_of(self._division.replicas, 'replica')}"
 
     def parts(self) -> Sequence[Part]:
         return [
-            Part(shard.name, tuple(shard.parameter.shape), kind, shard.start, shard.start + shard.local.numel())
+            shard.part(kind)
             for kind in KINDS
             for shard in (self._shards if kind == "weight" else self._trainable)
-            if shard.local.numel()
+            if shard.stop > shard.start
         ]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
@@ -165,16 +161,23 @@ class FsdpEngine:
         return flat if flat.device.type == "cpu" and flat.dtype == torch.float32 else None
 
     def _flat(self, part: Part) -> Tensor:
-        if part.kind == "weight":
-            return self._local[part.name].view(-1)
-        return self._optimizer.moment(self._states[part.name], part.kind).view(-1)
+        return self._by_name[part.name].select(self._values(part.name, part.kind))
+
+    def _values(self, name: str, kind: Kind) -> Tensor:
+        """Return this rank's rows of a weight or of a moment."""
+        if kind == "weight":
+            return self._by_name[name].local
+        return self._optimizer.moment(self._states[name], kind)
 
     def ready(self) -> None:
-        check_collectives(self._device, self._staging)
+        check_collectives(self._device, self._staging, self._division)
         for shard in self._shards:
-            if not isinstance(shard.parameter, DTensor):  # every rank holds such a weight whole, with its range filled
+            if isinstance(shard.parameter, DTensor):
+                for kind in KINDS if shard.parameter.requires_grad else KINDS[:1]:
+                    self._division.exchange_parts(self._values(shard.name, kind))
+            else:  # every rank holds such a weight whole, with its range filled
                 whole = torch.zeros_like(shard.parameter, dtype=torch.float32).view(-1)
-                whole[shard.start : shard.start + shard.local.numel()] = shard.local
+                whole[shard.start : shard.stop] = shard.local
                 dist.all_reduce(whole)
                 shard.parameter.data.copy_(whole.view(shard.parameter.shape))
 
@@ -198,16 +201,21 @@ class FsdpEngine:
         self._count_wire(
             gathers=(0 if self._gathered else 1) if self._spec.unsharded.weights else 2 * calls,
             reduces=0 if self._spec.unsharded.gradients and not last else calls,
+            all_reduces=calls if last else 0,
         )
         self._gathered = self._spec.unsharded.weights and not last
+        self._has_partial_sums = self._division.replicas > 1 and not self._spec.unsharded.gradients and not last
         return result
 
     def _hold_unsharded(self, last: bool) -> None:
         """Delay the reduction of unsharded gradients and the release of unsharded weights to the last micro-batch.
 
-        Unsharded gradients cost 4 bytes and unsharded weights 2 bytes per parameter of the model on every rank.
+        Unsharded gradients cost 4 bytes and unsharded weights 2 bytes per parameter of the model on every rank. Nodes
+        with replicas add their gradients in the last micro-batch, too.
         """
         for module in self._groups:
+            if self._division.replicas > 1:
+                module.set_requires_all_reduce(last, recurse=False)
             if self._spec.unsharded.gradients:
                 module.set_requires_gradient_sync(last, recurse=False)
             if self._spec.unsharded.weights:
@@ -215,7 +223,7 @@ class FsdpEngine:
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._model.eval()
-        self._count_wire(gathers=0 if self._gathered else self._call_count(batch), reduces=0)
+        self._count_wire(gathers=0 if self._gathered else self._call_count(batch), reduces=0, all_reduces=0)
         self._gathered = self._spec.unsharded.weights
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
@@ -243,7 +251,9 @@ class FsdpEngine:
             if not self._keeps_gradients:
                 shard.parameter.grad = None
         gradients = [cast("Tensor", shard.local.grad) for shard in self._trainable]
-        norm = global_norm(squared_norms(gradients), self._device)
+        # Each rank adds the part of its shards that no other rank adds: equal shards of replicas count once.
+        parts = [shard.select(gradient) for shard, gradient in zip(self._trainable, gradients, strict=True)]
+        norm = global_norm(squared_norms(parts), self._device)
         self._optimizer.step(learning_rate, norm, max_grad_norm)
         if self._keeps_gradients:
             torch._foreach_zero_(gradients)
@@ -254,24 +264,32 @@ class FsdpEngine:
         gradients = [shard.parameter.grad for shard in self._shards if shard.parameter.grad is not None]
         return Counters(
             weights_bytes=sum(shard.local.nbytes for shard in self._shards),
-            gradients_bytes=sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
+            gradients_bytes=4 * trainable
+            if self._has_partial_sums
+            else sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
             moments_bytes=8 * trainable,
             gathered_bytes=self._gathered_bytes,
             activations_bytes=self._activations.peak_bytes,
-            wire_bytes=self._wire_bytes if self._staging is None else 0,
+            wire_bytes=self._wire_bytes,
             staged_bytes=self._staging.staged_bytes if self._staging is not None else 0,
             reduce_s=self._staging.busy_s if self._staging is not None else None,
             wait_s=self._staging.peers.waited_s if self._staging is not None else 0.0,
         )
 
-    def _count_wire(self, gathers: int, reduces: int) -> None:
-        """Count the bytes sent by this rank: (N - 1) / N of all weights per gather, of trainable weights per reduce."""
+    def _count_wire(self, gathers: int, reduces: int, all_reduces: int) -> None:
+        """Count the bytes sent by this rank, by ring collectives.
+
+        Among N ranks that divide the weights, a rank sends (N - 1) / N of all weights per gather, and of trainable
+        weights per reduce. Among R replicas, it sends 2 (R - 1) / R of its trainable shards per all-reduce.
+        """
         numel = sum(shard.parameter.numel() for shard in self._shards)
         trainable = sum(shard.parameter.numel() for shard in self._trainable)
-        share = (self._world_size - 1) / self._world_size
-        gathered = gathers * self._spec.compute_dtype.itemsize * numel
-        reduced = reduces * (2 if self._spec.reduce_dtype == "bf16" else 4) * trainable
-        self._wire_bytes += int(share * (gathered + reduced))
+        shards, replicas = self._division.shards, self._division.replicas
+        if self._staging is None:
+            gathered = gathers * self._spec.compute_dtype.itemsize * numel
+            reduced = reduces * (2 if self._spec.reduce_dtype == "bf16" else 4) * trainable
+            self._wire_bytes += int((shards - 1) / shards * (gathered + reduced))
+        self._wire_bytes += int(2 * (replicas - 1) / replicas * all_reduces * 4 * trainable / shards)
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         self._model.eval()
@@ -284,18 +302,7 @@ class FsdpEngine:
         self._shards.clear()
         if self._staging is not None:
             self._staging.peers.close()
-
-
-def _local_shards(model: nn.Module, topology: Topology) -> list[_Shard]:
-    shards = []
-    for name, parameter in model.named_parameters():
-        start, stop = row_ranges(tuple(parameter.shape), topology.world_size)[topology.rank]
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local().detach()
-        else:
-            local = parameter.detach().view(-1)[start:stop]
-        shards.append(_Shard(name, parameter, local, start))
-    return shards
+        self._division.close()
 
 
 def _groups_of(model: nn.Module) -> list[nn.Module]:

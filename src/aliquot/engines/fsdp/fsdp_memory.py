@@ -44,7 +44,7 @@ def fsdp_memory(
 
     `backward_bytes`: the most bytes of activations during a backward pass; `layer_bytes`: the activations of a layer.
     """
-    compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size
+    compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size // replicas(config, layout)
     root, *layers = shape.padded_groups(ranks)
     learned = shape.learned_padded_groups(ranks)
     owned = sum(learned) // ranks
@@ -69,14 +69,29 @@ def fsdp_memory(
         evaluation=forward,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * owned,
-        # Gradients stay allocated between steps, but each micro-batch allocates new gradients of the root group.
-        holes=4 * learned[0] // ranks if layout.device == "cpu" else 0,
+        holes=_holes(learned, layout, replicas(config, layout)),
     )
+
+
+def replicas(config: RunConfig, layout: RankLayout) -> int:
+    """Return the number of copies of the whole state; the ranks of a copy divide it."""
+    return layout.nodes if config.shard.replicate == "nodes" else 1
+
+
+def _holes(learned: Sequence[int], layout: RankLayout, copies: int) -> int:
+    """Return the bytes of gradients that move from step to step: on CPU, they leave holes in the heap.
+
+    Gradients stay allocated between steps, except for gradients of the root group, which each micro-batch allocates
+    anew. Gradients that replicas add are all allocated anew.
+    """
+    if layout.device != "cpu":
+        return 0
+    return 4 * (sum(learned) if copies > 1 else learned[0]) * copies // layout.world_size
 
 
 def shares_memory(config: RunConfig, layout: RankLayout) -> bool:
     """Whether ranks exchange weights and gradients through shared memory (fsdp_collectives.py)."""
-    return layout.device == "cpu" and layout.nodes == 1 and config.shard.collectives != "gloo"
+    return layout.device == "cpu" and layout.nodes == replicas(config, layout) and config.shard.collectives != "gloo"
 
 
 def sent_gradient_bytes(config: RunConfig, layout: RankLayout) -> int:

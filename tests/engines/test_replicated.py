@@ -1,0 +1,151 @@
+"""`shard.replicate: nodes` of engine fsdp: each node holds all states and trains as the plain loop does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aliquot.distributed.topology import RankLayout
+from aliquot.engines.engine_plan import Unsharded
+from aliquot.models.shaped_model import shaped_model
+from aliquot.planner.traffic import traffic
+from tests.engines.cases import CASES, EngineSetup
+from tests.engines.replicated_worker import MICRO_BATCHES, MODEL
+from tests.engines.test_engines import Runs, assembled, initial_weights, plain_loop, result
+from tests.planner.shapes import planned_config
+from tests.processes import run_ranks
+
+SAVER = Path(__file__).parent / "replicated_worker.py"
+
+SETUPS = {
+    "two ranks": EngineSetup("fsdp", 2, replicas=2),
+    "gloo": EngineSetup("fsdp", 4, replicas=2),
+    "shared memory": EngineSetup("fsdp", 4, shared_memory=True, replicas=2),
+    "three nodes": EngineSetup("fsdp", 6, shared_memory=True, replicas=3),
+}
+MODELS = ["llama-far", "llama-bf16", "llama-compiled", "qwen2-tied", "moe", "rwkv", "deepseek-deep-bf16", "llama-lora",
+          "llama-frozen", "llama-full"]  # fmt: skip
+NAMES = {"two ranks": ["llama"], "gloo": ["llama", *MODELS], "shared memory": ["llama", *MODELS],
+         "three nodes": ["llama"]}  # fmt: skip
+KEYS = ["two ranks", *(pytest.param(key, marks=pytest.mark.long) for key in SETUPS if key != "two ranks")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
+    worlds = {key: (setup, NAMES[key]) for key, setup in SETUPS.items()}
+    return Runs(tmp_path_factory.mktemp("replicated"), worlds)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_replicas_train_as_the_plain_loop(runs: Runs[str], key: str) -> None:
+    for name in NAMES[key]:
+        if CASES[name].precision == "bf16":
+            continue
+        losses, norms, weights = plain_loop(name, bf16=False)
+        ours = result(runs[key], name)
+        assert ours["losses"] == pytest.approx(losses, rel=1e-5), name
+        assert ours["norms"] == pytest.approx(norms, rel=1e-4), name
+        if CASES[name].steps == CASES["llama"].steps:
+            final = assembled(runs[key], name, "final", SETUPS[key].ranks)
+            for tensor, weight in weights.items():
+                torch.testing.assert_close(final[tensor], weight.flatten(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", ["gloo", "shared memory"])
+def test_bf16_is_as_close_to_fp32_as_the_plain_loop(runs: Runs[str], key: str) -> None:
+    for name in ("llama-bf16", "llama-compiled"):
+        exact, _, _ = plain_loop(name, bf16=False)
+        plain, _, _ = plain_loop(name, bf16=True)
+        gap = max(abs(a - b) for a, b in zip(plain, exact, strict=True))
+        ours = result(runs[key], name)["losses"]
+        assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= 2 * gap
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_ranks_own_every_element_once(runs: Runs[str], key: str) -> None:
+    """`assembled` fails where parts overlap or leave gaps."""
+    ranks, expected = SETUPS[key].ranks, initial_weights(CASES["llama"])
+    found = assembled(runs[key], "llama", "initial", ranks)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values.flatten()), name
+    total = sum(values.numel() for values in expected.values())
+    for rank in range(ranks):
+        parts = load_file(runs[key] / f"llama-final-{rank}.safetensors")
+        owned = sum(values.numel() for name, values in parts.items() if name.startswith("exp_avg/"))
+        assert owned <= total / ranks + len(expected) * 50
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_all_ranks_agree(runs: Runs[str], key: str) -> None:
+    first, *others = [result(runs[key], "llama", rank) for rank in range(SETUPS[key].ranks)]
+    assert all(rank["losses"] == first["losses"] and rank["norms"] == first["norms"] for rank in others)
+    assert first["evaluated"] > 0 and all(rank["evaluated"] == 0 for rank in others)
+
+
+def trained(folder: Path, ranks: int, replicas: int, source: str = "none", whole: str = "") -> list[dict[str, Any]]:
+    """What each rank has counted in two steps of replicated_worker.py, which saves into `folder`."""
+    folder.mkdir()
+    run_ranks(SAVER, ranks, folder, str(replicas), source, "2", whole)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "others"),
+    [
+        (2, 2, [(1, 1)]),
+        pytest.param(4, 2, [(3, 1), (4, 1), (2, 2), (6, 3)], marks=pytest.mark.long),
+        pytest.param(3, 1, [(4, 2)], marks=pytest.mark.long),
+    ],
+)
+def test_checkpoints_do_not_depend_on_replicas(
+    tmp_path: Path, ranks: int, replicas: int, others: list[tuple[int, int]]
+) -> None:
+    trained(tmp_path / "first", ranks, replicas)
+    source = tmp_path / "first/trained/step-00000002"
+    expected = trained(tmp_path / "same", ranks, replicas, str(source))[0]["norms"]
+    for other_ranks, other_replicas in others:
+        folder = tmp_path / f"{other_ranks} ranks, {other_replicas} replicas"
+        norms = trained(folder, other_ranks, other_replicas, str(source))[0]["norms"]
+        assert files(folder / "restored/step-00000002") == files(source), folder
+        assert norms == pytest.approx(expected, rel=1e-5), folder
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "whole"),
+    [
+        (2, 1, ""),
+        pytest.param(2, 2, "", marks=pytest.mark.long),
+        pytest.param(2, 2, "whole", marks=pytest.mark.long),
+        pytest.param(3, 2, "", marks=pytest.mark.long),
+    ],
+)
+def test_planned_bytes_between_nodes_are_those_counted(
+    tmp_path: Path, nodes: int, ranks_per_node: int, whole: str
+) -> None:
+    layout = RankLayout(nodes, ranks_per_node, 1, "cpu")
+    counted = trained(tmp_path / "run", layout.world_size, nodes, whole=whole)
+    config = planned_config(
+        {"model_type": "llama", **MODEL}, train={"precision": "fp32"}, data={"sequence_length": 64},
+        shard={"engine": "fsdp", "replicate": "nodes"},
+    )  # fmt: skip
+    shape = shaped_model(config).shape
+    unsharded = Unsharded(bool(whole), bool(whole))
+    planned = traffic(config, "fsdp", shape, layout, MICRO_BATCHES // layout.world_size, unsharded)
+    # Ring all-reduces, once per step, of the shards of each rank.
+    assert planned.wire_bytes == 2 * (nodes - 1) * 4 * shape.numel
+    assert planned.local_bytes == 0
+    for step in range(2):
+        assert sum(rank["sent"][step] for rank in counted) == pytest.approx(planned.wire_bytes, abs=layout.world_size)
+    inside = "shared memory within a node, " if ranks_per_node > 1 else ""
+    assert counted[0]["transport"] == f"{inside}gloo among {nodes} replicas"
