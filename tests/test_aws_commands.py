@@ -46,6 +46,13 @@ def test_aws_commands_exist(page: Path) -> None:
         if f"{service} {operation}" in OF_THE_CLI:
             continue
         model = SESSION.get_service_model(service)
+        if operation == "wait":
+            assert service in SESSION.get_component("data_loader").list_available_services("waiters-2"), service
+            waiters = SESSION.get_waiter_model(service)
+            known = {xform_name(name, "-"): waiters.get_waiter(name).operation for name in waiters.waiter_names}
+            name, *words = words
+            assert name in known, f"aws {service} wait {name}"
+            operation = xform_name(known[name], "-")
         names = {xform_name(name, "-"): name for name in model.operation_names}
         assert operation in names, f"aws {service} {operation}"
         shape = model.operation_model(names[operation]).input_shape

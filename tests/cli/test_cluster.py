@@ -51,7 +51,12 @@ def test_render(run_file: Path, tmp_path: Path) -> None:
         "cluster", "render", run_file, "-o", tmp_path / "out", "cluster.nodes=2", "cluster.ranks_per_node=4"
     )
     assert result.exit_code == 0, result.output
-    for wanted in ("kubectl apply --server-side -k", "kubectl logs", "kubectl delete", "2 x r7i.8xlarge x 4 ranks"):
+    for wanted in (
+        "kubectl apply --server-side -k",
+        "aliquot cluster logs",
+        "kubectl delete",
+        "2 x r7i.8xlarge x 4 ranks",
+    ):
         assert wanted in result.output
     job = yaml.safe_load((tmp_path / "out" / "train-job.yaml").read_text())
     assert job["metadata"]["name"] == "my-run-3"

@@ -65,7 +65,8 @@ def test_deploy_runtimes_equal_the_examples(device: str) -> None:
     settings = read_config(REPOSITORY / "examples" / f"llama3-8b-{device}.yaml", [f"cluster.name=aliquot-{device}"])
     assert settings.cluster is not None
     foreseen = plan(
-        device="cpu" if device == "cpu" else "cuda", ranks_per_node=2 if device == "cpu" else 1,
+        device="cpu" if device == "cpu" else "cuda", engine="host" if device == "cpu" else "fsdp",
+        ranks_per_node=2 if device == "cpu" else 1,
         nodes=settings.cluster.nodes, instance=settings.cluster.instance_types[0],
         phases=(PhaseMemory("steady peak", {"all": 1}, {}),),
         shm_bytes_per_node=0 if device == "cpu" else 64 << 20,

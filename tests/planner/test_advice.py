@@ -14,6 +14,7 @@ from aliquot.config.read_config import read_config
 from aliquot.data.workload import Workload
 from aliquot.planner import fit_check
 from aliquot.planner.advice import _fewer_ranks, _plans, with_advice
+from aliquot.planner.automatic_settings import with_choices
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
@@ -30,7 +31,7 @@ SLOW = Machine.from_numbers(64, 16, 0.1)
         (
             {"global_batch_size": 16, "gradient_accumulation_steps": 2},
             2,
-            {"train.global_batch_size", "train.per_device_train_batch_size", "train.gradient_accumulation_steps"},
+            {"train.global_batch_size", "train.gradient_accumulation_steps"},
         ),
         (
             {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
@@ -56,6 +57,7 @@ def test_advised_batch_can_be_pasted(
     config = read_config(file)
     planner, layout, workload = Planner(PlannedModel(config), SLOW), SLOW.layout(config, 2), Workload.assumed(config)
     now = planner.plan(config, layout, workload, approximate=True)
+    config = with_choices(config, now.choices)
     told = with_advice(now, Search(planner, config, layout, workload)).bottleneck
     found = re.search(r"a global batch of \d+ sequences \((.+)\) would be ([\d.]+)x", told)
     assert found, told
@@ -63,7 +65,9 @@ def test_advised_batch_can_be_pasted(
     assert {line.partition("=")[0] for line in lines} == settings
     pasted = read_config(file, lines)
     then = planner.plan(pasted, SLOW.layout(pasted, 2), workload, approximate=True)
-    assert f"{then.tokens_per_s / now.tokens_per_s:.1f}" == found[2]
+    gain, promised = round(then.tokens_per_s / now.tokens_per_s, 1), float(found[2])
+    # The advice keeps the micro-batch; `auto` may choose a faster one for the larger batch.
+    assert gain == promised if "per_device_train_batch_size" in train else gain >= promised
 
 
 def test_advice_of_fewer_ranks_makes_engine_host_fit() -> None:
