@@ -4,9 +4,10 @@ python benchmarks/dpo.py --json dpo.json [--steps 3] [--rounds 1]
 
 A Llama of 125 M parameters learns from pairs of answers of about 100 tokens to prompts of about 50 tokens: passages of
 this repository's documentation. Every step takes the same eight pairs, four per rank, in bf16, with one thread per rank
-on its own core and the same allocator. Reference log-probabilities are computed before the first step. Under ZeRO-3
-this fails in TRL, so that TRL also runs with the reference in memory. Figures are the median of all steps but the
-first, and the peak PSS of a rank. The targets compare with the fastest and with the smallest run of TRL.
+on its own core and the same allocator. Reference log-probabilities are computed before the first step. With this model
+under ZeRO-3, TRL 1.16 ended with an IndexError, so TRL also runs with the reference in memory. Figures are the median
+of all steps but the first, and the peak PSS of a rank. The targets compare with the fastest and with the smallest run
+of TRL.
 """
 
 from __future__ import annotations
