@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor, nn
-from transformers import get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.schema import TrainSection
@@ -49,6 +50,16 @@ def initial_weights(config: Any, seed: int, adapter: AdapterSection | None = Non
     initialize.initialize(own, with_adapter.fills, seed)
     held = [name for name, _ in with_adapter.tensors if name not in own.values]
     return {name: store.values[name.replace(".base_layer", "")] for name in held} | own.values
+
+
+def save_llama(directory: Path) -> None:
+    """Save a small Llama with fixed weights, large enough that its predictions differ."""
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=300, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import aliquot
 from aliquot.data.batches import Batches, objective_of
@@ -32,12 +32,7 @@ TRAIN = {"objective": "kto", "beta": 0.3, "desirable_weight": 1.5, "learning_rat
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kto")
-    torch.manual_seed(2)
-    config = AutoConfig.for_model(
-        "llama", vocab_size=300, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    plain.save_llama(folder / "model")
     draw = random.Random(3)
 
     def words(most: int) -> str:
