@@ -107,4 +107,5 @@ def plan_replicated_if_faster(config: RunConfig, can_replicate: bool, plan_of: P
         faster = plan_of(with_settings(config, {"shard.replicate": "nodes"}))
     except EngineError:  # other settings exclude replicas
         return plan
-    return faster if faster.fits and faster.step_s <= (1 - _REPLICAS_GAIN) * plan.step_s else plan
+    limit_s = (1 - _REPLICAS_GAIN) * plan.step_with_messages_s
+    return faster if faster.fits and faster.step_with_messages_s <= limit_s else plan

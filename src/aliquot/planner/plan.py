@@ -123,6 +123,11 @@ class Plan:
     fees_usd_per_hour: float = 0.0  # of the file system and the control plane of `cluster`
 
     @property
+    def step_with_messages_s(self) -> float:
+        """Seconds of a step with the latency and the CPU time of its messages."""
+        return self.step_s / (1 - self.losses.messages)
+
+    @property
     def choices(self) -> dict[str, object]:
         """The chosen value of each `section.key` that may be `auto` until a run is planned."""
         return {

@@ -116,7 +116,7 @@ class Planner:
         may_be_host = shard.offload == "none" and shard.collectives == "auto" and shard.replicate == "none"
         if on_gpu and engine == "fsdp" and may_be_host:
             with_host = _RunPlan(self, config, "host", layout, workload, approximate).make()
-            helps = with_host.step_s < made.step_s or fit_check.problems(made, self.machine)
+            helps = with_host.step_with_messages_s < made.step_with_messages_s or fit_check.problems(made, self.machine)
             return with_host if helps and not fit_check.problems(with_host, self.machine) else made
         # Engine fsdp has shared memory on a single node only, and neither compressed states nor offload to disk.
         needs_host = (
