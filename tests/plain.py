@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from aliquot.config.adapter_section import AdapterSection
-from aliquot.config.schema import TrainSection
+from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batches import Batches
 from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
@@ -78,6 +79,17 @@ def add_lora(model: nn.Module, adapter: AdapterSection) -> None:
     wanted = of_mixture if "moe" in str(getattr(model.config, "model_type", "")) else "all-linear"
     settings = LoraConfig(r=adapter.r, lora_alpha=int(adapter.alpha), target_modules=wanted)
     inject_adapter_in_model(settings, model)
+
+
+def model_and_reference(config: RunConfig) -> tuple[nn.Module, nn.Module]:
+    """Return the fp32 model of a config, with its new adapter if it has one, and a frozen copy of the base model."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    reference = deepcopy(model)
+    if config.adapter is not None:
+        add_lora(model, config.adapter)
+        drawn = initial_weights(reference.config, config.run.seed, config.adapter)
+        model.load_state_dict({n: values for n, values in drawn.items() if ".lora_" in n}, strict=False)
+    return model, reference
 
 
 def summed_loss(model: nn.Module, batch: MicroBatch | None) -> Tensor:

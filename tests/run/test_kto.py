@@ -113,14 +113,8 @@ class PlainLoss:
 def plain_curve(file: Path, steps: int) -> tuple[list[float], float]:
     """Losses of a plain loop, and the loss on held-out answers at the end."""
     config = aliquot.read_config(file)
-    assert config.model.path is not None
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    reference = deepcopy(model)
-    data = prepare(config.data, Path(config.model.path), model.config.vocab_size)
-    if config.adapter is not None:
-        plain.add_lora(model, config.adapter)
-        drawn = plain.initial_weights(reference.config, config.run.seed, config.adapter)
-        model.load_state_dict({n: values for n, values in drawn.items() if ".lora_" in n}, strict=False)
+    model, reference = plain.model_and_reference(config)
+    data = prepare(config.data, Path(str(config.model.path)), model.config.vocab_size)
     objective, size = objective_of(config.train), batch_size(config.train, 1)
     assert objective is not None
     batches = Batches.of(data, config.data, config.run.seed, size, None).with_objective(objective)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import aliquot
 from aliquot.data.batches import Batches, objective_of
@@ -81,14 +80,8 @@ def plain_curve(file: Path, steps: int) -> tuple[list[float], float]:
     """Losses of a loop with a frozen copy of the model, and the loss on held-out pairs at the end."""
     config = aliquot.read_config(file)
     train = config.train
-    assert config.model.path is not None
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
-    reference = deepcopy(model)
-    data = prepare(config.data, Path(config.model.path), model.config.vocab_size)
-    if config.adapter is not None:
-        plain.add_lora(model, config.adapter)
-        drawn = plain.initial_weights(reference.config, config.run.seed, config.adapter)
-        model.load_state_dict({n: values for n, values in drawn.items() if ".lora_" in n}, strict=False)
+    model, reference = plain.model_and_reference(config)
+    data = prepare(config.data, Path(str(config.model.path)), model.config.vocab_size)
     objective = objective_of(train)
     assert objective is not None
 
