@@ -117,7 +117,8 @@ COMPARISONS = (
         {"who": "aliquot"},
         (
             "TRL + DeepSpeed ZeRO-3, reference in memory",
-            "TRL + DeepSpeed ZeRO-3, reference in memory, gradient checkpointing",
+            "TRL + DeepSpeed ZeRO-3, reference given",
+            "TRL + DeepSpeed ZeRO-3, reference given, gradient checkpointing",
             "TRL + DDP",
         ),
     ),
