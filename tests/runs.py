@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,16 @@ def trained(*arguments: str | Path, cold: bool = False) -> str:
     result = command("train", *arguments, cold=cold)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def killed_when(reached: Callable[[], bool], *arguments: str | Path) -> None:
+    """`aliquot train` whose launcher and ranks get SIGKILL as soon as `reached`, which must be before its end."""
+    process = warm.popen("-m", "aliquot", "train", *arguments, start_new_session=True)
+    while not reached():
+        assert process.poll() is None
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def refused(*arguments: str | Path) -> str:

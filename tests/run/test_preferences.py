@@ -23,7 +23,7 @@ from aliquot.data.prepare import prepare
 from aliquot.data.workload import batch_size
 from aliquot.models.micro_batch import MicroBatch
 from tests import plain
-from tests.runs import WORDS, curve, refused, trained, write_config
+from tests.runs import WORDS, curve, killed_when, refused, trained, write_config
 
 LORA = {"adapter": {"r": 3, "alpha": 12.0}}
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
@@ -112,8 +112,9 @@ def plain_curve(file: Path, steps: int) -> tuple[list[float], float]:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> tuple[Path, str]:
     """The directory of a run, and what the run printed."""
-    output = trained(write(folder, "whole", launch={"ranks": 2}, shard={"engine": "host"}))
-    return folder / "whole", output
+    best = {"eval_steps": 1, "metric_for_best_model": "rewards/accuracies"}
+    file = write(folder, "whole", best, launch={"ranks": 2}, shard={"engine": "host"}, checkpoint={"best": True})
+    return folder / "whole", trained(file)
 
 
 def check_curve(file: Path) -> None:
@@ -122,11 +123,19 @@ def check_curve(file: Path) -> None:
     assert list(curve(directory).values()) == pytest.approx(losses, rel=1e-5)
     assert curve(directory, "eval_loss")[6] == pytest.approx(evaluated, rel=1e-5)
     assert all(set(curve(directory, metric)) == set(range(1, 7)) for metric in METRICS)
-    assert all(set(curve(directory, f"eval_{metric}")) == {6} for metric in METRICS)
+    assert all(6 in curve(directory, f"eval_{metric}") for metric in METRICS)
 
 
 def test_the_curve_is_that_of_a_plain_loop(whole: tuple[Path, str]) -> None:
     check_curve(whole[0].with_suffix(".yaml"))
+
+
+def test_the_checkpoint_of_highest_accuracy_is_the_best(whole: tuple[Path, str]) -> None:
+    directory, _ = whole
+    losses, accuracies = (curve(directory, f"eval_{metric}") for metric in ("loss", "rewards/accuracies"))
+    best = max(accuracies, key=lambda step: accuracies[step])
+    assert best != min(losses, key=lambda step: losses[step]), "the data do not tell the metrics apart"
+    assert (directory / "checkpoints" / "best").readlink() == Path(f"step-{best:08d}")
 
 
 @pytest.mark.long
@@ -163,7 +172,7 @@ def test_a_run_goes_on_with_the_reference_of_its_beginning(folder: Path, whole: 
     assert len(reference) == 2  # of training data, and of held-out data
     values = [np.frombuffer(file.read_bytes()[32:], np.float32) for file in reference]
     assert sorted(int(np.isnan(numbers).sum()) for numbers in values) == [0, 2]  # the long pair has none
-    shutil.copytree(directory, folder / "moved")
+    shutil.copytree(directory, folder / "moved", symlinks=True)
     for step in (4, 6):
         shutil.rmtree(folder / "moved" / "checkpoints" / f"step-{step:08d}")
     lost, damaged = (folder / "moved" / "reference" / file.name for file in reference)
@@ -174,6 +183,27 @@ def test_a_run_goes_on_with_the_reference_of_its_beginning(folder: Path, whole: 
     for file, numbers in zip((lost, damaged), values, strict=True):
         again = np.frombuffer(file.read_bytes()[32:], np.float32)
         np.testing.assert_allclose(again, numbers, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_killed_run_has_the_curve_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """SIGKILL to two ranks: while they compute the reference, and between steps."""
+    plain.save_llama(tmp_path / "model")
+    write_pairs(tmp_path, count=1500)
+    whole, killed = (write(tmp_path, name, {"max_steps": 60}, launch={"ranks": 2}) for name in ("whole", "killed"))
+    trained(whole)
+    directory, expected = tmp_path / "killed", tmp_path / "whole"
+    killed_when(lambda: any((directory / "reference").glob("*.bin")), killed)
+    (half,) = (directory / "reference").glob("*.bin")
+    logprobs = np.frombuffer(half.read_bytes()[32:], np.float32)
+    assert 2 < np.isnan(logprobs).sum() < len(logprobs), "the reference was complete"
+    killed_when((directory / "checkpoints/step-00000004/manifest.json").exists, killed)
+    assert 4 <= len(curve(directory)) < 60, "the run was over"
+    assert "resuming from" in trained(killed)
+    for metric in ("loss", "eval_loss", *METRICS):
+        assert curve(directory, metric) == curve(expected, metric)
+    for file in (expected / "reference").iterdir():
+        assert (directory / "reference" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.long

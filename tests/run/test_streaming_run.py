@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,7 @@ import pytest
 from aliquot.stores.store import open_store
 from tests import runs
 from tests.data.stores import byte_level
-from tests.stores.s3_server import BUCKET, s3_server
-from tests.tools import warm
+from tests.stores.s3_server import BUCKET
 
 
 def corpus(folder: Path, files: int = 12) -> Path:
@@ -27,42 +23,47 @@ def corpus(folder: Path, files: int = 12) -> Path:
     return folder / "corpus"
 
 
-def config(folder: Path, name: str, path: str, steps: int = 12, **sections: dict[str, object]) -> Path:
+def config(
+    folder: Path, name: str, path: str | list[dict[str, object]], steps: int = 12, **sections: dict[str, object]
+) -> Path:
+    """`path`: of the data, or several sources."""
     data: dict[str, object] = {
         "path": path, "streaming": True, "shuffle_buffer": 16, "tokenizer": str(folder.parent / "tokenizer"),
         "tokenizer_vocab_size": None, "eval_fraction": 0.0, "cache_directory": str(folder / "cache"),
     }  # fmt: skip
+    if not isinstance(path, str):
+        data |= {"sources": path, "path": None, "document": None}
     checkpoint: dict[str, object] = {"every": 4, "export": False}
     sections = {"data": data, "train": {"max_steps": steps}, "checkpoint": checkpoint, **sections}
     return runs.write_config(folder, name, **sections)
 
 
 def test_streamed_run_at_two_ranks(tmp_path: Path) -> None:
-    printed = runs.trained(
-        config(tmp_path / "runs", "run", str(corpus(tmp_path, files=4)), steps=3, launch={"ranks": 2})
-    )
+    """What is left out of a later segment is reported when training reaches the segment, and at the end."""
+    path = corpus(tmp_path, files=4)
+    (path / "01.txt").write_text("the first line\na line\0with NUL\n")
+    printed = runs.trained(config(tmp_path / "runs", "run", str(path), steps=9, launch={"ranks": 2}))
     assert "data: streamed; all these numbers are of its beginning, about " in printed
-    assert sorted(runs.curve(tmp_path / "runs/run")) == [1, 2, 3]
+    left_out = f"1 x a text with NUL characters, left out (the first: {path}/01.txt:2: a NUL byte"
+    before, later, _ = printed.partition(f"data: {left_out}")
+    assert later and "step 9" not in before and f"data: in all segments {left_out}" in printed
+    assert left_out in (tmp_path / "runs/run/events.jsonl").read_text()
+    assert sorted(runs.curve(tmp_path / "runs/run")) == list(range(1, 10))
 
 
 @pytest.mark.long
-def test_streamed_run_is_killed_and_resumed_at_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("s3")
+def test_streamed_run_is_killed_and_resumed_at_two_ranks(tmp_path: Path) -> None:
     path = str(corpus(tmp_path))
     runs.trained(config(tmp_path / "whole", "whole", path))
-    with s3_server(monkeypatch):
-        store = open_store(f"s3://{BUCKET}/corpus")
-        for file in Path(path).iterdir():
-            store.put(file.name, file.read_bytes())
-        remote = config(tmp_path / "killed", "killed", f"s3://{BUCKET}/corpus/", launch={"ranks": 2})
-        train = warm.Warm(["-m", "aliquot", "train", str(remote)], text=True, start_new_session=True)
-        while not (tmp_path / "killed/killed/checkpoints/step-00000004/manifest.json").exists():
-            assert train.poll() is None
-            time.sleep(0.02)
-        os.killpg(train.pid, signal.SIGKILL)
-        train.wait()
-        copied = len(list((tmp_path / "killed/cache/remote").iterdir()))
-        assert copied < 12, "files are copied when they are needed"
-        printed = runs.trained(remote)
+    store = open_store(f"s3://{BUCKET}/corpus")
+    for file in Path(path).iterdir():
+        store.put(file.name, file.read_bytes())
+    remote = config(tmp_path / "killed", "killed", f"s3://{BUCKET}/corpus/", launch={"ranks": 2})
+    runs.killed_when((tmp_path / "killed/killed/checkpoints/step-00000004/manifest.json").exists, remote)
+    copied = len(list((tmp_path / "killed/cache/remote").iterdir()))
+    assert copied < 12, "files are copied when they are needed"
+    printed = runs.trained(remote)
     assert "resuming from" in printed
     whole, resumed = (runs.curve(tmp_path / name / name) for name in ("whole", "killed"))
     assert resumed == pytest.approx(whole, rel=1e-5)

@@ -25,23 +25,30 @@ class EvaluationHistory:
     """The best evaluation of a run so far. Every checkpoint stores the history in its state, for resumed runs."""
 
     best_step: int | None = None  # None: no evaluation yet
-    best_loss: float = math.inf  # evaluation loss after `best_step`
+    best_value: float = math.inf  # the metric of the evaluation after `best_step`
     without_improvement: int = 0  # number of evaluations in a row, up to the newest, without improvement
     last_step: int | None = None  # step of the newest evaluation
-    # The best step and loss before `best_step`, in case the save of `best_step` fails. A state does not store them: if
+    metric: str = "loss"  # train.metric_for_best_model
+    # The best step and value before `best_step`, in case the save of `best_step` fails. A state does not store them: if
     # the state is saved, the checkpoint of its best step is saved, too.
     previous_best: tuple[int | None, float] = field(default=(None, math.inf), compare=False)
 
-    def after(self, step: int, loss: float, threshold: float) -> Self:
-        """Return the history including the evaluation after `step`.
+    def after(self, step: int, value: float, threshold: float) -> Self:
+        """Return the history including the evaluation after `step`, whose metric is `value`.
 
-        For early stopping, a loss is an improvement if it is lower than the best loss by more than `threshold`. The
-        best evaluation is the one with the lowest loss by any margin. Both are as in transformers.
+        For early stopping, a value is an improvement if it is better than the best value by more than `threshold`. The
+        best evaluation is the one with the best value by any margin. Both are as in transformers.
         """
-        improved = self.best_step is None or loss < self.best_loss - threshold
-        old_best = (self.best_step, self.best_loss)
-        best, previous = ((step, loss), old_best) if loss < self.best_loss else (old_best, self.previous_best)
-        return type(self)(*best, 0 if improved else self.without_improvement + 1, step, previous)
+        gain = value - self.best_value if self._greater_is_better else self.best_value - value
+        improved = self.best_step is None or gain > threshold
+        is_best = math.isfinite(value) if self.best_step is None else gain > 0
+        old_best = (self.best_step, self.best_value)
+        best, previous = ((step, value), old_best) if is_best else (old_best, self.previous_best)
+        return type(self)(*best, 0 if improved else self.without_improvement + 1, step, self.metric, previous)
+
+    @property
+    def _greater_is_better(self) -> bool:
+        return self.metric != "loss"
 
     def without_checkpoint(self, step: int) -> Self:
         """Return the history after the save of `step` has failed.
@@ -50,8 +57,8 @@ class EvaluationHistory:
         """
         if step != self.best_step:
             return self
-        best_step, best_loss = self.previous_best
-        return replace(self, best_step=best_step, best_loss=best_loss, previous_best=(None, math.inf))
+        best_step, best_value = self.previous_best
+        return replace(self, best_step=best_step, best_value=best_value, previous_best=(None, math.inf))
 
     def retained_step(self, settings: CheckpointSection) -> int | None:
         """Return the step whose checkpoint retention must keep because of `checkpoint.best`, or None."""
@@ -63,9 +70,10 @@ class EvaluationHistory:
 
     def summary(self) -> str:
         """Describe the best evaluation for the log."""
-        since = f", and none of the {self.without_improvement} later evaluations was lower by more than the threshold"
-        best = f"evaluation loss {self.best_loss:.4f} after step {self.best_step}"
-        return (best if self.best_step else "the best checkpoint is gone") + (since if self.without_improvement else "")
+        count, better = self.without_improvement, "higher" if self._greater_is_better else "lower"
+        later = f", and none of the {count} later evaluations was {better} by more than the threshold"
+        best = f"evaluation {self.metric} {self.best_value:.4f} after step {self.best_step}"
+        return (best if self.best_step else "the best checkpoint is gone") + (later if count else "")
 
     def to_json(self) -> dict[str, Any]:
         if self.best_step is None:
@@ -74,8 +82,9 @@ class EvaluationHistory:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Read the history from the state of a checkpoint."""
-        return cls(**state.get("evaluations", {}))
+        """Read the history from the state of a checkpoint, in which 0.1 calls the value `best_loss`."""
+        values = state.get("evaluations", {})
+        return cls(**{"best_value" if key == "best_loss" else key: value for key, value in values.items()})
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ _EQUIVALENTS = {
     "train.eval_steps": "eval_strategy evaluation_strategy eval_interval eval_every evals_per_epoch eval_delay do_eval"
     " val_check_interval validation_freq",
     "train.early_stopping_patience": "early_stopping early_stopping_steps",
+    "train.metric_for_best_model": "greater_is_better",
     # shard
     "shard.engine: fsdp": "fsdp fsdp_config fsdp_version fsdp_transformer_layer_cls_to_wrap parallelism_config"
     " data_parallel_shard_degree dp_shard_size fsdp_reshard_after_forward",
@@ -117,7 +118,7 @@ _EQUIVALENTS = {
     "checkpoint.last": "last_save_model_only",
     "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints keep_last_n",
     "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints load_checkpoint load_step load_folder",
-    "checkpoint.best": "load_best_model_at_end metric_for_best_model greater_is_better save_best",
+    "checkpoint.best": "load_best_model_at_end save_best",
     "checkpoint.export": "last_save_in_hf save_safetensors save_final_model",
     "checkpoint.async": "async_mode enable_jit_checkpoint async_save",
     "checkpoint.mirror": "hub_strategy s3_path upload_dir remote_path",

@@ -98,7 +98,7 @@ class CheckpointSection(Section):
     on_error: Literal["stop", "warn"] = "stop"
     """What to do if a checkpoint, its copy in the mirror, metrics or events cannot be written."""
     best: bool = False
-    """Save the checkpoint with the lowest evaluation loss, keep it, and export it at the end."""
+    """Save the checkpoint that evaluates best by train.metric_for_best_model, keep it, and export it at the end."""
     export: bool = True
     """Write a Hugging Face export at the end of the run."""
 
@@ -221,7 +221,7 @@ class RunConfig(Section):
         if self.data.streaming and (self.train.max_steps is None or self.train.objective != "sft"):
             raise ValueError(
                 "data.streaming needs train.max_steps, because the length of the data is not known, and"
-                " train.objective: sft"
+                " train.objective: sft, because preferences need a reference of all data before the first step"
             )
         self._check_evaluations()
         checkpoint = self.checkpoint

@@ -205,7 +205,10 @@ class TrainSection(Section):
     early_stopping_patience: PositiveInt | None = None
     """End the run after N evaluations in a row without improvement. Default: never."""
     early_stopping_threshold: NonNegativeFloat = 0.0
-    """How far the evaluation loss must fall to count as an improvement for early stopping."""
+    """How far metric_for_best_model must improve to count as an improvement for early stopping."""
+    metric_for_best_model: Literal["loss", "rewards/accuracies", "rewards/margins"] = "loss"
+    """What checkpoint.best and early stopping compare on the first evaluation set: the lowest loss, or for dpo, simpo
+    and orpo the highest accuracy or margin."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -234,6 +237,7 @@ class TrainSection(Section):
             "simpo_gamma": self.objective == "simpo",
             "desirable_weight": self.objective == "kto",
             "undesirable_weight": self.objective == "kto",
+            "metric_for_best_model": self.answers == 2,
         }
         for key, is_used in users.items():
             if not is_used and getattr(self, key) != type(self).model_fields[key].default:

@@ -128,7 +128,7 @@ class Evaluator:
             self._training.watchdog.beat()
 
     def evaluate(self) -> int:
-        """Evaluate on every set, and compare the first set's loss with the best evaluation.
+        """Evaluate on every set, and compare the first set's metric with the best evaluation.
 
         Returns the stop signal for which the evaluation was given up, or 0.
         """
@@ -154,14 +154,14 @@ class Evaluator:
         # The allocator holds blocks of the evaluation's sizes, which would fragment the memory of the steps.
         training.memory_release.release(training.progress.step)
         if training.progress.step > 0:
-            self._compare(next(iter(results.values()))["loss"])
+            self._compare(next(iter(results.values()))[training.progress.evaluations.metric])
         training.call_back("on_evaluate", metrics)
         return 0
 
-    def _compare(self, loss: float) -> None:
+    def _compare(self, value: float) -> None:
         """Add the evaluation to the history, and end training at this step if early stopping asks for it."""
         settings, progress = self._training.run.config.train, self._training.progress
-        progress.evaluations = progress.evaluations.after(progress.step, loss, settings.early_stopping_threshold)
+        progress.evaluations = progress.evaluations.after(progress.step, value, settings.early_stopping_threshold)
         if progress.evaluations.exhausts(settings.early_stopping_patience):
             self._training.end_early(progress.evaluations.summary())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +45,7 @@ def fill_model(run: RunContext, inputs: Inputs, model: Model, has_begun: bool = 
         _load_pretrained(run, inputs, model)
     start = _resume(run, inputs, model)
     if start is None:
-        start = Start()
+        start = Start(evaluations=EvaluationHistory(metric=run.config.train.metric_for_best_model))
         if not has_begun:
             _load_initial(run, inputs, model)
     run.ledger.mark("weights loaded", model.engine.counters().memory())
@@ -148,15 +147,20 @@ def _changed_data(
 def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:
     """Return the history of evaluations in the state of `checkpoint`.
 
-    The history is empty if the state belongs to another run or if the evaluation data have changed. The history has no
-    best step if the checkpoint of that step is neither in the run directory nor in the mirror.
+    The history is empty if the state belongs to another run, or if the evaluation data or the metric have changed. The
+    history has no best step if the checkpoint of that step is neither in the run directory nor in the mirror.
     """
     root, mirror, history = run.directory.checkpoints, run.config.mirror, EvaluationHistory.from_state(state)
+    empty = EvaluationHistory(metric=run.config.train.metric_for_best_model)
     if is_from_another_run(run.config.checkpoint, mirror, root, checkpoint):
-        return EvaluationHistory()
+        return empty
     if None not in (before := state.get("evaluated"), now := inputs.evaluated) and before != now:
         run.display.warning("the evaluation data have changed: the best evaluation is forgotten")
-        return EvaluationHistory()
+        return empty
+    if history.metric != empty.metric:
+        if history.best_step is not None:
+            run.display.warning("train.metric_for_best_model has changed: the best evaluation is forgotten")
+        return empty
     if not run.config.checkpoint.best or history.best_step is None:
         return history
     best = directory_of(root, history.best_step)
@@ -165,7 +169,7 @@ def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state
     if fetch_best(mirror, best, run.ranks, run.display.warning):
         return history
     run.display.warning(f"the checkpoint of step {history.best_step}, which evaluated best, is missing")
-    return replace(history, best_step=None, best_loss=math.inf)
+    return replace(history, best_step=None)
 
 
 def continuation_advice(run: RunContext, inputs: Inputs, start: Start) -> str | None:

@@ -24,6 +24,7 @@ from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, t
 from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, evaluation_sets, number
 
 NOT_RECORDED = "not recorded"
+_COMPARED = {"loss": "{:.4f}", "perplexity": "{:,.2f}", "bits_per_byte": "{:.3f}", "rewards/accuracies": "{:.3f}"}
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
 
 
@@ -133,10 +134,10 @@ def evaluations(run: Run) -> Table:
     rows = []
     for name in evaluation_sets(run.evaluated):
         prefix = f"eval_{name}_" if name else "eval_"
-        for key, words in (("loss", "{:.4f}"), ("perplexity", "{:,.2f}"), ("bits_per_byte", "{:.3f}")):
+        for key, words in _COMPARED.items():
             points = run.points(f"{prefix}{key}", run.evaluated)
             if len(points) > 1:
-                best = min(points, key=lambda point: point[1])
+                best = (max if key.startswith("rewards/") else min)(points, key=lambda point: point[1])
                 cells = [f"{words.format(value)} {_at(step)}" for step, value in (points[0], points[-1], best)]
                 rows.append([f"{name} {key.replace('_', ' ')}".strip(), *cells])
     return Table(("", "first", "last", "best"), rows)
