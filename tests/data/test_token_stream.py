@@ -10,12 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aliquot.config.schema import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.batch_prefetch import BatchPrefetcher
 from aliquot.data.batches import Batches
+from aliquot.data.data_summary import StreamedIrregularities
 from aliquot.data.documents import Document, text_documents
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_stream import Segment, segment_directory
@@ -74,8 +76,7 @@ def segments(directory: Path) -> list[Segment]:
 def test_stream_has_every_document_once_in_each_turn(corpus: Path, model: Path, tmp_path: Path, packing: bool) -> None:
     settings = section(corpus, tmp_path / "cache", packing=packing, sequence_length=64)
     prepared, batches = stream(settings, model)
-    assert prepared.stream is not None
-    directory = prepared.stream.directory
+    directory = prepared.streams[""].directory
     assert len(segments(directory)) == 1, "training may begin"
     lines = [line for file in sorted(corpus.iterdir()) for line in file.read_text().split("\n")]
     batches.wait_for(99)
@@ -99,6 +100,45 @@ def test_stream_has_every_document_once_in_each_turn(corpus: Path, model: Path, 
     assert again.determinants() == batches.determinants()
     batches.close()
     again.close()
+
+
+def test_streams_are_mixed_by_weight(corpus: Path, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.jsonl").write_text("".join(f'{{"text": "more {n} {"y" * (n % 30)}"}}\n' for n in range(60)))
+    sources = [
+        {"name": "lines", "path": str(corpus), "document": "line", "weight": 3},
+        {"name": "records", "path": str(tmp_path / "more.jsonl"), "weight": 1},
+    ]
+    settings = DataSection(
+        sources=sources, streaming=True, shuffle_buffer=12, sequence_length=24, cache_directory=tmp_path / "cache"
+    )
+    (_, batches), (_, again) = (stream(settings, model) for _ in range(2))
+    steps = range(30)
+    of_lines, of_records = np.sum([batches.step_batch(step, 0, 1).tokens_of for step in steps], axis=0)
+    assert of_lines / of_records == pytest.approx(3, rel=0.1)
+    taken = documents(batches, steps)
+    assert sorted(documents(again, steps, world_size=3)) == sorted(taken)
+    assert {text.split()[0] for text in taken if "x" in text or "y" in text} > {"more"}
+    batches.close()
+    again.close()
+
+
+def test_what_is_left_out_of_later_segments_is_reported(model: Path, tmp_path: Path) -> None:
+    records = [json.dumps({"text": f"record {number}"}) for number in range(40)]
+    records[3] = records[20] = json.dumps({"text": " "})
+    records[17] = records[30] = "no record"
+    (tmp_path / "records.jsonl").write_text("\n".join(records))
+    settings = section(tmp_path / "records.jsonl", tmp_path / "cache", document=None)
+    for _ in range(2):  # the second time from the cache
+        _, batches = stream(settings, model)
+        report = StreamedIrregularities(batches)
+        assert list(report.news()) == []
+        batches.wait_for(99)
+        (news,) = report.news()
+        assert news.startswith("data: 2 x a line or an element that is no JSON record, left out (the first: ")
+        assert "records.jsonl:18: " in news and list(report.news()) == []
+        (totals,) = report.totals()
+        assert totals.startswith("data: in all segments 2 x a blank record, left out; 2 x a line or an element ")
+        batches.close()
 
 
 def test_chats_are_streamed(tmp_path: Path, model: Path) -> None:
@@ -125,10 +165,9 @@ def test_killed_stream_continues_at_its_place(
     """Segments are made a few before they are needed; a later run reads no file before the place of the last one."""
     settings = section(corpus, tmp_path / "cache", shuffle_buffer=4)
     prepared, killed = stream(settings, model)
-    assert prepared.stream is not None
     killed.step_batch(1, 0, 1)
     killed.close()
-    made = segments(prepared.stream.directory)
+    made = segments(prepared.streams[""].directory)
     assert 2 <= len(made) < 9
     opened: list[str] = []
 
@@ -145,6 +184,30 @@ def test_killed_stream_continues_at_its_place(
     assert texts == documents(whole, range(20))
     later.close()
     whole.close()
+
+
+def test_nodes_that_share_a_cache_take_turns(
+    corpus: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node reads every file once."""
+    makers = [
+        prepare(section(corpus, tmp_path / cache, shuffle_buffer=4), model, 300).streams[""].maker
+        for cache in ("shared", "shared", "alone")
+    ]
+    opened: list[str] = []
+
+    def noted(path: Path, unit: Any) -> Iterator[Document]:
+        opened.append(path.name)
+        return text_documents(path, unit)
+
+    monkeypatch.setattr("aliquot.data.file_source.text_documents", noted)
+    for index in range(1, 13):
+        for maker in (makers[index // 2 % 2], makers[2]):
+            assert maker is not None
+            maker.make(index)
+    assert max(Counter(opened).values()) == 3
+    shared, alone = (segments(maker.directory) for maker in makers[1:] if maker is not None)
+    assert shared == alone and len(shared) == 13
 
 
 def test_error_late_in_the_data_ends_training_there(corpus: Path, model: Path, tmp_path: Path) -> None:
@@ -169,7 +232,11 @@ def test_waiting_for_a_segment_ends_with_the_run(corpus: Path, model: Path, tmp_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": None, "dataset": "x"}, r"data.streaming reads data.path: give one source"),
+        ({"path": None, "dataset": "x"}, r"data.streaming reads files: give path instead of dataset"),
+        (
+            {"path": None, "sources": [{"name": "a", "path": "x", "repeat": False}]},
+            "repeat: false needs the length of a source, which data.streaming does not know",
+        ),
         ({"eval_fraction": 0.1}, "data.streaming holds out no part of the data: give data.eval_path"),
         ({"tokenizer_vocab_size": 300}, "data.streaming cannot train a tokenizer"),
         ({"streaming": False, "shuffle_buffer": 9}, "data.shuffle_buffer is for data.streaming"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -131,8 +131,8 @@ class DataSection(RecordsSection):
     """Pack documents into sequences, with attention inside each document only. false: a document is a sequence, padded
     only where AMX needs micro-batches of few different lengths."""
     streaming: bool = False
-    """Begin to train when the first data of data.path are tokenised, and tokenise the rest during training; needs
-    train.max_steps. The order is shuffled within segments of `shuffle_buffer` documents."""
+    """Begin to train when the first data of each source of files are tokenised, and tokenise the rest during training;
+    needs train.max_steps. The order is shuffled within segments of `shuffle_buffer` documents."""
     shuffle_buffer: PositiveInt = _SHUFFLE_BUFFER
     """With streaming: the number of documents that are tokenised, packed and shuffled together."""
     eval_path: Annotated[str | list[str] | None, PATH] = None
@@ -144,8 +144,8 @@ class DataSection(RecordsSection):
     eval_sources: list[NamedSection] = Field([])
     """Several evaluation sets, with a loss for each: a list of `name` and the keys of a source."""
     num_proc: PositiveInt | None = None
-    """Processes that tokenise. Default: the physical cores; with streaming, 1. Records with answers of megabytes take
-    1 GiB of memory in each process, and records of more than 4 MiB are left out."""
+    """Processes that tokenise. Default: the physical cores; with streaming, 1 for each source. Records with
+    answers of megabytes take 1 GiB of memory in each process, and records of more than 4 MiB are left out."""
     cache_directory: Annotated[Path | None, PATH] = None
     """Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."""
 
@@ -169,10 +169,16 @@ class DataSection(RecordsSection):
             if self.shuffle_buffer != _SHUFFLE_BUFFER:
                 raise ValueError("data.shuffle_buffer is for data.streaming: true")
             return self
-        if self.path is None:
+        sources: Sequence[RecordsSection] = self.sources or [self]
+        if any(source.path is None for source in sources):
             raise ValueError(
-                "data.streaming reads data.path: give one source, and for a dataset of the hub its files"
-                " (hf://datasets/OWNER/NAME/*.parquet)"
+                "data.streaming reads files: give path instead of dataset; for a dataset of the hub, the URL of its"
+                " files (hf://datasets/OWNER/NAME/*.parquet)"
+            )
+        if not all(source.repeat for source in self.sources or []):
+            raise ValueError(
+                "data.sources: repeat: false needs the length of a source, which data.streaming does not know: leave"
+                " repeat out"
             )
         if self.eval_fraction:
             raise ValueError(

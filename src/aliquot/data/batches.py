@@ -136,11 +136,9 @@ class Batches:
         fills_up: bool = False,
     ) -> Self:
         """Return the training batches of a run."""
-        settings = {source.name: source for source in section.sources or []}
+        shares = {source.name: (source.weight, source.repeat) for source in section.sources or []}
         sources = [
-            TrainStore(store, name, settings[name].weight, settings[name].repeat)
-            if name in settings
-            else TrainStore(store, stream=data.stream)
+            TrainStore(store, name, *shares.get(name, (None, True)), data.streams.get(name))
             for name, store in data.open_train().items()
         ]
         return cls(

@@ -133,8 +133,13 @@ class Stream:
         """End all work in the background."""
 
     @property
+    def known_share(self) -> float:
+        """The share of the source that `packing` describes; an estimate if it is less than 1."""
+        return 1.0
+
+    @property
     def epoch_tokens(self) -> int:
-        return int(self.packing.tokens.sum())
+        return round(int(self.packing.tokens.sum()) / self.known_share)
 
     @property
     def sequence_tokens(self) -> Fraction:

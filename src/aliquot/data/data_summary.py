@@ -36,7 +36,7 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
         described = _described(stream.source.store, stream.packing, batches.format.length, share)
         lines += [f"{name}: {text}" for text in described]
         if stream.source.stream is not None:
-            begun = stream.packing.sequences / batches.epoch_sequences
+            begun = stream.known_share
             lines.append(f"{name}: streamed; all these numbers are of its beginning, about {begun:.1%} of it")
     for name, batches_of_source in held_out.items():
         described = _described(batches_of_source.store, batches_of_source.epoch.packing, batches.format.length, None)
@@ -84,7 +84,7 @@ def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
     drawn = batches.mixture.drawn(batches.steps.of(total_steps - 1).stop)
     tokens = [float(stream.sequence_tokens) * count for stream, count in zip(batches.streams, drawn, strict=True)]
     return [
-        Share(source_tokens / sum(tokens), count / stream.packing.sequences)
+        Share(source_tokens / sum(tokens), count * stream.known_share / stream.packing.sequences)
         for stream, source_tokens, count in zip(batches.streams, tokens, drawn, strict=True)
     ]
 
@@ -124,6 +124,29 @@ def irregularities(store: TokenStore) -> Iterator[str]:
             f"{store.inexact_cuts:,} x a stretch of text without an exact place for a cut, too long to be encoded"
             " whole: one or two tokens at the cut may differ"
         )
+
+
+class StreamedIrregularities:
+    """Tells what is left out of the streams of a run after their first segments, which `header` describes."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._streams = [stream for stream in batches.streams if stream.source.stream is not None]
+        self._reported = {(stream, reason) for stream in self._streams for reason in stream.source.store.left_out}
+
+    def news(self) -> Iterator[str]:
+        """Yield a line for each reason that has occurred for the first time since the last call."""
+        for stream in self._streams:
+            left_out = stream.store.left_out
+            for reason in [reason for reason in left_out if (stream, reason) not in self._reported]:
+                self._reported.add((stream, reason))
+                line = "".join(counted({reason: left_out[reason]}, stream.store.firsts))
+                yield f"{stream.source.name or 'data'}: {line}"
+
+    def totals(self) -> Iterator[str]:
+        """Yield lines about all segments of the streams that the run has read."""
+        for stream in self._streams:
+            for line in irregularities(stream.store):
+                yield f"{stream.source.name or 'data'}: in all segments {line}"
 
 
 def _pieces(store: TokenStore, sequence_length: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -59,17 +59,17 @@ class Prepared:
     chat_prefix: tuple[int, ...]  # token ids before each record with answers, unless the chat template writes them
     day: str | None  # the date that the chat template writes, in ISO 8601; None if it writes none
     positions: int | None = None  # of the model, if they are known and limited
-    stream: TokenStream | None = None  # with data.streaming; `train` then has the first segment of this stream
+    streams: Mapping[str, TokenStream] = field(default_factory=dict)  # of `train`, which has their first segments
 
     def to_json(self) -> str:
-        values = asdict(replace(self, stream=None))
-        return json.dumps(values | {"stream": self.stream and str(self.stream.directory)})
+        values = asdict(replace(self, streams={}))
+        return json.dumps(values | {"streams": {name: str(stream.directory) for name, stream in self.streams.items()}})
 
     @classmethod
     def from_json(cls, text: str) -> Prepared:
         values = json.loads(text)
-        stream = values["stream"] and TokenStream(Path(values["stream"]))
-        return cls(**values | {name: tuple(values[name]) for name in ("prefix", "chat_prefix")} | {"stream": stream})
+        streams = {name: TokenStream(Path(directory)) for name, directory in values["streams"].items()}
+        return cls(**values | {name: tuple(values[name]) for name in ("prefix", "chat_prefix")} | {"streams": streams})
 
     def open_train(self) -> dict[str, TokenStore]:
         return {name: TokenStore.open(Path(store), self.positions) for name, store in self.train.items()}
@@ -146,18 +146,18 @@ def prepare(
 
     # Evaluation data come first, because they are smaller: their errors appear before the long work on training data.
     eval_stores = stores(evaluated, "tokenising what is held out")
-    maker = None
+    makers: dict[str, SegmentMaker] = {}
     if section.streaming:
-        source = train[""]
-        assert isinstance(source, FileSource), "data.streaming reads data.path"
-        maker = builder.segment_maker(source, partial(report, "tokenising the first segment"))
-        train_stores = {"": str(segment_directory(maker.directory, 0))}
+        for name, source in train.items():
+            what = f"tokenising the first segment {name}".strip()
+            makers[name] = builder.segment_maker(source, partial(report, what))
+        train_stores = {name: str(segment_directory(maker.directory, 0)) for name, maker in makers.items()}
     else:
         train_stores = stores(train, "tokenising")
     store_paths = [*train_stores.values(), *eval_stores.values()]
     if not all_have_rows:
         check_ids(store_paths, tokenizer, rows)
-        if maker is not None:
+        for maker in makers.values():
             maker.check = lambda directory: check_ids([str(directory)], tokenizer, rows)
     return Prepared(
         train=train_stores,
@@ -167,7 +167,7 @@ def prepare(
         prefix=convention.prefix,
         chat_prefix=builder.convention(answers=True).prefix,
         day=builder.day if any(TokenStore.open(Path(path)).mask is not None for path in store_paths) else None,
-        stream=None if maker is None else TokenStream(maker.directory, maker),
+        streams={name: TokenStream(maker.directory, maker) for name, maker in makers.items()},
     )
 
 
@@ -177,13 +177,12 @@ def prepare_together(ranks: Ranks, prepare_node: Callable[[], Prepared]) -> Prep
     Rank 0 runs first, then one rank of each other node. On a shared cache, these ranks find the results of rank 0.
     """
 
-    makers: list[SegmentMaker] = []  # in the rank that prepares the data of its node
+    streams: dict[str, TokenStream] = {}  # with their makers, in the rank that prepares the data of its node
 
     def build() -> str:
         with ranks.unpinned():
             prepared = prepare_node()
-        if prepared.stream is not None and prepared.stream.maker is not None:
-            makers.append(prepared.stream.maker)
+        streams.update(prepared.streams)
         return prepared.to_json()
 
     first = run_on_rank_0(ranks, build)
@@ -191,7 +190,7 @@ def prepare_together(ranks: Ranks, prepare_node: Callable[[], Prepared]) -> Prep
     node = str(topology.node_rank)
     results = gather_results(ranks, lambda: [node, build() if topology.local_rank == 0 and ranks.rank > 0 else ""])
     prepared = Prepared.from_json(next((result for name, result in results if name == node and result), first))
-    return replace(prepared, stream=TokenStream(makers[0].directory, makers[0])) if makers else prepared
+    return replace(prepared, streams=streams or prepared.streams)
 
 
 @dataclass(frozen=True)
@@ -214,11 +213,13 @@ class _Builder:
             return text_path
         return self._make(source, text_path, answers_path, progress)
 
-    def segment_maker(self, source: FileSource, progress: Progress) -> SegmentMaker:
+    def segment_maker(self, source: Source, progress: Progress) -> SegmentMaker:
         """Return the maker of the token stream of `source`, after it has made the first segment."""
         section = self.section
+        assert isinstance(source, FileSource), "data.streaming reads files"
         layout = (section.shuffle_buffer, section.sequence_length, section.packing)
-        directory = self._path([*self._ingredients(source.stream_digest), *self._answer_ingredients, "stream", *layout])
+        ingredients = [*self._ingredients(source.stream_digest), *self._answer_ingredients]
+        directory = self._path([*ingredients, "segments", *layout])
         spec, cut = self._encoding(source)
         encoders = EncoderPool(spec, section.num_proc or 1)
         maker = SegmentMaker(directory, source, cut, self._dtype, encoders, layout)

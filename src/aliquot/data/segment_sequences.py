@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -42,18 +43,20 @@ class SegmentSequences(Stream):
         self._is_complete = False  # whether the last segment is known
         self._open = lru_cache(_OPEN_SEGMENTS)(self._segments.open)
         self._epoch = lru_cache(_OPEN_SEGMENTS)(self._epoch_of)
-        self._first_share = self._add_segment().share
         mask = None if source.store.mask is None else self._all_tokens("mask")
-        self._store = replace(source.store, tokens=self._all_tokens("tokens"), mask=mask)
+        self._store = replace(
+            source.store, tokens=self._all_tokens("tokens"), mask=mask, left_out={}, firsts={}, inexact_cuts=0
+        )
+        self._first_share = self._add_segment().share
 
     @property
     def store(self) -> TokenStore:
+        """The tokens of all segments, and what is left out of the known segments."""
         return self._store
 
     @property
-    def epoch_tokens(self) -> int:
-        """An estimate of the number of tokens in the whole source, from the first segment."""
-        return round(int(self.packing.tokens.sum()) / (self._first_share or 1))
+    def known_share(self) -> float:
+        return self._first_share or 1.0
 
     def wait_for(self, count: int) -> None:
         if count:
@@ -91,6 +94,12 @@ class SegmentSequences(Stream):
         self._stops.append(segment.sequences + (self._stops[-1] if self._stops else 0))
         self._token_stops.append(segment.tokens + (self._token_stops[-1] if self._token_stops else 0))
         self._is_complete = segment.is_last
+        self._store = replace(
+            self._store,
+            left_out=Counter(self._store.left_out) + Counter(segment.left_out),
+            firsts={**segment.firsts, **self._store.firsts},
+            inexact_cuts=self._store.inexact_cuts + segment.inexact_cuts,
+        )
         return segment
 
     def _epoch_of(self, segment: int, turn: int) -> Epoch:

@@ -43,6 +43,9 @@ class Segment(NamedTuple):
     place: tuple[int, int]  # of its last document in the source
     share: float  # of the bytes of the source, until the end of this segment
     is_last: bool
+    left_out: dict[str, int]  # the next three are as in a token store
+    firsts: dict[str, str]
+    inexact_cuts: int
 
     @classmethod
     def read(cls, directory: Path) -> Segment | None:
@@ -96,9 +99,11 @@ class SegmentMaker:
             if target.is_dir() or (index and (before is None or before.is_last)):  # None: making it has failed
                 return
             place = BEGINNING if before is None else Place(*before.place)
-            if self._reader is None or self._place != place:
+            if self._reader is None or self._place > place:
                 self._reader, self._place = self.source.documents_after(place), place
             try:
+                while self._place < place:  # another node, which shares the cache, has made segments meanwhile
+                    self._place, _ = next(self._reader)
                 with publishing(target) as partial:
                     self._write(partial, self._reader, is_first=index == 0, progress=progress)
             except BaseException:  # the reader is somewhere within the segment
@@ -130,7 +135,10 @@ class SegmentMaker:
                 sequences = Packing.of(store, length, packed).sequences
             self.check(directory)
         share = done_bytes / max(1, self.source.total_bytes)
-        facts = Segment(sequences, writer.tokens, self._place, share, is_last=ended < count)
+        facts = Segment(
+            sequences, writer.tokens, self._place, share, ended < count,
+            writer.left_out, writer.firsts, writer.inexact_cuts,
+        )  # fmt: skip
         (directory / _FACTS).write_text(json.dumps(facts._asdict()))
 
     def close(self) -> None:

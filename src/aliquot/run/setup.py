@@ -124,9 +124,9 @@ def _model_source(config: RunConfig) -> ModelSource:
 def wait_for_data(run: RunContext, inputs: Inputs, start: Start) -> None:
     """Return when the data of the next step are tokenised: a new node begins to tokenise a stream anew. Collective."""
     step = min(start.step + 1, inputs.total_steps)
-    if inputs.data.stream is not None:
+    if inputs.data.streams:
         run.activity.enter(Stage.READ_DATA)
-        is_maker = inputs.data.stream.maker is not None
+        is_maker = any(stream.maker is not None for stream in inputs.data.streams.values())
         run_on_all_ranks(run.ranks, lambda: inputs.batches.wait_for(step) if is_maker else None)
 
 

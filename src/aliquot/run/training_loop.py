@@ -13,6 +13,7 @@ from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
 from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
 from aliquot.data.batches import StepBatch
+from aliquot.data.data_summary import StreamedIrregularities
 from aliquot.distributed.signals import Terminated
 from aliquot.models.meta import attention_widths
 from aliquot.models.micro_batch import MicroBatch
@@ -60,6 +61,7 @@ class TrainingLoop:
         self._checkpoints = checkpoints
         self._evaluator = Evaluator(training)
         self._loss_watch = LossWatch()
+        self._irregularities = StreamedIrregularities(training.inputs.batches)
         self._attention_widths = attention_widths(training.inputs.source.config)
 
     def run(self) -> None:
@@ -74,6 +76,8 @@ class TrainingLoop:
                 self._run.activity.enter(Stage.STEP, self._progress.step + 1, saving=self._checkpoints.current_step)
                 self._recorder.begin()
                 batch = batches.take(self._progress.step)
+                for line in self._irregularities.news():
+                    self._recorder.warn(line)
                 sums = self._backward(batch)
                 reports = self._exchange_reports(batch, sums)
                 metrics = self._update(batch, reports)
@@ -83,6 +87,8 @@ class TrainingLoop:
                 if not stop_signal:
                     stop_signal = self._evaluate_after_step()
                 self._save_after_step(stop_signal)
+        for line in self._irregularities.totals():
+            self._run.display.line(line)
 
     def _prefetch(self) -> BatchPrefetcher:
         ranks, inputs = self._run.ranks, self._training.inputs
