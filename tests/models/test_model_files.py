@@ -75,11 +75,14 @@ def exported_fields(config: Any) -> dict[str, Any]:
     return with_old_names(json.loads(type(config).from_dict(config.to_dict()).to_json_string()))
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "qwen3_moe", "gemma3_text", "granitemoehybrid", "mamba2", "llama"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "gpt_neox", "qwen3_moe", "gemma3_text", "granitemoehybrid", "mamba2", "llama"]
+)
 def test_older_names_are_aliases_of_current_names(kind: str) -> None:
     config = config_of(kind)
     fields = exported_fields(config)
     expected: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_ctx": getattr(config, "n_positions", None)},
         "gpt_neox": {"rotary_pct": 0.5, "rotary_emb_base": 777.0},
         "qwen3_moe": {"num_experts": config.num_local_experts} if kind == "qwen3_moe" else {},
         "gemma3_text": {"rope_theta": 777.0, "rope_local_base_freq": 555.0},

@@ -30,6 +30,7 @@ CONVENTION_FILE = "aliquot.json"
 _OF_LOADING = {"is_local", "local_files_only"}  # keys in which transformers saves where it loaded a tokenizer from
 # By model type: config keys (or keys of rope_parameters) of transformers 4 -> their names in transformers 5.
 _KEYS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {"n_ctx": "n_positions"},  # for llama.cpp; transformers does not use this key
     "gpt_neox": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "gpt_neox_japanese": {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     "qwen3_moe": {"num_experts": "num_local_experts"},

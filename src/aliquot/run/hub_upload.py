@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
+from aliquot.config.schema import RunConfig
 from aliquot.core.decode import decode_json, read_json
 from aliquot.core.errors import StorageError, StorageFailureError
 from aliquot.core.small_files import looks_local
@@ -71,8 +72,9 @@ def write_model_card(export: Path, checkpoint: Path, name: str) -> None:
     state = read_json(checkpoint / STATE)
     config, is_adapter = state["config"], (export / ADAPTER_CONFIG).is_file()
     path = config["model"].get("path")
+    hub_ids = state.get("hub_ids", [])  # aliquot 0.1.0 does not record them
     data = ModelCardData(
-        base_model=None if path is None or looks_local(path) else path,
+        base_model=path if path in hub_ids else None,
         library_name="peft" if is_adapter else "transformers",
         license="unknown",
         pipeline_tag="text-generation",
@@ -81,10 +83,10 @@ def write_model_card(export: Path, checkpoint: Path, name: str) -> None:
     step = int(state["step"])
     losses = _last_losses(checkpoint.resolve().parent.parent / "metrics.jsonl", step)
     rows = {
-        "base model": "none: trained from scratch" if path is None else _public_name(path),
+        "base model": "none: trained from scratch" if path is None else _public_name(path, hub_ids),
         "trained weights": "a LoRA adapter" if is_adapter else "a merged LoRA adapter" if config.get("adapter") else "",
         "objective": config["train"].get("objective", "sft"),
-        "data": ", ".join(_data_names(config["data"])),
+        "data": ", ".join(_data_names(config["data"], hub_ids)),
         "optimizer steps": f"{step:,}, {int(state['tokens']):,} tokens",
         **losses,
         "license": "unknown: ask the owners of the base model and of the data",
@@ -108,16 +110,23 @@ def _last_losses(metrics: Path, step: int) -> dict[str, str]:
     return losses
 
 
-def _data_names(data: Mapping[str, Any]) -> Iterator[str]:
+def names_on_hub(config: RunConfig) -> list[str]:
+    """Return the models and datasets of `config` that are hub ids; a run calls this while its local files exist."""
+    names = [*([] if config.model.path is None else [config.model.path]), *config.data.datasets()]
+    return [name for name in names if not looks_local(name)]
+
+
+def _data_names(data: Mapping[str, Any], hub_ids: Collection[str]) -> Iterator[str]:
     for source in data.get("sources") or [data]:
         paths = source.get("path") or []
         yield from (PurePath(path).name for path in ([paths] if isinstance(paths, str) else paths))
-        yield from map(_public_name, [source["dataset"]] if source.get("dataset") else [])
+        if source.get("dataset"):
+            yield _public_name(source["dataset"], hub_ids)
 
 
-def _public_name(path: str) -> str:
+def _public_name(name: str, hub_ids: Collection[str]) -> str:
     """Return a hub id, or the last part of a local path."""
-    return PurePath(path).name if looks_local(path) else path
+    return name if name in hub_ids else PurePath(name).name
 
 
 def _cell(text: str) -> str:

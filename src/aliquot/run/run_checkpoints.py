@@ -11,6 +11,7 @@ from aliquot.checkpoint.live_parts import copier_for
 from aliquot.checkpoint.mirror import Uploader
 from aliquot.checkpoint.save import Saver
 from aliquot.models.model_config import computation_settings
+from aliquot.run.hub_upload import names_on_hub
 from aliquot.run.run_context import RunContext, Stage, Start, TrainingContext
 from aliquot.run.shutdown import Phase
 
@@ -156,4 +157,5 @@ class RunCheckpoints:
             "model": computation_settings(inputs.source.config),
             "engine": self._training.model.engine_name,
             "config": run.config.model_dump(mode="json", by_alias=True),
+            "hub_ids": names_on_hub(run.config),
         }
