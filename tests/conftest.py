@@ -7,7 +7,9 @@ import importlib
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -15,6 +17,10 @@ from hypothesis import settings
 import tests.examples  # noqa: F401 (the profiles)
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner.machine_profile import keep
+
+if TYPE_CHECKING:
+    from tests.run.hub_repository import Repository
+    from tests.stores.s3_server import S3Server
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 # Read when torch is imported: threads that wait leave the core to others. A test run has more threads than cores.
@@ -88,6 +94,27 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ALIQUOT_CACHE"] = str(of_all / "cache")
     for ranks, threads in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1)):
         keep(read_cpu(), ranks, threads, RATES)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    from tests.stores.s3_server import s3_server
+
+    with s3_server(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    """A hub, and a client that is logged in; the client has read its environment when it was imported."""
+    from tests.run.hub_repository import hub_repository
+
+    with hub_repository() as repository:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", repository.address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_right")
+        yield repository
 
 
 @pytest.fixture(scope="session")

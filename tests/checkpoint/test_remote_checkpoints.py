@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import KINDS, Part
 from tests.checkpoint.saving import save
-from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
+from tests.stores.s3_server import BUCKET, S3Server, is_part
 from tests.tensor_io.world import Tensors, combine_gathered
 
 SMALL = [("a.weight", (7, 3)), ("b.weight", (20, 22))]
@@ -88,12 +88,6 @@ def as_ranks(world_size: int, work: Callable[[Threads], None]) -> None:
         raise raised[0]
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as started:
-        yield started
-
-
 URL = f"s3://{BUCKET}/checkpoints/run"
 
 
@@ -101,7 +95,7 @@ URL = f"s3://{BUCKET}/checkpoints/run"
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"file://{tmp_path}/there/run"
-    request.getfixturevalue("server")
+    request.getfixturevalue("s3")
     return URL
 
 
@@ -144,10 +138,10 @@ def test_three_ranks_upload_one_checkpoint(tmp_path: Path) -> None:
     assert complete_steps(open_store(url)) == ["step-00000007"]
 
 
-def test_parts_come_once_and_the_manifest_last(tmp_path: Path, server: S3Server) -> None:
+def test_parts_come_once_and_the_manifest_last(tmp_path: Path, s3: S3Server) -> None:
     local = saved(tmp_path, 7, tensors=LARGE)
     as_ranks(2, lambda ranks: copy(tmp_path, URL, 7, ranks=ranks))
-    written = [line for line in server.seen if line.startswith("PUT") and f"{local.name}/" in line]
+    written = [line for line in s3.seen if line.startswith("PUT") and f"{local.name}/" in line]
     assert len(written) == len(set(written)) == len(list(local.iterdir())) + 3  # three files have two parts
     assert "manifest.json" in written[-1]
     assert sum("manifest.json" in line for line in written) == 1
@@ -238,13 +232,11 @@ def test_retention_spares_checkpoints_that_wait_for_upload(tmp_path: Path) -> No
     assert [path.name for path in complete_directories(root)] == ["step-00000003"]
 
 
-def test_server_errors_leave_no_complete_copy(tmp_path: Path, server: S3Server) -> None:
+def test_server_errors_leave_no_complete_copy(tmp_path: Path, s3: S3Server) -> None:
     for step, tensors in (1, SMALL), (2, LARGE), (3, SMALL):
         saved(tmp_path, step, 9, tensors)
     copy(tmp_path, URL, 1, keep=9)
-    server.fault = lambda environ: (
-        "500 Oops" if is_part(environ) and "partNumber=2" in environ["QUERY_STRING"] else None
-    )
+    s3.fault = lambda environ: "500 Oops" if is_part(environ) and "partNumber=2" in environ["QUERY_STRING"] else None
     warned: list[str] = []
     as_ranks(2, lambda ranks: copy(tmp_path, URL, 2, ranks=ranks, warned=warned, keep=9))
     assert len(warned) == 2
@@ -254,13 +246,13 @@ def test_server_errors_leave_no_complete_copy(tmp_path: Path, server: S3Server) 
     with pytest.raises(StorageError, match="step 2 could not be copied"):
         copy(tmp_path, URL, 2, keep=9)
     verify(tmp_path / "step-00000002")
-    server.fault = lambda environ: None
+    s3.fault = lambda environ: None
     copy(tmp_path, URL, 3, keep=9)
     assert {name.partition("/")[0] for name in open_store(URL).list()} == {"step-00000001", "step-00000003"}
     assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
 
 
-def test_dying_server_does_not_delay_steps(tmp_path: Path, server: S3Server) -> None:
+def test_dying_server_does_not_delay_steps(tmp_path: Path, s3: S3Server) -> None:
     saved(tmp_path, 1, tensors=LARGE)
     dies = threading.Event()
 
@@ -271,7 +263,7 @@ def test_dying_server_does_not_delay_steps(tmp_path: Path, server: S3Server) -> 
             return "503 Gone"
         return None
 
-    server.fault = die
+    s3.fault = die
     warned: list[str] = []
     settings = CheckpointSection.model_validate({"on_error": "warn"})
     mirror = Uploader(URL, tmp_path, SingleRank(), settings, SaveEvents(warned.append, print))
@@ -281,8 +273,8 @@ def test_dying_server_does_not_delay_steps(tmp_path: Path, server: S3Server) -> 
         mirror.poll([mirror.report()])
         steps += 1
         time.sleep(0.001)
-        if dies.is_set() and server.running:
-            server.stop()
+        if dies.is_set() and s3.running:
+            s3.stop()
     assert steps > 100
     verify(tmp_path / "step-00000001")
 
@@ -335,8 +327,8 @@ def test_damaged_mirror_does_not_restart_a_run(tmp_path: Path, url: str) -> None
     assert any("skipping a damaged checkpoint" in line for line in warned)
 
 
-def test_unreachable_mirror_does_not_restart_a_run(tmp_path: Path, server: S3Server) -> None:
-    server.stop()
+def test_unreachable_mirror_does_not_restart_a_run(tmp_path: Path, s3: S3Server) -> None:
+    s3.stop()
     warned: list[str] = []
     with pytest.raises(StorageError, match=r"checkpoint.mirror: .*cannot be reached"):
         fetch_newer(CheckpointSection(on_error="warn"), URL, tmp_path, SingleRank(), warned.append)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import fsspec
 import pytest
@@ -17,7 +21,7 @@ from aliquot.data.remote_files import find_remote
 from aliquot.data.sources import source_of
 from aliquot.stores.store import open_store
 from tests import runs
-from tests.stores.s3_server import BUCKET, S3Server, s3_server
+from tests.stores.s3_server import BUCKET, S3Server
 
 FILES = {
     "README.md": "# A corpus",
@@ -29,19 +33,62 @@ FILES = {
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as started:
-        yield started
+def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
+    """The objects of a bucket in a server on this machine, which answers the requests of gcsfs that only read."""
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks another service for the kind of a bucket
+    pytest.importorskip("gcsfs")
+    objects: dict[str, bytes] = {}
+
+    def facts(name: str) -> dict[str, object]:
+        generation = hashlib.sha1(objects[name]).hexdigest()
+        return {"name": name, "bucket": BUCKET, "size": str(len(objects[name])), "generation": generation}
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            asked, (_, _, name) = parse_qs(url.query), unquote(url.path).partition(f"/b/{BUCKET}/o")
+            if url.path.startswith("/download/"):
+                start, stop = self.headers["Range"].removeprefix("bytes=").split("-")
+                self.answer(206, objects[name[1:]][int(start) : int(stop) + 1])
+            elif name:
+                is_there = name[1:] in objects
+                self.answer(200 if is_there else 404, json.dumps(facts(name[1:]) if is_there else {}).encode())
+            else:
+                listed = [facts(found) for found in sorted(objects) if found.startswith(asked.get("prefix", [""])[0])]
+                self.answer(200, json.dumps({"items": listed}).encode())
+
+        def answer(self, status: int, data: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        yield objects
+        server.shutdown()
 
 
-@pytest.fixture(params=["s3", "memory", "file"])
+@pytest.fixture(params=["s3", "memory", "file", "hf", "gs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    files = {name: content.encode() for name, content in FILES.items()}
+    if request.param == "hf":
+        request.getfixturevalue("hub").files |= files
+        return "hf://datasets/owner/name"
+    if request.param == "gs":
+        request.getfixturevalue("gcs").update({f"corpus/{name}": data for name, data in files.items()})
+        return f"gs://{BUCKET}/corpus"
     if request.param == "s3":
-        request.getfixturevalue("server")
+        request.getfixturevalue("s3")
     root = {"s3": f"s3://{BUCKET}/corpus", "memory": f"memory://{tmp_path.name}", "file": f"file://{tmp_path}/there"}
     store = open_store(root[request.param])
-    for name, content in FILES.items():
-        store.put(name, content.encode())
+    for name, data in files.items():
+        store.put(name, data)
     return root[request.param]
 
 
@@ -75,12 +122,12 @@ def test_directory_glob_and_file_of_a_url(url: str, tmp_path: Path) -> None:
             source(f"{url}/{missing}", tmp_path)
 
 
-def test_file_is_copied_once_until_it_changes(server: S3Server, tmp_path: Path) -> None:
+def test_file_is_copied_once_until_it_changes(s3: S3Server, tmp_path: Path) -> None:
     store, path = open_store(f"s3://{BUCKET}/corpus"), f"s3://{BUCKET}/corpus/long.jsonl"
     lines = [json.dumps({"text": f"{number} {'x' * 1000}"}) for number in range(20_000)]  # more than one range
 
     def reads() -> int:
-        return sum(line.startswith(f"GET /{BUCKET}/corpus/long.jsonl") for line in server.seen)
+        return sum(line.startswith(f"GET /{BUCKET}/corpus/long.jsonl") for line in s3.seen)
 
     store.put("long.jsonl", "\n".join(lines).encode())
     reports: list[tuple[str, int, int]] = []
@@ -94,11 +141,11 @@ def test_file_is_copied_once_until_it_changes(server: S3Server, tmp_path: Path) 
     assert reads() == 3
 
 
-def test_fault_of_an_object_store_is_one_line(server: S3Server, tmp_path: Path) -> None:
+def test_fault_of_an_object_store_is_one_line(s3: S3Server, tmp_path: Path) -> None:
     open_store(f"s3://{BUCKET}").put("a.jsonl", b'{"text": "one"}\n')
     for path, message in {
         "s3://nobodys/a.jsonl": r"^s3://nobodys: ListObjectsV2: NoSuchBucket: ",
-        "gs://bucket/a.jsonl": "^gs://bucket: .*gcsfs",
+        "oci://bucket/a.jsonl": "^oci://bucket: .*ocifs",
         f"s3://{BUCKET}/**a.jsonl": r"data.path: not a pattern of files",
     }.items():
         with pytest.raises(UserError, match=message) as refused:
@@ -108,7 +155,7 @@ def test_fault_of_an_object_store_is_one_line(server: S3Server, tmp_path: Path) 
     open_store(f"s3://{BUCKET}").put("a.jsonl", b"{}")
     with pytest.raises(UserError, match=r"a\.jsonl: has changed while it was copied: start again$"):
         file.fetch(lambda *_: None)
-    server.fault = lambda environ: "403 Forbidden"
+    s3.fault = lambda environ: "403 Forbidden"
     with pytest.raises(UserError, match=r"^s3://models: ListObjectsV2: InternalError: injected$"):
         source(f"s3://{BUCKET}/a.jsonl", tmp_path)
     fsspec.filesystem("memory").pipe_file("/corpus/..", b"x")
@@ -117,7 +164,7 @@ def test_fault_of_an_object_store_is_one_line(server: S3Server, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_run_on_data_in_s3_is_the_run_on_local_data(server: S3Server, tmp_path: Path) -> None:
+def test_run_on_data_in_s3_is_the_run_on_local_data(s3: S3Server, tmp_path: Path) -> None:
     config = runs.write_config(tmp_path)
     open_store(f"s3://{BUCKET}/corpus").put("text.txt", (tmp_path / "text.txt").read_bytes())
     shown = [runs.command("data", "show", config, *path) for path in ([], [f"data.path=s3://{BUCKET}/corpus/*.txt"])]

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError
@@ -24,6 +22,7 @@ from aliquot.distributed.config_consistency import check_equal_on_ranks, common_
 from aliquot.distributed.topology import Topology
 from aliquot.observe import run_directory
 from aliquot.observe.run_directory import RunDirectory
+from tests.plain import save_llama
 from tests.runs import write_config
 from tests.tools import warm
 
@@ -91,9 +90,7 @@ def test_differing_node_is_named_by_all(tmp_path: Path, case: str) -> None:
 @pytest.mark.long
 def test_different_weights_of_equal_sizes_are_reported(tmp_path: Path) -> None:
     trained = tmp_path / "model"
-    sizes = {"hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=320, **sizes)).save_pretrained(trained)
+    save_llama(trained)
     other = shutil.copytree(trained, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
     save_file({name: 3 * weight for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,7 @@
-"""A hub that takes uploads on this machine: the requests of huggingface_hub for a commit with large files (LFS)."""
+"""A hub on this machine: the requests of huggingface_hub for a commit with large files (LFS), and of its file system.
+
+A commit is to a model; the file system reads the dataset `owner/name`. Both have the same files.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 
 @dataclass
@@ -23,6 +28,11 @@ class Repository:
     objects: dict[str, bytes] = field(default_factory=dict)  # large files by sha256
     files: dict[str, bytes] = field(default_factory=dict)
     refused_uploads: int = 0  # so many uploads of large files are answered with status 403
+
+
+def _entry(name: str, data: bytes) -> dict[str, object]:
+    """A file in the listing of a repository; git's id of a file follows from its content."""
+    return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
 
 
 @contextmanager
@@ -63,6 +73,23 @@ def hub_repository() -> Iterator[Repository]:
                     repository.files[value["path"]] = repository.objects[value["oid"]]
             self._answer({"commitUrl": f"{repository.address}/owner/name/commit/1", "commitOid": "1"})
 
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            _, is_tree, folder = path.partition("/api/datasets/owner/name/tree/main")
+            _, is_file, name = path.partition("/datasets/owner/name/resolve/main/")
+            if is_tree:
+                within = f"{folder.strip('/')}/".lstrip("/")
+                listed = [_entry(name, data) for name, data in repository.files.items() if name.startswith(within)]
+                self._answer(*((listed,) if listed else ({"error": "Entry not found"}, 404, "Entry")))
+            elif is_file and name in repository.files:
+                data = repository.files[name]
+                start, _, stop = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+                self._send(data[int(start) : int(stop or len(data)) + 1], 206)
+            elif path.startswith("/api/datasets/owner/name"):
+                self._answer({"id": "owner/name", "sha": "1" * 40, "private": False, "tags": []})
+            else:
+                self._answer({"error": "Repository not found"}, 404, "Repo")
+
         def do_PUT(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
             if repository.refused_uploads > 0:
@@ -72,13 +99,15 @@ def hub_repository() -> Iterator[Repository]:
             repository.objects[hashlib.sha256(data).hexdigest()] = data
             self._answer({})
 
-        def _answer(self, content: dict[str, Any], status: int = 200) -> None:
-            text = json.dumps(content).encode()
+        def _answer(self, content: object, status: int = 200, missing: str = "") -> None:
+            self._send(json.dumps(content).encode(), status, {"X-Error-Code": f"{missing}NotFound"} if missing else {})
+
+        def _send(self, data: bytes, status: int, headers: Mapping[str, str] = MappingProxyType({})) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
+            for name, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
+                self.send_header(name, str(value))
             self.end_headers()
-            self.wfile.write(text)
+            self.wfile.write(data)
 
         def log_message(self, *_: object) -> None:
             pass

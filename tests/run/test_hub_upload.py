@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
 from typer.testing import CliRunner
 
+import aliquot
 from aliquot.cli.main import app
-from tests.run.hub_repository import Repository, hub_repository
+from aliquot.run.hub_upload import names_on_hub, write_model_card
+from tests.run.hub_repository import Repository
 from tests.tools.docs_pages import ROOT
 
 FIXTURE = ROOT / "tests" / "fixtures" / "0.1.0"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
-    """A hub, and a client that is logged in; the client has read its environment when it was imported."""
-    with hub_repository() as repository:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", repository.address)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", "hf_right")
-        yield repository
 
 
 def export(*arguments: str | Path) -> tuple[int, str, str]:
@@ -88,6 +79,23 @@ def test_mistakes_are_one_line(
     code, _, errors = export(FIXTURE / "model", tmp_path / "out", "--push-to-hub", repository)
     assert code == 2 and errors.startswith(f"aliquot: {expected}") and len(errors.splitlines()) == 1, errors
     assert token not in errors and not (tmp_path / "out").exists()
+
+
+def test_only_hub_ids_are_published_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run knows which names were directories, which may be gone when the export is made."""
+    monkeypatch.chdir(tmp_path)
+    config = aliquot.RunConfig(model={"path": "model/export"}, data={"dataset": "some/data"})
+    assert names_on_hub(config) == ["model/export", "some/data"]
+    (tmp_path / "model/export").mkdir(parents=True)
+    assert names_on_hub(config) == ["some/data"]
+    (tmp_path / "model/export").rmdir()
+    checkpoint = shutil.copytree(FIXTURE / "adapter/checkpoints/step-00000003", tmp_path / "checkpoints/step-00000003")
+    state = json.loads((checkpoint / "state.json").read_text())
+    for hub_ids, base_model, row in (([], None, "export"), (["model/export"], "model/export", "model/export")):
+        (checkpoint / "state.json").write_text(json.dumps(state | {"hub_ids": hub_ids}))
+        write_model_card(tmp_path, checkpoint, "owner/name")
+        card = ModelCard.load(tmp_path / "README.md")
+        assert card.data.base_model == base_model and f"| base model | {row} |" in card.text
 
 
 def test_private_needs_a_repository(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,10 @@ from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
 from tests import runs
-from tests.stores.s3_server import BUCKET, S3Server, s3_server
+from tests.stores.s3_server import BUCKET, S3Server
 from tests.tools import warm
 
 URL = f"s3://{BUCKET}/runs"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as started:
-        yield started
 
 
 def settings(**checkpoint: Any) -> dict[str, Any]:
@@ -38,7 +31,7 @@ def settings(**checkpoint: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_run_with_lost_disk_continues_from_mirror_exactly(tmp_path: Path, server: S3Server) -> None:
+def test_run_with_lost_disk_continues_from_mirror_exactly(tmp_path: Path, s3: S3Server) -> None:
     runs.trained(runs.write_config(tmp_path, "whole", **settings(mirror=None)))
     config = runs.write_config(tmp_path, "run", **settings())
     printed = runs.trained(config, "train.num_train_epochs=1", "checkpoint.every=3", "train.max_steps=6")
@@ -66,16 +59,16 @@ def test_run_with_lost_disk_continues_from_mirror_exactly(tmp_path: Path, server
 
 
 @pytest.mark.long
-def test_rank_killed_in_upload_leaves_no_complete_checkpoint(tmp_path: Path, server: S3Server) -> None:
+def test_rank_killed_in_upload_leaves_no_complete_checkpoint(tmp_path: Path, s3: S3Server) -> None:
     def slow(environ: dict[str, Any]) -> str | None:
         if environ["REQUEST_METHOD"] == "PUT" and "step-00000004" in environ["PATH_INFO"]:
             time.sleep(2)
         return None
 
-    server.fault = slow
+    s3.fault = slow
     config = runs.write_config(tmp_path, "run", **settings())
     train = warm.Warm(["-m", "aliquot", "train", str(config), "train.max_steps=4"], text=True)
-    while not any("PUT" in line and "step-00000004" in line for line in server.seen):
+    while not any("PUT" in line and "step-00000004" in line for line in s3.seen):
         assert train.poll() is None
         time.sleep(0.05)
     ranks = psutil.Process(train.pid).children(recursive=True)
@@ -84,7 +77,7 @@ def test_rank_killed_in_upload_leaves_no_complete_checkpoint(tmp_path: Path, ser
     time.sleep(2)  # what the server has taken and not answered
     assert complete_steps(open_store(f"{URL}/run")) == ["step-00000002"]
     assert (tmp_path / "run/checkpoints/step-00000004/manifest.json").exists()
-    server.fault = lambda environ: None
+    s3.fault = lambda environ: None
     runs.trained(config, "train.max_steps=4")
     assert complete_steps(open_store(f"{URL}/run")) == ["step-00000002", "step-00000004"]
 

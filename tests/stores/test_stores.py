@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
@@ -14,21 +13,15 @@ import pytest
 from aliquot.core.errors import DamagedCheckpoint, StorageError, UserError
 from aliquot.stores.s3_store import S3Store
 from aliquot.stores.store import FsspecStore, LocalStore, Store, open_store
-from tests.stores.s3_server import BUCKET, S3Server, is_part, s3_server
+from tests.stores.s3_server import BUCKET, S3Server, is_part
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with s3_server(monkeypatch) as started:
-        yield started
 
 
 @pytest.fixture(params=["file", "s3", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "s3":
-        request.getfixturevalue("server")
+        request.getfixturevalue("s3")
         return open_store(f"s3://{BUCKET}/some/where/")
     return open_store(f"file://{tmp_path}/there" if request.param == "file" else f"memory://{tmp_path.name}")
 
@@ -81,7 +74,7 @@ def test_an_empty_file(store: Store) -> None:
     assert store.read("empty", 0, 0) == b""
 
 
-def test_s3_hides_and_aborts_unfinished_uploads(server: S3Server) -> None:
+def test_s3_hides_and_aborts_unfinished_uploads(s3: S3Server) -> None:
     store = open_store(f"s3://{BUCKET}/a")
     token = store.begin("big", 17 * MIB)
     store.put_part("big", token, 0, 0, [bytes(16 * MIB)])
@@ -95,7 +88,7 @@ def test_s3_hides_and_aborts_unfinished_uploads(server: S3Server) -> None:
         store.put_part("big", token, 1, 16 * MIB, [bytes(MIB)])
 
 
-def test_s3_part_has_its_checksum_and_is_sent_again(server: S3Server) -> None:
+def test_s3_part_has_its_checksum_and_is_sent_again(s3: S3Server) -> None:
     seen: list[str] = []
 
     def once(environ: dict[str, str]) -> str | None:
@@ -103,18 +96,18 @@ def test_s3_part_has_its_checksum_and_is_sent_again(server: S3Server) -> None:
             seen.append(environ["HTTP_X_AMZ_CHECKSUM_CRC32"])
         return "500 Oops" if len(seen) == 1 and is_part(environ) else None
 
-    server.fault = once
+    s3.fault = once
     store = open_store(f"s3://{BUCKET}/a")
     store.put_part("big", store.begin("big", 17 * MIB), 0, 0, [b"123456789"])
     assert seen == ["y/Q5Jg==", "y/Q5Jg=="]  # 0xcbf43926, the check value of CRC-32
 
 
-def test_s3_refusal_or_dead_server_is_one_line(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_refusal_or_dead_server_is_one_line(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"^s3://nobodys/x: ListObjectsV2: NoSuchBucket: ") as refused:
         open_store("s3://nobodys/x").list()
     assert refused.value.exit_code == 2
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    server.fault = lambda environ: "503 Slow Down"
+    s3.fault = lambda environ: "503 Slow Down"
     with pytest.raises(StorageError, match=r"^s3://models/x: ListObjectsV2: ") as failed:
         open_store(f"s3://{BUCKET}/x").list()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
