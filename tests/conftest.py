@@ -111,6 +111,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
 
     with hub_repository() as repository:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", repository.address)
+        template = f"{repository.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", "hf_right")

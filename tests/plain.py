@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.optimizers import create_loraplus_optimizer
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.data.batches import Batches
+from aliquot.data.prepare import prepare
 from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.tensor_io.parts import Part
@@ -141,6 +143,29 @@ def train(
         scheduler.step()
         losses.append(total)
     return losses
+
+
+def trl_log(kind: str, config: RunConfig, records: list[dict[str, Any]], **settings: Any) -> list[dict[str, float]]:
+    """Return what TRL's DPOTrainer or KTOTrainer logs of each step of a config; every step takes all `records`."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+
+    path, train = Path(str(config.model.path)), config.train
+    tokenizer = prepare(config.data, path, 300).load_tokenizer()
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(config.run.directory / "trl"), per_device_train_batch_size=len(records),
+        max_steps=train.max_steps, learning_rate=train.learning_rate, lr_scheduler_type="constant", beta=train.beta,
+        logging_steps=1, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
+        optim="adamw_torch", save_strategy="no", dataloader_pin_memory=False, disable_tqdm=True,
+        weight_decay=train.weight_decay, adam_beta2=train.adam_beta2, **settings,
+    )  # fmt: skip
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model, reference, arguments, train_dataset=Dataset.from_list(records), processing_class=tokenizer
+    )
+    trainer.train()
+    return [line for line in trainer.state.log_history if "loss" in line]
 
 
 def perplexity(model: nn.Module, batches: Iterable[MicroBatch | None], predicted: int) -> float:

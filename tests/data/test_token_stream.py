@@ -114,7 +114,7 @@ def test_streams_are_mixed_by_weight(corpus: Path, model: Path, tmp_path: Path) 
     (_, batches), (_, again) = (stream(settings, model) for _ in range(2))
     steps = range(30)
     of_lines, of_records = np.sum([batches.step_batch(step, 0, 1).tokens_of for step in steps], axis=0)
-    assert of_lines / of_records == pytest.approx(3, rel=0.1)
+    assert of_lines / of_records == pytest.approx(3, rel=0.2)  # by the first segments
     taken = documents(batches, steps)
     assert sorted(documents(again, steps, world_size=3)) == sorted(taken)
     assert {text.split()[0] for text in taken if "x" in text or "y" in text} > {"more"}

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import aliquot
 from aliquot.data.batches import Batches, objective_of
@@ -187,9 +186,6 @@ def test_every_engine_has_the_curve_of_a_plain_loop(
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_curve_is_that_of_trl(folder: Path, ranks: int) -> None:
     """With all 31 records in one batch, in an order in which TRL makes the same mismatched answers."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
-    from datasets import Dataset
-
     train = {**TRAIN, "max_steps": 5, "global_batch_size": 31, "lr_scheduler_type": "constant", "warmup_steps": 0}
     data = {"path": str(folder / "rated.jsonl"), "packing": False, "eval_fraction": 0.0}
     file = write(folder, f"trl-{ranks}", launch={"ranks": ranks}, data=data, train=train, checkpoint={"every": 0})
@@ -199,21 +195,9 @@ def test_the_curve_is_that_of_trl(folder: Path, ranks: int) -> None:
     order = [0]
     while len(order) < len(records):
         order.append((order[-1] - len(records) // 2) % len(records))
-    config = aliquot.read_config(file)
-    tokenizer = prepare(config.data, folder / "model", 300).load_tokenizer()
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    models = [AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32) for _ in range(2)]
-    settings = trl.KTOConfig(
-        output_dir=str(folder / "trl-output"), per_device_train_batch_size=31, max_steps=5, learning_rate=1e-2,
-        lr_scheduler_type="constant", beta=0.3, desirable_weight=1.5, logging_steps=1, report_to=[], use_cpu=True,
-        bf16=False, gradient_checkpointing=False, max_length=None, optim="adamw_torch", save_strategy="no",
-        dataloader_pin_memory=False, disable_tqdm=True, weight_decay=config.train.weight_decay,
-        adam_beta2=config.train.adam_beta2,
-    )  # fmt: skip
-    dataset = Dataset.from_list([records[number] for number in order])
-    trainer = trl.KTOTrainer(models[0], models[1], settings, train_dataset=dataset, processing_class=tokenizer)
-    trainer.train()
-    logged = [line for line in trainer.state.log_history if "loss" in line]
+    logged = plain.trl_log(
+        "KTO", aliquot.read_config(file), [records[number] for number in order], desirable_weight=1.5
+    )
     for name in ("loss", *METRICS):
         ours = list(curve(folder / f"trl-{ranks}", name).values())
         assert ours == pytest.approx([line[name] for line in logged], rel=1e-5, abs=1e-6), name
