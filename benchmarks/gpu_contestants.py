@@ -35,17 +35,36 @@ def documents(config: Mapping[str, Any], work: Work, index: int) -> dict[str, to
 
 
 def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
+    # As engines/select.py selects.
+    _aliquot("fsdp" if offload else "single_gpu", config, work, device, offload, recompute, between)
+
+
+def sharded(
+    config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between
+) -> None:
+    """Train with the engine of several GPUs, whose collectives have one rank here."""
+    _aliquot("fsdp", config, work, device, offload, recompute, between)
+
+
+def host(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
+    """Train with engine host: the GPU has the weights, and the CPU all other states."""
+    _aliquot("host", config, work, device, False, recompute, between)
+
+
+def _aliquot(
+    engine: str, config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between
+) -> None:
     from aliquot.distributed.topology import Topology
     from aliquot.engines.engine_plan import Unsharded
 
     settings = {
         "offload": offload and device == "cuda",
+        "copies_weights": engine == "host",
         "gradient_checkpointing": recompute,
         "compile": "layers" if device == "cuda" else "none",
         "unsharded": Unsharded(weights=not offload, gradients=not offload and work.rows > 1),
     }
     topology = Topology(0, 1, 0, 1, 0, 1, device, torch.get_num_threads(), ())  # type: ignore[arg-type]
-    engine = "fsdp" if offload else "single_gpu"  # as engines/select.py selects
     _until_told(aliquot_steps(engine, config, work, topology, settings), between)
 
 
@@ -153,6 +172,8 @@ def zero3(config: Mapping[str, Any], work: Work, device: str, offload: bool, rec
 
 CONTESTANTS: dict[str, Callable[..., None]] = {
     "aliquot": ours,
+    "aliquot, sharded": sharded,
+    "aliquot, engine host": host,
     "FSDP2 + flex_attention": fsdp2,
     "HF Trainer": trainer,
     "DeepSpeed ZeRO-3": zero3,

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from aliquot.distributed import flight_recorder, ranks
-from aliquot.distributed.flight_recorder import CollectiveWatchdog, describe_pending, oldest_pending, record_collectives
+from aliquot.distributed.flight_recorder import (
+    CollectiveWatchdog,
+    connecting_nccl,
+    describe_pending,
+    oldest_pending,
+    record_collectives,
+)
 from aliquot.distributed.rank_errors import RankError
 from aliquot.distributed.topology import Topology
 
@@ -102,3 +108,26 @@ def test_nccl_gets_its_own_timeout_and_record(tmp_path: Path, monkeypatch: pytes
         for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
             os.environ.pop(name, None)
     assert calls == [("cpu:gloo,cuda:nccl", timedelta(days=30)), ("nccl", timedelta(seconds=1860))]
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_run_ends_if_nccl_does_not_connect_the_ranks(monkeypatch: pytest.MonkeyPatch, connects: bool) -> None:
+    """torch records the first collective of a group only when its ranks are connected."""
+    errors: list[RankError] = []
+    ended = threading.Event()
+
+    def end_rank(error: RankError) -> None:
+        errors.append(error)
+        ended.set()
+
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=0.2)))
+    world = SimpleNamespace(_get_backend=lambda device: backend)
+    stand_in = SimpleNamespace(group=SimpleNamespace(WORLD=world), get_world_size=lambda: 2, get_rank=lambda: 1)
+    monkeypatch.setattr(flight_recorder, "dist", stand_in)
+    monkeypatch.setattr(flight_recorder, "end_rank", end_rank)
+    with connecting_nccl(torch.device("cuda")):
+        assert connects or ended.wait(20)
+    assert ended.wait(0.5) is not connects
+    assert connects or errors[0].message.startswith("NCCL has not connected the 2 ranks for 0 s: does a firewall")
+    with connecting_nccl(torch.device("cpu")):  # gloo has its own timeout
+        assert len(errors) == (not connects)

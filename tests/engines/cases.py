@@ -59,6 +59,7 @@ class EngineSetup:
     replicas: int = 1  # of engine fsdp, each on a node of its own
     offload: bool = False  # to the memory of the host
     copies: bool = False  # engine host computes from a copy of the weights, as on a GPU
+    like_gpu: bool = False  # engine fsdp takes a GPU's norm, and stand-ins for pinned memory
     uncompiled: bool = False  # DeepSpeed without its shared-memory op
 
     def __str__(self) -> str:

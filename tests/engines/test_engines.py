@@ -275,6 +275,19 @@ def test_all_ranks_agree(runs: Runs[int], world_size: int) -> None:
     assert first["evaluated"] > 0 and all(rank["evaluated"] == 0 for rank in others)
 
 
+def test_what_fsdp_does_on_gpus_equals_the_plain_loop(tmp_path: Path) -> None:
+    """The norm as a tensor on the device, and offload to pinned memory, for which the CPU has a stand-in."""
+    losses, norms, weights = plain_loop("llama", bf16=False)
+    setup = EngineSetup("fsdp", 2, offload=True, like_gpu=True)
+    run_worlds(WORKER, [World(2, tmp_path, (setup.as_argument(), "llama"))])
+    ours = result(tmp_path, "llama")
+    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
+    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
+    final = assembled(tmp_path, "llama", "final", 2)
+    for name, weight in weights.items():
+        torch.testing.assert_close(final[name], weight.flatten(), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.long
 def test_cpu_offload_of_fsdp_changes_no_bit(tmp_path: Path) -> None:
     (tmp_path / "resident").mkdir()

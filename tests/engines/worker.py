@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig
 
 from aliquot.core.errors import SelfTestError
@@ -30,6 +31,7 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.engine_plan import OnDisk
+from aliquot.engines.fsdp import fsdp_engine
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
 from aliquot.engines.host import compute_device, gradient_exchange, host_memory, streamed_layers, weight_publication
@@ -92,6 +94,8 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         come_late(rank)
     if setup.on_disk != "nothing":
         ScratchFile._move = late(ScratchFile._move, rank, 0.02)  # type: ignore[method-assign]
+    if setup.like_gpu:
+        pretend_to_pin()
     local_size = world_size // setup.replicas
     node, local_rank = divmod(rank, local_size)
     topology = Topology(rank, world_size, local_rank, local_size, node, setup.replicas, "cpu", 1, ())
@@ -103,6 +107,8 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         engine = HostEngine(built.model, spec, Hosts.join(rank, rank % setup.numa_nodes, gather), topology)
     else:
         engine = ENGINES[setup.engine].build(built.model, spec, topology)
+    if isinstance(engine, FsdpEngine) and setup.like_gpu:
+        engine._norm_on_device = True
     if built.adapter is not None:  # beside a model, here one as it would be without
         frozen = [(name, shape) for name, shape in built.tensors if name not in built.learned]
         model = [Published(name.replace(".base_layer", ""), shape, name, 0) for name, shape in frozen]
@@ -138,6 +144,10 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
             gradients = (shard.parameter.grad for shard in engine._trainable)
             places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in gradients))
     assert len(places) <= 1, "gradients of engine fsdp stay where they are"
+    if isinstance(engine, FsdpEngine) and setup.like_gpu:
+        for shard in engine._shards:  # the optimizer updates the pinned memory that FSDP2 copies
+            assert not shard.local.numel() or shard.local.is_pinned()
+            assert shard.local.data_ptr() == shard.parameter.to_local().data_ptr()  # type: ignore[attr-defined]
     assert (setup.on_disk != "nothing") == (engine.counters().disk_written_bytes > 0)
     write_parts(engine, folder / f"{case.name}-final-{rank}.safetensors")
     if isinstance(engine, FsdpEngine) and setup.replicas > 1:
@@ -147,6 +157,20 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
     )
     engine.close()
+
+
+def pretend_to_pin() -> None:
+    """Memory that is `pinned` is a copy that this process remembers; FSDP2 offloads to such memory."""
+    pinned: dict[int, Tensor] = {}
+
+    def pin_memory(values: Tensor) -> Tensor:
+        copy = values.clone()
+        pinned[copy.untyped_storage().data_ptr()] = copy
+        return copy
+
+    Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
+    Tensor.is_pinned = lambda values: values.untyped_storage().data_ptr() in pinned  # type: ignore[assignment,method-assign]
+    fsdp_engine.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy()  # type: ignore[assignment,misc]
 
 
 def check_replicas(engine: FsdpEngine, local_rank: int) -> None:

@@ -26,7 +26,7 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     told = json.loads(file.read_text())
     assert [row for row in told["rows"] if row.get("note")] == []
-    assert len(told["rows"]) == 4 * 2 + 2 + 1
+    assert len(told["rows"]) == 6 * 2 + 2 + 1
     assert all(row["tokens_per_s"] > 0 for row in told["rows"] if row["part"] == "speed")
     assert all(each["value"] is None for each in told["targets"]), "what a CPU does is no value of a GPU's target"
 

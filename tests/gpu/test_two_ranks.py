@@ -42,7 +42,7 @@ def told(folder: Path, world_size: int, engine: str) -> list[list[float]]:
     return [json.loads((folder / f"{world_size}-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "host"])
+@pytest.mark.parametrize("engine", ["fsdp", "replicas", "host"])
 def test_two_train_as_one_does(tmp_path: Path, engine: str) -> None:
     (one,), (first, second) = told(tmp_path, 1, engine), told(tmp_path, 2, engine)
     assert first == second == pytest.approx(one, rel=1e-5)

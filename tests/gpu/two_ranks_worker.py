@@ -27,8 +27,11 @@ def work(rank: int, world_size: int, folder: Path, device: str, engine_name: str
         rank=rank, world_size=world_size,
     )  # fmt: skip
     built = meta.build(AutoConfig.for_model("llama", **cases.SMALL))
-    spec = EngineSpec("fp32", 64, built.traits.plain_head, copies_weights=True)
-    topology = Topology(rank, world_size, rank, world_size, 0, 1, device, 1, ())  # type: ignore[arg-type]
+    replicates = engine_name == "replicas"  # of engine fsdp: each rank is a node
+    spec = EngineSpec("fp32", 64, built.traits.plain_head, copies_weights=True, replicates=replicates)
+    nodes = world_size if replicates else 1
+    local_rank, node = (0, rank) if replicates else (rank, 0)
+    topology = Topology(rank, world_size, local_rank, world_size // nodes, node, nodes, device, 1, ())  # type: ignore[arg-type]
     kind: type[Engine] = HostEngine if engine_name == "host" else FsdpEngine
     engine = kind.build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, cases.SEED)

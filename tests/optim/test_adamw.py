@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aliquot.optim import adamw
-from aliquot.optim.adamw import BlockedAdamW, FlatShard, decays
-from aliquot.optim.gradient_norm import squared_norms, squared_norms_on_device
+from aliquot.optim.adamw import BlockedAdamW, FlatShard, ShardedAdamW, decays
+from aliquot.optim.gradient_norm import squared_norms
 from aliquot.optim.master_weights import PairedWeights, SplitWeights, WholeWeights
 from aliquot.optim.moments import moment
 
@@ -35,11 +35,30 @@ def test_blocked_adamw_equals_torch_adamw_with_clipping(monkeypatch: pytest.Monk
         theirs.grad = gradient.clone()
         norm = float(torch.nn.utils.clip_grad_norm_([theirs], 3.0))
         optimizer.step()
-        for sums in (squared_norms, squared_norms_on_device):  # a GPU's way is tried on CPU tensors
-            assert sums([gradient, torch.empty(0), gradient])[::2] == pytest.approx([norm**2] * 2, rel=2e-6)
+        assert squared_norms([gradient, torch.empty(0), gradient])[::2] == pytest.approx([norm**2] * 2, rel=2e-6)
         ours.step([shard], 1e-2, norm, 3.0)
     # The split master is exact, so both are torch's kernel on the same numbers, clipped by a factor rounded alike.
     torch.testing.assert_close(weights.load(0, torch.empty(1000)), theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_update_by_a_norm_on_the_device_equals_that_by_a_known_norm() -> None:
+    """Also: a norm that is not finite changes nothing, and does not count as a step."""
+    results = []
+    for on_device in (False, True):
+        torch.manual_seed(0)
+        weights = [torch.randn(300).requires_grad_(), torch.randn(7).requires_grad_()]
+        optimizer = ShardedAdamW(weights, [True, False], (0.9, 0.95), 1e-8, 0.1, [1.0, 4.0])
+        for limit, wrong in ((1.0, False), (None, False), (1.0, True), (1e6, False)):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            if wrong:
+                weights[0].grad[3] = float("inf")  # type: ignore[index]
+            norm = torch.stack([weight.grad.double().norm() for weight in weights]).norm()  # type: ignore[union-attr]
+            optimizer.step(1e-2, norm if on_device else float(norm), limit)
+            assert all(weight.grad is None for weight in weights)
+        results.append([*weights, *(optimizer.moment(at, kind) for at in (0, 1) for kind in ("exp_avg", "exp_avg_sq"))])
+    for known, unknown in zip(*results, strict=True):
+        torch.testing.assert_close(unknown, known, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("states", ["bf16", "int8"])

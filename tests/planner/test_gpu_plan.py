@@ -10,18 +10,22 @@ from rich.console import Console
 
 from aliquot.catalogue.instances import instances
 from aliquot.config.read_config import read_config
+from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.engines.host.host_memory import RING_BYTES
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check, planned_model
+from aliquot.planner.advice import _plans, _series
 from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.memory_plan import CONTEXT_BYTES, CUDA_HOST_BYTES, MARGIN, NCCL_BYTES
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
-from aliquot.planner.planner import plan
+from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planner import Planner, plan
 from aliquot.planner.rates import estimated, known_gpu
 from aliquot.planner.report import summary
+from aliquot.planner.settings_search import Search
 from tests.conftest import REPOSITORY
 from tests.engines.cases import DEEPSEEK, SMALL
 from tests.planner.shapes import LLAMA, planned_config
@@ -76,9 +80,10 @@ def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
 def test_offload_moves_states_to_host_memory() -> None:
     train = {"global_batch_size": 2}  # of one micro-batch
     resident, offloaded = planned(2, train=train), planned(2, train=train, shard={"offload": "cpu"})
-    moved = ("weights", "gradients", "moments")
-    for name in moved:
-        assert of(offloaded, "steady peak", host=True)[name] == of(resident, "steady peak")[name] > 0
+    for name, pinned in (("weights", True), ("gradients", True), ("moments", False)):
+        in_host, on_gpu = of(offloaded, "steady peak", host=True)[name], of(resident, "steady peak")[name]
+        # torch rounds sizes of pinned memory up to powers of two.
+        assert on_gpu < in_host < 2 * on_gpu if pinned else on_gpu == in_host > 0
         assert of(offloaded, "steady peak")[name] == 0
     short = replace(offloaded, host_limit_bytes_per_node=offloaded.host_peak_bytes_per_rank * 9 // 10)
     assert not short.fits and fit_check.cannot_fit(short)
@@ -94,7 +99,7 @@ def test_unsharded_gradients_stay_on_the_gpu() -> None:
     sums = of(resident, "steady peak")["gradients"]
     assert of(offloaded, "steady peak")["gradients"] == sums
     own = of(offloaded, "steady peak", host=True)["gradients"]
-    assert 0 < own <= 1.01 * sums / (offloaded.nodes * offloaded.ranks_per_node)
+    assert 0 < own < 2 * sums / (offloaded.nodes * offloaded.ranks_per_node)
 
 
 def test_offload_costs_time() -> None:
@@ -102,8 +107,19 @@ def test_offload_costs_time() -> None:
     train = {"global_batch_size": 16, "per_device_train_batch_size": 2}
     resident, offloaded = planned(train=train), planned(train=train, shard={"offload": "cpu"})
     kept = offloaded.unsharded
-    copies = (1 if kept.weights else 16) + (1 if kept.gradients else 8)
-    assert offloaded.step_s - resident.step_s > copies * 4 * resident.parameters / 8e9
+    copies_s = (1 if kept.weights else 16) / 20e9 + (1 / 20e9 if kept.gradients else 8 / 8e9)
+    assert offloaded.step_s - resident.step_s > 4 * resident.parameters * copies_s
+
+
+def test_offloaded_runs_are_told_of_engine_host() -> None:
+    """Both keep states in the memory of the host."""
+    machine, layout = Machine.from_instance("g6e.8xlarge"), RankLayout(4, 1, 8, "cuda")
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 1}, shard={"offload": "cpu", "engine": "fsdp"})
+    config = with_settings(config, {"train.gradient_accumulation_steps": 16})
+    planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
+    made, search = planner.plan(config, layout, workload), Search(planner, config, layout, workload)
+    others = {words: other for series in _series(made, search) for words, other in _plans(series, search)}
+    assert others["shard.engine=host shard.offload=none"].engine == "host"
 
 
 def test_every_gpu_of_the_catalogue_has_its_data_sheet() -> None:

@@ -3,6 +3,9 @@
 A rank that waits for NCCL spins in the driver, so that it looks busy to the idle watchdog. torch's flight recorder
 lists the collectives that this process has enqueued. The watchdog here ends the run if one of them is unfinished for
 `launch.step_timeout_s`. NCCL's own timeout is a little longer, for the case that Python does not run.
+
+Within the first collective of a group, NCCL connects its ranks. If it cannot, it waits for ever, and torch has recorded
+nothing yet: `connecting_nccl` ends the run then.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -65,6 +69,31 @@ def limit_nccl(timeout_s: float) -> None:
     group: Any = dist.group.WORLD
     nccl = group._get_backend(torch.device("cuda"))
     nccl._set_default_timeout(timedelta(seconds=timeout_s + _LATER_S))
+
+
+@contextmanager
+def connecting_nccl(device: torch.device) -> Iterator[None]:
+    """End this process if the block, with the first collectives of a group, takes longer than NCCL's timeout."""
+    if device.type != "cuda" or dist.get_world_size() == 1:
+        yield
+        return
+    group: Any = dist.group.WORLD
+    timeout_s = group._get_backend(device).options._timeout.total_seconds()
+    timer = threading.Timer(timeout_s, _end_unconnected, [timeout_s])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_unconnected(timeout_s: float) -> None:
+    message = (
+        f"NCCL has not connected the {dist.get_world_size()} ranks for {timeout_s:.0f} s: does a firewall or security"
+        " group block traffic between the nodes? NCCL_DEBUG=INFO shows what each rank waits for [hung]"
+    )
+    end_rank(RankError(dist.get_rank(), "training", message, f"{message}\n", time.time()))
 
 
 def oldest_pending() -> Collective | None:

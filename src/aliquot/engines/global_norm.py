@@ -1,4 +1,4 @@
-"""Combine the sums of squares of all ranks to the global gradient norm."""
+"""Combine the gradients of all ranks to the global gradient norm, on the host or on the GPU."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from aliquot.distributed.ranks import gather
 
 
-def global_norm(squares: Sequence[float], device: torch.device) -> float:
+def global_norm(squares: Sequence[float]) -> float:
     """Return the global gradient norm, the same on every rank; NaN if a gradient is not finite. Collective.
 
-    `squares`: for each weight, the sum of squares of this rank's gradients; `device`: where the collective runs.
+    `squares`: for each weight, the sum of squares of this rank's gradients.
     """
-    local = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
-    if device.type == "cpu":
-        totals = gather(local)
-    else:  # one collective, and one wait for the GPU
-        parts = torch.empty(dist.get_world_size(), dtype=torch.float64, device=device)
-        dist.all_gather_into_tensor(parts, torch.tensor([local], dtype=torch.float64, device=device))
-        totals = parts.tolist()
+    totals = gather(math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan)
     # fsum is exact, so that the order of ranks does not matter.
     return math.sqrt(math.fsum(totals)) if all(map(math.isfinite, totals)) else math.nan
+
+
+def global_norm_on_device(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the global norm of the gradients of all ranks, fp64 [], without waiting for their device. Collective.
+
+    The norm is the same on every rank, and is not finite if a gradient is not finite. The gradients may be empty.
+    """
+    local = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square().sum()
+    squares = local.new_empty(dist.get_world_size())
+    dist.all_gather_into_tensor(squares, local[None])
+    return squares.sum().sqrt()

@@ -61,6 +61,12 @@ def materialise(
     replace_tensors(model, {**buffers, **{alias: model.get_parameter(name) for alias, name in tied.items()}})
 
 
+def set_training(model: nn.Module, training: bool) -> None:
+    """Switch a model to training or evaluation, unless it is switched already: `train()` visits every module."""
+    if model.training != training:
+        model.train(training)
+
+
 def freeze_buffers(model: nn.Module) -> None:
     """Turn persistent buffers into frozen weights, so that they are sharded, saved and exported.
 

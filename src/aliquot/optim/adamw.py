@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from aliquot.machine.torch_compile import compile_function, inductor_options
-from aliquot.optim.gradient_norm import clip_coefficient
+from aliquot.optim.gradient_norm import clip_coefficient, clip_on_device
 from aliquot.optim.master_weights import PairedWeights, Weights
 from aliquot.optim.moments import ExactMoment, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
@@ -230,16 +230,22 @@ class ShardedAdamW:
         for weight in self.weights:
             self._adamw.state[weight]["step"].fill_(steps)
 
-    def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
+    def step(self, learning_rate: float, grad_norm: float | Tensor, max_grad_norm: float | None) -> None:
         """Clip the gradients to the global norm `max_grad_norm`, update, and drop the gradients.
 
-        If `grad_norm` is not finite, the weights and moments stay unchanged.
+        If `grad_norm` is not finite, the weights and moments stay unchanged. If it is a tensor on the device of the
+        weights, this method does not wait for the device.
         """
-        if math.isfinite(grad_norm):
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate * group["rate_ratio"]
+        if isinstance(grad_norm, Tensor):
+            clip, finite = clip_on_device(grad_norm, max_grad_norm)
+            # The kernel divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1.
+            self._adamw.grad_scale, self._adamw.found_inf = 1 / clip, (~finite).float()  # type: ignore[attr-defined]
+            self._adamw.step()
+        elif math.isfinite(grad_norm):
             if (coefficient := clip_coefficient(grad_norm, max_grad_norm)) != 1.0:
                 torch._foreach_mul_([w.grad for w in self.weights if w.grad is not None], coefficient)
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate * group["rate_ratio"]
             self._adamw.step()
         for weight in self.weights:
             weight.grad = None

@@ -15,19 +15,14 @@ NORM_BLOCK = 1 << 16
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor. On CPU, fp32 sums of blocks of 65,536 elements are added exactly.
-
-    On a GPU, the sums are fp64, and one transfer copies all of them, because each transfer waits for the GPU.
-    """
-    if tensors and tensors[0].device.type != "cpu":
-        return squared_norms_on_device(tensors)
+    """Return the sum of squares of each CPU tensor. fp32 sums of blocks of 65,536 elements are added exactly."""
     return [math.fsum(block_squares(tensor.view(-1))) for tensor in tensors]
 
 
-def squared_norms_on_device(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor, with a single wait for the device. The tensors may be empty."""
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-    return [norm**2 for norm in torch.stack(norms).tolist()]
+def clip_on_device(grad_norm: Tensor, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
+    """Return `clip_coefficient` in fp32, and whether the norm is finite, without waiting for the device."""
+    limit = torch.inf if max_grad_norm is None else max_grad_norm
+    return (limit / (grad_norm + 1e-6)).clamp(max=1.0).float(), grad_norm.isfinite()
 
 
 def block_squares(flat: Tensor) -> list[float]:

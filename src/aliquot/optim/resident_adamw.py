@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from aliquot.machine.device_copies import read_early, send
 from aliquot.machine.torch_compile import compile_function
+from aliquot.optim.gradient_norm import clip_on_device
 
 _GRAPHS = 256  # one for each size of weight, with and without weight decay
 
@@ -59,9 +60,7 @@ class ResidentAdamW:
         """
         norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
-        limit = torch.inf if max_grad_norm is None else max_grad_norm
-        clip = (limit / (norm + 1e-6)).clamp(max=1.0).float()
-        finite = norm.isfinite()
+        clip, finite = clip_on_device(norm, max_grad_norm)
         result = read_early(norm)
         if self._compiled:
             self._update_compiled(gradients, learning_rate, torch.stack([clip, finite.float()]))

@@ -73,7 +73,9 @@ def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
     if plan.bottleneck != "compute-bound":
         series += [_larger_batches(config, layout), _larger_micro_batches(config, layout)]
         if plan.engine != "host":
-            series.append(_set(config, "shard.engine", "host"))
+            # On GPUs, engine host is another way to keep states in host memory.
+            host = {"shard.engine": "host"} | ({"shard.offload": "none"} if config.shard.offload == "cpu" else {})
+            series.append(iter([Change(with_settings(config, host), host)]))
         if layout.nodes > 1 and plan.engine != "deepspeed" and config.shard.reduce_dtype == "fp32":
             series.append(_set(config, "shard.reduce_dtype", "bf16"))
     return series

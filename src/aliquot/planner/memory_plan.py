@@ -17,7 +17,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import build_phases, deepspeed_memory
 from aliquot.engines.engine_plan import SHARDED, Counts, OnDisk, RankMemory, Unsharded, is_single_gpu
-from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, replicas, single_gpu_memory
+from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, pinned_bytes, replicas, single_gpu_memory
 from aliquot.engines.host.host_memory import device_memory, host_memory
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import SMALLEST
@@ -111,13 +111,16 @@ class MemoryPlanner:
             process = host_process_of_gpu(held, self.index_bytes, self.snapshot_bytes)
             on_host = phases(config, held, self.cost.without_activations(), process, [])
             return MemoryPlan(held, made, on_host, on_disk, unsharded)
-        on_gpu = held
+        on_gpu = in_host = held
         if config.shard.offload == "cpu":
             # Sums of unsharded gradients stay on the GPU until they are reduced.
             gradients = held.gradients if unsharded.gradients else 0
             on_gpu = replace(held, weights=0, gradients=gradients, moments=0, update=0)
+            if self.engine == "fsdp":
+                pinned, pinned_gradients = pinned_bytes(config, self.shape, self.layout)
+                in_host = replace(held, weights=pinned, own_gradients=pinned_gradients)
         made = phases(config, on_gpu, self.cost, gpu_process(self._nccl_groups), [])
-        on_host = host_phases(held, config.shard.offload == "cpu", self.index_bytes, self.snapshot_bytes)
+        on_host = host_phases(in_host, config.shard.offload == "cpu", self.index_bytes, self.snapshot_bytes)
         return MemoryPlan(held, made, on_host, on_disk, unsharded)
 
     @property

@@ -208,7 +208,7 @@ def evaluation_time(
     computing = micro_batches * sum(micro_batch.evaluation)
     if layout.device == "cuda":
         copied = 0 if setting.offloaded is None else batches * setting.held.weights
-        return max(computing, sending) + copied / _COPIED_BYTES_PER_S
+        return max(computing, sending) + copied / _offload_rate(setting)
     if setting.engine == "host":
         return computing
     calls_s = _calls(setting) / 3 * rates.call_s  # a micro-batch of training gathers twice and reduces once
@@ -223,12 +223,19 @@ def _gpu_s(setting: StepSetting, micro_batches: int, rates: Rates) -> float:
     if (whole := setting.offloaded) is None:
         return seconds + rates.states_s(2 * _states(held))
     # With offloaded states, weights are copied to the GPU for each forward and backward pass, and gradients are copied
-    # back. The GPU computes nothing during these copies.
+    # back. The GPU computes nothing during these copies. FSDP2 copies gradients that it adds on the host one by one, to
+    # memory that is not pinned.
     gradients = held.own_gradients or held.gradients
-    copied = held.weights * (1 if whole.weights else 2 * micro_batches)
-    copied += gradients * (1 if whole.gradients else micro_batches)
+    reductions = 1 if whole.gradients else micro_batches
+    weights_s = held.weights * (1 if whole.weights else 2 * micro_batches) / _offload_rate(setting)
+    gradients_s = gradients * reductions / (_offload_rate(setting) if reductions == 1 else _COPIED_BYTES_PER_S)
     update = 2 * (held.weights + held.moments + gradients)
-    return seconds + copied / _COPIED_BYTES_PER_S + _host_memory_s(update, setting.layout)
+    return seconds + weights_s + gradients_s + _host_memory_s(update, setting.layout)
+
+
+def _offload_rate(setting: StepSetting) -> float:
+    """Return the rate at which offloaded weights are copied to a GPU: engine fsdp keeps them in pinned memory."""
+    return _PINNED_BYTES_PER_S if setting.engine == "fsdp" else _COPIED_BYTES_PER_S
 
 
 def _host_memory_s(moved_bytes: float, layout: RankLayout) -> float:

@@ -12,10 +12,11 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from aliquot.engines.activation_meter import ActivationMeter
+from aliquot.nn.attention import cuda_attention
 from aliquot.nn.attention.cuda_attention import CudaAttention, compiled_flex
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring
 from tests.nn.attention.test_backends import HEAD_DIM, HEADS, SHORT, assert_equal, results
@@ -89,6 +90,23 @@ def test_flex_attention_gets_what_flash_cannot(
 ) -> None:
     case = (LENGTHS, window, HEADS["grouped"], torch.float64, softcap, has_sinks, value_dim)
     assert_equal(results(CudaAttention(flex=flex_stand_in), *case), results(ReferenceAttention(), *case), 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
+@pytest.mark.parametrize("lengths", [(1,), (128,), (640,), LENGTHS, (300, 1, 127, 212, 400), (129, 511, 5)])
+def test_masks_have_the_blocks_that_torch_finds(lengths: tuple[int, ...], window: int | None) -> None:
+    edges = (0, *accumulate(lengths))
+    ours = cuda_attention._mask(edges, window, torch.device("cpu"))
+    theirs = create_block_mask(ours.mask_mod, None, None, edges[-1], edges[-1], device="cpu")
+    assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    for counts, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices"),
+                            ("q_num_blocks", "q_indices"), ("full_q_num_blocks", "full_q_indices")):  # fmt: skip
+        (our_counts, our_rows), (their_counts, their_rows) = (
+            (getattr(mask, counts), getattr(mask, indices)) for mask in (ours, theirs)
+        )
+        assert torch.equal(our_counts, their_counts) and our_counts.dtype == their_counts.dtype
+        for count, our_row, their_row in zip(our_counts.flatten(), our_rows[0, 0], their_rows[0, 0], strict=True):
+            assert torch.equal(our_row[:count], their_row[:count]) and our_row.dtype == their_row.dtype
 
 
 @pytest.mark.parametrize("softcap", [None, 0.7])

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from aliquot.core.errors import EngineError, SelfTestError
+from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
@@ -85,6 +87,9 @@ class DeepspeedEngine:
         if topology.device == "cpu" or compiles_adam(settings):
             prepare_ops(topology.device)
         deepspeed.init_distributed("nccl" if topology.device == "cuda" else "gloo", verbose=False)
+        if topology.device == "cuda":
+            with connecting_nccl(torch.device("cuda")):
+                dist.all_reduce(torch.zeros(1, device="cuda"))
         backward_pass.enable_checkpointing(meta, spec.gradient_checkpointing, spec.dropout)
         cast_parameters(meta, spec.compute_dtype)
         partition(meta, settings)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from aliquot.core.errors import EngineError
 from aliquot.core.number_format import count_of
+from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
@@ -32,13 +33,13 @@ from aliquot.engines.fsdp.fsdp_collectives import (
     use_shared_memory,
 )
 from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
-from aliquot.engines.global_norm import global_norm
+from aliquot.engines.global_norm import global_norm, global_norm_on_device
 from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
 from aliquot.machine.device_copies import read_early
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.structure import decoder_layers, materialise
+from aliquot.models.structure import decoder_layers, materialise, set_training
 from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.head_loss import Chosen, FusedLoss, choose, head_loss_on
 from aliquot.optim.adamw import ShardedAdamW, decays, rate_ratio
@@ -76,12 +77,15 @@ class FsdpEngine:
         )
         self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
+        self._numel = sum(shard.parameter.numel() for shard in self._shards)
+        self._trainable_numel = sum(shard.parameter.numel() for shard in self._trainable)
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # On CPU, gradients stay allocated between steps. New gradients between activations of changing sizes would
         # fragment the heap: by 94 MiB in 90 steps of a model with 60 M parameters. torch's allocator of GPU memory does
         # not fragment. Between replicas FSDP2 always adds gradients in new memory.
         self._keeps_gradients = topology.device == "cpu" and division.replicas == 1
+        self._norm_on_device = topology.device == "cuda" and not spec.offload
         self._has_partial_sums = False  # whether gradients of this node wait for those of other nodes
         self._gathered = False  # whether unsharded weights are gathered now
         self._staging = staging  # None: gloo or nccl carries the collectives
@@ -97,9 +101,9 @@ class FsdpEngine:
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
         backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
-        # With pinned memory, FSDP2 would copy the shards in the first forward pass, and the optimizer would update the
-        # old shards.
-        offload = CPUOffloadPolicy(pin_memory=False) if spec.offload else OffloadPolicy()
+        # FSDP2 pins the shards when `materialise` allocates them, before the optimizer gets them. From pinned memory,
+        # copies to the GPU overlap with kernels.
+        offload = CPUOffloadPolicy(pin_memory=topology.device == "cuda") if spec.offload else OffloadPolicy()
         for name, parameter in meta.named_parameters():
             if not parameter.requires_grad and name not in spec.exact:
                 parameter.data = parameter.data.to(spec.compute_dtype)
@@ -170,7 +174,8 @@ class FsdpEngine:
         return self._optimizer.moment(self._states[name], kind)
 
     def ready(self) -> None:
-        check_collectives(self._device, self._staging, self._division)
+        with connecting_nccl(self._device):
+            check_collectives(self._device, self._staging, self._division)
         for shard in self._shards:
             if isinstance(shard.parameter, DTensor):
                 for kind in KINDS if shard.parameter.requires_grad else KINDS[:1]:
@@ -185,7 +190,7 @@ class FsdpEngine:
         self._optimizer.set_steps(steps)
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
-        self._model.train()
+        set_training(self._model, True)
         if batch is not None and self._spec.dropout:
             torch.manual_seed(batch.seed)
         self._hold_unsharded(last)
@@ -222,7 +227,7 @@ class FsdpEngine:
                 module.set_reshard_after_backward(last, recurse=False)
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        self._model.eval()
+        set_training(self._model, False)
         self._count_wire(gathers=0 if self._gathered else self._call_count(batch), reduces=0, all_reduces=0)
         self._gathered = self._spec.unsharded.weights
         with torch.no_grad():
@@ -253,20 +258,21 @@ class FsdpEngine:
         gradients = [cast("Tensor", shard.local.grad) for shard in self._trainable]
         # Each rank adds the part of its shards that no other rank adds: equal shards of replicas count once.
         parts = [shard.select(gradient) for shard, gradient in zip(self._trainable, gradients, strict=True)]
-        norm = global_norm(squared_norms(parts), self._device)
+        norm = global_norm_on_device(parts) if self._norm_on_device else global_norm(squared_norms(parts))
+        # The GPU still updates the weights when the norm is known, and Python goes on with the next step.
+        result = read_early(norm) if isinstance(norm, Tensor) else norm
         self._optimizer.step(learning_rate, norm, max_grad_norm)
         if self._keeps_gradients:
             torch._foreach_zero_(gradients)
-        return StepResult(norm)
+        return StepResult(float(result))
 
     def counters(self) -> Counters:
         trainable = sum(shard.local.numel() for shard in self._trainable)
-        gradients = [shard.parameter.grad for shard in self._shards if shard.parameter.grad is not None]
         return Counters(
             weights_bytes=sum(shard.local.nbytes for shard in self._shards),
             gradients_bytes=4 * trainable
             if self._has_partial_sums
-            else sum(4 * cast(DTensor, g).to_local().numel() for g in gradients),
+            else sum(4 * shard.local.numel() for shard in self._trainable if shard.parameter.grad is not None),
             moments_bytes=8 * trainable,
             gathered_bytes=self._gathered_bytes,
             activations_bytes=self._activations.peak_bytes,
@@ -282,8 +288,7 @@ class FsdpEngine:
         Among N ranks that divide the weights, a rank sends (N - 1) / N of all weights per gather, and of trainable
         weights per reduce. Among R replicas, it sends 2 (R - 1) / R of its trainable shards per all-reduce.
         """
-        numel = sum(shard.parameter.numel() for shard in self._shards)
-        trainable = sum(shard.parameter.numel() for shard in self._trainable)
+        numel, trainable = self._numel, self._trainable_numel
         shards, replicas = self._division.shards, self._division.replicas
         if self._staging is None:
             gathered = gathers * self._spec.compute_dtype.itemsize * numel
@@ -292,7 +297,7 @@ class FsdpEngine:
         self._wire_bytes += int(2 * (replicas - 1) / replicas * all_reduces * 4 * trainable / shards)
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
-        self._model.eval()
+        set_training(self._model, False)
         with torch.no_grad():
             # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
             result: Tensor = self._model.generate(ids.to(self._device), synced_gpus=self._world_size > 1, **options)  # type: ignore[operator]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, RankMemory, Unsharded
-from aliquot.models.model_shape import ModelShape, numel
+from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 
 HALF_BYTES = 16 << 20  # half of a rank's staging buffer in shared memory
 
@@ -71,6 +72,20 @@ def fsdp_memory(
         own_gradients=4 * owned,
         holes=_holes(learned, layout, replicas(config, layout)),
     )
+
+
+def pinned_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tuple[int, int]:
+    """Return the bytes of a rank's offloaded (weights, gradients), with sizes that are rounded up to powers of two.
+
+    torch rounds sizes of pinned memory so.
+    """
+
+    def pinned(weights: Counter[Shape], itemsize: int) -> int:
+        sizes = {weight: itemsize * padded_share(weight, layout.world_size) for weight in weights}
+        return sum(count * (1 << (sizes[weight] - 1).bit_length()) for weight, count in weights.items())
+
+    learned = pinned(shape.alike, 4)
+    return learned + pinned(Counter(shape.weights) - shape.alike, 2 if config.train.precision == "bf16" else 4), learned
 
 
 def replicas(config: RunConfig, layout: RankLayout) -> int:

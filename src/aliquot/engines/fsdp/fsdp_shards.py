@@ -121,11 +121,10 @@ def local_shards(model: nn.Module, division: Division, topology: Topology) -> li
 
 
 def _subgroup(enumerated_ranks: list[list[int]], device: str) -> dist.ProcessGroup:
-    """Create a process group for each list of ranks, with the timeout of the default group; return this rank's."""
+    """Create a process group for each list of ranks, with backend and timeout of the default group; return ours."""
     world: Any = dist.group.WORLD
-    timeout = world._get_backend(torch.device(device)).options._timeout
-    backend = "nccl" if device == "cuda" else "gloo"
-    groups = [dist.new_group(ranks, timeout, backend) for ranks in enumerated_ranks]
+    backend = world._get_backend(torch.device(device))
+    groups = [dist.new_group(ranks, backend.options._timeout, backend.name()) for ranks in enumerated_ranks]
     group = next(group for ranks, group in zip(enumerated_ranks, groups, strict=True) if dist.get_rank() in ranks)
     assert isinstance(group, dist.ProcessGroup)
     return group

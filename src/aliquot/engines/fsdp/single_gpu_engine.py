@@ -23,7 +23,7 @@ from aliquot.machine.device_copies import read_early
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.structure import materialise
+from aliquot.models.structure import materialise, set_training
 from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.head_loss import choose, head_loss_on
 from aliquot.optim.adamw import decays, rate_ratio
@@ -122,7 +122,7 @@ class SingleGpuEngine:
         self._optimizer.steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
-        self._model.train()
+        set_training(self._model, True)
         self._sums = self._sums or not last
         if batch is not None and self._spec.dropout:
             torch.manual_seed(batch.seed)
@@ -139,7 +139,7 @@ class SingleGpuEngine:
             gradient.add_to_total()
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        self._model.eval()
+        set_training(self._model, False)
         with torch.no_grad():
             return self._loss(batch, 1.0)[0]
 
@@ -178,7 +178,7 @@ class SingleGpuEngine:
         )
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
-        self._model.eval()
+        set_training(self._model, False)
         with torch.no_grad():
             result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
         return result

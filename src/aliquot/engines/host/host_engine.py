@@ -48,6 +48,7 @@ from aliquot.machine.device_copies import read_early
 from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.models.structure import set_training
 from aliquot.nn.attention.document_attention import Documents, attention_on
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
 from aliquot.nn.head_loss import choose, head_loss_on
@@ -160,7 +161,7 @@ class HostEngine:
         self._optimizer.steps = self._steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
-        self._model.train()
+        set_training(self._model, True)
         self._wait_usable(self._used_first)
         self._gradients.begin_micro_batch(self._steps, last)
         batch = (batch or MicroBatch.empty()).to(self._device)
@@ -194,7 +195,7 @@ class HostEngine:
         return result
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        self._model.eval()
+        set_training(self._model, False)
         self._wait_all_usable()
         if batch is None:
             if self._streamed is not None:
@@ -239,7 +240,7 @@ class HostEngine:
             self._gradients.finish()
         # In this collective, all ranks wait for each other. Afterwards, no rank computes from the old weights.
         with self._hosts.name_lost_host():
-            norm = global_norm(self._sums.squares(), torch.device("cpu"))
+            norm = global_norm(self._sums.squares())
         if self._streamed is not None:
             self._streamed.evict_all()
         if math.isfinite(norm):
@@ -329,7 +330,7 @@ class HostEngine:
         )
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
-        self._model.eval()
+        set_training(self._model, False)
         self._wait_all_usable()
         with torch.no_grad():
             result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]

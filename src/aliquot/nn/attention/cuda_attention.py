@@ -8,6 +8,7 @@ kernels run one document at a time.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from aliquot.machine.device_copies import send
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _FLASH_HEAD_DIM = 256  # the widest head of flash attention
 _FLEX_HEAD_DIM = 16  # the narrowest head of flex_attention
+_BLOCK = 128  # tokens of a block of a mask of flex_attention
 _GRAPHS = 64  # limit of compiled graphs of flex_attention; torch's limit of 8 is too low
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -126,8 +128,12 @@ def _flash_can(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 
 
 def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> BlockMask:
-    """Return the document mask: a token attends to at most `window` tokens of its document, up to the token itself."""
-    length = edges[-1]
+    """Return the document mask: a token attends to at most `window` tokens of its document, up to the token itself.
+
+    The blocks of keys that a block of queries sees are known from `edges`. torch's create_block_mask would compute the
+    mask of all pairs of tokens to find them.
+    """
+    length, blocks = edges[-1], -(-edges[-1] // _BLOCK)
     ends = send(torch.tensor(edges[1:]), device)
     document = torch.bucketize(torch.arange(length, device=device), ends, right=True)
 
@@ -135,7 +141,25 @@ def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> B
         visible = (document[query] == document[key]) & (query >= key)
         return visible if window is None else visible & (query - key < window)
 
-    return create_block_mask(sees, None, None, length, length, device=device)
+    def first_key(query: int) -> int:
+        start = edges[bisect_right(edges, query) - 1]
+        return start if window is None else max(start, query - window + 1)
+
+    # A block of queries sees all blocks of keys from `first` up to the block itself. From `whole` on, each query of the
+    # block sees all keys of these blocks, except for the block itself. At a partial block at the end of the row, torch
+    # evaluates the mask in all blocks.
+    first = [first_key(_BLOCK * block) // _BLOCK for block in range(blocks)]
+    whole = [min(block, -(-first_key(_BLOCK * (block + 1) - 1) // _BLOCK)) for block in range(length // _BLOCK)]
+    table = torch.tensor([first, whole if length % _BLOCK == 0 else [*whole, blocks - 1]], dtype=torch.int32)
+    start, full = send(table, device)[:, :, None]
+    columns = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+    diagonal = columns.T
+    masked = torch.where(columns < full - start, start + columns, diagonal)
+    unmasked = torch.minimum(full + columns, diagonal)
+    return BlockMask.from_kv_blocks(
+        (full - start + 1)[None, None, :, 0], masked[None, None], (diagonal - full)[None, None, :, 0],
+        unmasked[None, None], BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(length, length),
+    )  # fmt: skip
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
