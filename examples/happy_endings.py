@@ -2,9 +2,11 @@
 
 python examples/happy_endings.py pairs MODEL STORIES > pairs.jsonl
 python examples/happy_endings.py rate MODEL STORIES
+python examples/happy_endings.py held-out MODEL STORIES > held-out.jsonl
 
-STORIES is a text file of stories with a line <|endoftext|> between them. The last 200 stories are held out for `rate`.
-A prompt is a story without its last three sentences. An end is happy if its last sentence has one of the words below.
+STORIES is a text file of stories with a line <|endoftext|> between them. `pairs` leaves out the last 200 stories;
+`rate` samples ends of these 200 alone, and `held-out` prints them. A prompt is a story without its last three
+sentences. An end is happy if its last complete sentence has one of the words below.
 """
 
 from __future__ import annotations
@@ -28,24 +30,27 @@ AT_ONCE = 64  # ends that are sampled at once
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("what", choices=("pairs", "rate"))
+    arguments.add_argument("what", choices=("pairs", "rate", "held-out"))
     arguments.add_argument("model", help="a model directory")
     arguments.add_argument("stories", type=Path)
     arguments.add_argument("--samples", type=int, default=4, help="ends of each prompt")
     arguments.add_argument("--prompts", type=int, help="use only so many prompts")
     arguments.add_argument("--seed", type=int, default=1)
     given = arguments.parse_args()
-    stories = given.stories.read_text().split("<|endoftext|>")
+    stories = [story.strip() for story in given.stories.read_text().split("<|endoftext|>") if story.strip()]
     stories = stories[:-HELD_OUT] if given.what == "pairs" else stories[-HELD_OUT:]
-    prompts = [prompt for story in stories if (prompt := without_end(story.strip()))][: given.prompts]
+    if given.what == "held-out":
+        print("\n".join(json.dumps({"text": story}) for story in stories))
+        return
+    prompts = [prompt for story in stories if (prompt := without_end(story))][: given.prompts]
     torch.manual_seed(given.seed)
     happy = total = 0
     for prompt, ends in sampled_ends(given.model, prompts, given.samples):
         chosen, rejected = ([end for end in ends if is_happy(end) == wanted] for wanted in (True, False))
         happy, total = happy + len(chosen), total + len(ends)
         if given.what == "pairs":
-            for pair in list(zip(chosen, rejected, strict=False))[:PAIRS]:
-                print(json.dumps({"prompt": prompt, "chosen": pair[0], "rejected": pair[1]}), flush=True)
+            for good, bad in list(zip(chosen, rejected, strict=False))[:PAIRS]:
+                print(json.dumps({"prompt": prompt, "chosen": good, "rejected": bad}), flush=True)
     if given.what == "rate":
         print(f"{happy / total:.1%} of {total} ends are happy")
 
