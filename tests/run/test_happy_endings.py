@@ -20,7 +20,8 @@ def test_a_model_learns_from_pairs_of_its_own_ends(shared: Path, tmp_path: Path)
     model, stories = shared / "models" / "stories15M", shared / "data" / "tinystories-train-head.txt"
 
     def example(what: str, directory: Path) -> str:
-        command = [sys.executable, ROOT / "examples" / "happy_endings.py", what, directory, stories, "--prompts", "12"]
+        script = str(ROOT / "examples" / "happy_endings.py")
+        command = [sys.executable, script, what, str(directory), str(stories), "--prompts", "12"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     pairs = example("pairs", model)
@@ -29,7 +30,8 @@ def test_a_model_learns_from_pairs_of_its_own_ends(shared: Path, tmp_path: Path)
     (tmp_path / "pairs.jsonl").write_text(pairs)
     trained(
         ROOT / "examples" / "happy_endings.yaml", f"model.path={model}", f"data.path={tmp_path}/pairs.jsonl",
-        f"run.directory={tmp_path}/run", "train.num_train_epochs=3", "train.global_batch_size=4", "launch.ranks=1",
+        f"run.directory={tmp_path}/run", "train.num_train_epochs=3", "train.learning_rate=5e-5",
+        "train.global_batch_size=4", "launch.ranks=1",
     )  # fmt: skip
     losses = list(curve(tmp_path / "run").values())
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # the model still equals its reference
