@@ -159,7 +159,7 @@ def trl_log(kind: str, config: RunConfig, records: list[dict[str, Any]], **setti
         max_steps=train.max_steps, learning_rate=train.learning_rate, lr_scheduler_type="constant", beta=train.beta,
         logging_steps=1, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
         optim="adamw_torch", save_strategy="no", dataloader_pin_memory=False, disable_tqdm=True,
-        weight_decay=train.weight_decay, adam_beta2=train.adam_beta2, **settings,
+        weight_decay=train.weight_decay, adam_beta2=train.adam_beta2, adam_epsilon=train.adam_epsilon, **settings,
     )  # fmt: skip
     trainer = getattr(trl, f"{kind}Trainer")(
         model, reference, arguments, train_dataset=Dataset.from_list(records), processing_class=tokenizer

@@ -72,6 +72,7 @@ def segments(directory: Path) -> list[Segment]:
     return [segment for segment in made if segment is not None]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packing", [True, False])
 def test_stream_has_every_document_once_in_each_turn(corpus: Path, model: Path, tmp_path: Path, packing: bool) -> None:
     settings = section(corpus, tmp_path / "cache", packing=packing, sequence_length=64)

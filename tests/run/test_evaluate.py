@@ -78,6 +78,13 @@ def test_cuts_that_may_not_be_exact_are_told(run: Path, tmp_path: Path) -> None:
     assert "1 x a stretch of text without an exact place for a cut" in result.stdout
 
 
+def test_the_config_of_a_run_on_a_stream(tmp_path: Path) -> None:
+    data = {"path": "text.jsonl", "tokenizer_vocab_size": None, "document": None, "eval_fraction": 0.0}
+    data |= {"streaming": True, "shuffle_buffer": 16, "eval_sources": [{"name": "other", "dataset": "owner/name"}]}
+    config = read_evaluation_config("model", str(write_config(tmp_path, data=data)), [])
+    assert not config.data.streaming and config.data.dataset == "owner/name"
+
+
 def test_the_config_of_a_run_on_nodes_that_come_and_go(run: Path) -> None:
     launch = ["launch.nodes='1:4'", "train.global_batch_size=4"]
     read = read_evaluation_config(str(run.parent / "run" / "export"), str(run), launch)

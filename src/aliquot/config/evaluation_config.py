@@ -108,4 +108,6 @@ def _evaluation_source(data: DataSection) -> dict[str, Any]:
     if data.eval_fraction or data.eval_split:
         return {}
     first = {"path": data.eval_path, "dataset": None} if data.eval_path else data.eval_sources[0].model_dump()
-    return {"sources": None, **{key: value for key, value in first.items() if key in RecordsSection.model_fields}}
+    fields = {key: value for key, value in first.items() if key in RecordsSection.model_fields}
+    unstreamed = {key: DataSection.model_fields[key].default for key in ("streaming", "shuffle_buffer")}
+    return {"sources": None, **unstreamed, **fields}
