@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from aliquot.optim.sizes import States, low_bytes, moment_bytes, update_block
 
@@ -18,10 +19,11 @@ STREAM_BUFFERS = SUMS_BUFFERS = 2 * AHEAD + 1  # including the window in use
 SMALLEST = 1 << 12  # elements; smaller weights stay in memory, because they would waste pages and requests
 
 
-def windows(numel: int, states: States, row_numel: int) -> list[tuple[int, int]]:
+@cache  # because a rank asks for the windows of every weight and host
+def windows(numel: int, states: States, row_numel: int) -> tuple[tuple[int, int], ...]:
     """Return [start, stop) of each window of a range of `numel` elements."""
     size = _BLOCKS * update_block(states, row_numel)
-    return [(start, min(numel, start + size)) for start in range(0, numel, size)]
+    return tuple((start, min(numel, start + size)) for start in range(0, numel, size))
 
 
 def longest_window(numel: int, states: States, row_numel: int) -> int:

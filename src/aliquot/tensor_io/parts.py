@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -38,6 +39,7 @@ class Part:
         return self.stop - self.start
 
 
+@cache  # because a model has few shapes, but many weights and ranks
 def row_ranges(shape: tuple[int, ...], ranks: int) -> tuple[tuple[int, int], ...]:
     """Return the flat range of each rank by FSDP2's rule: ceil(rows / ranks) rows; the last ranks may get none."""
     rows = shape[0] if shape else 1
