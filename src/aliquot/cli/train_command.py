@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from aliquot.config.schema import LaunchSection, RunConfig
 
 
+# Modules that the ranks of a node share if they are forked from a process that has imported them.
+RANK_MODULES = ("aliquot.run.train", "aliquot.engines.fsdp.fsdp_engine", "aliquot.engines.host.host_engine")
+
+
 def command(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -111,5 +115,5 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     if not (is_complete() and is_finished(directory.path, run.finish_mark())):
         directory.check(settings)
     logs = prepare_log_directory(directory.logs)
-    program = RankProgram(arguments, logs, settings.checkpoint.grace_s, ("aliquot.run.train",))
+    program = RankProgram(arguments, logs, settings.checkpoint.grace_s, RANK_MODULES)
     return start_elastic_ranks(launch, program, directory.path, automatic, run)
