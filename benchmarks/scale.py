@@ -83,7 +83,9 @@ def _prepare_parent() -> None:
     gc.disable()
     from tests.tools.warm_server import IMPORTED
 
-    for name in ("aliquot.cli.main", "aliquot.run.train", *IMPORTED, *MODELS):
+    from aliquot.cli.train_command import RANK_MODULES
+
+    for name in ("aliquot.cli.main", *RANK_MODULES, *IMPORTED, *MODELS):
         import_module(name)
     gc.freeze()  # a garbage collection in a rank would otherwise write to all shared pages
     gc.enable()
@@ -155,6 +157,7 @@ def _row(trained: Sequence[RankCounts], resumed: Sequence[RankCounts], per_host:
     peers = Counter(rank for pair in pairs for rank in pair)
     steps = scale_rank.LAST_STEP - scale_rank.FIRST_STEP
     sent = [_sent(rank["traffic"]) for rank in trained]
+    other_hosts = len(trained) // per_host - 1
     row: Row = {
         "ranks": len(trained),
         "connections": statistics.median(len(rank["traffic"][-1]) for rank in trained),
@@ -164,6 +167,10 @@ def _row(trained: Sequence[RankCounts], resumed: Sequence[RankCounts], per_host:
         "descriptors, rank 0": trained[0]["descriptors"],
         "threads": statistics.median(rank["threads"] for rank in trained),
         "private MiB": statistics.median(rank["private_bytes"] for rank in trained) / MIB,
+        "copied MiB": statistics.median(rank["copied_bytes"] for rank in trained) / MIB,
+        "messages of a step and host": statistics.median(
+            (rank["messages"][-1] - rank["messages"][0]) / steps / max(1, other_hosts) for rank in trained
+        ),
         "segments of a step and peer": statistics.median(
             segments / steps / peers[rank] for rank, (_, segments) in enumerate(sent) if peers[rank]
         ) if peers else 0.0,
@@ -238,15 +245,15 @@ def _growth(rows: Sequence[Row]) -> Row:
 def _targets(rows: Sequence[Row], given: argparse.Namespace) -> list[Target]:
     smallest, largest = rows[0], rows[-1]
     threads = largest["threads"] / smallest["threads"] if len(rows) > 1 else None
-    segments = "segments of a step and peer"
-    per_peer = largest[segments] / smallest[segments] if len(rows) > 1 and smallest[segments] else None
+    messages = "messages of a step and host"
+    per_host = largest[messages] / smallest[messages] if len(rows) > 1 and smallest[messages] else None
     return [
         target("scale_connections_of_a_pair", largest["of a pair"], 4, "lower"),
         target("scale_idle_connections", largest["idle"], 0, "lower"),
         target("scale_threads_growth", threads, 1.3, "lower"),
         target("scale_private_mib", largest["private MiB"], 64, "lower"),
         target("scale_join_cpu_s", largest["join s"], 2, "lower"),
-        target("scale_segments_growth", per_peer, 1.3, "lower"),
+        target("scale_messages_growth", per_host, 1.3, "lower"),
     ]
 
 

@@ -7,6 +7,7 @@ replaces the identity of its host, so that ranks of one machine exchange message
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import socket
 import stat
@@ -16,12 +17,21 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIRST_STEP, LAST_STEP = 2, 4  # counters of connections are read when these steps begin
 _TCP_INFO_BYTES = 232
 _ESTABLISHED = 1
+_PRESENT, _EXCLUSIVE = 1 << 63, 1 << 56  # bits of a page in /proc/PID/pagemap
+Pages = npt.NDArray[np.int64]
 
 
 def run(environ: Mapping[str, str], values: dict[str, Any], result: Path) -> NoReturn:
@@ -48,9 +58,12 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
 
     from aliquot.config.read_config import validate
     from aliquot.distributed.collectives import peers
+    from aliquot.distributed.collectives.wire import Wire
+    from aliquot.distributed.rank_process import die_with_parent
     from aliquot.run.run_context import Activity, Stage
     from aliquot.run.train import train
 
+    die_with_parent()
     torch.set_num_threads(1)
     peers.namespace_id = lambda kind: f"{host}:{kind}"  # type: ignore[attr-defined]
     enter = Activity.enter
@@ -59,7 +72,14 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
         probe.mark(stage.name, step)
         enter(activity, stage, step, saving)
 
+    send = Wire.send
+
+    def count_and_send(wire: Wire, tensor: Tensor, host: int) -> Future[None]:
+        probe.messages += 1
+        return send(wire, tensor, host)
+
     Activity.enter = enter_and_mark  # type: ignore[method-assign, assignment]
+    Wire.send = count_and_send  # type: ignore[method-assign]
     train(validate(values, {}, "scale"))
 
 
@@ -68,8 +88,11 @@ class Probe:
 
     def __init__(self, store_port: int) -> None:
         self._store_port = store_port
+        self._inherited = _runs(_pages(_PRESENT))
         self._marks: list[tuple[str, int, float]] = [("FORK", 0, time.process_time())]
         self._traffic: list[list[list[int]]] = []
+        self.messages = 0  # sent to other hosts
+        self._messages: list[int] = []
         self._sizes: dict[str, Any] = {}
 
     def mark(self, stage: str, step: int) -> None:
@@ -77,25 +100,48 @@ class Probe:
         self._marks.append((stage, step, time.process_time()))
         if stage == "STEP" and step in (FIRST_STEP, LAST_STEP):
             self._traffic.append(_connections())
-            self._sizes = _sizes()
+            self._messages.append(self.messages)
+            self._sizes = _sizes(self._inherited)
 
     def counts(self) -> dict[str, Any]:
         """Return all counts. Connections to the rendezvous store are counted apart."""
         self._marks.append(("END", 0, time.process_time()))
         to_store = [row for row in self._traffic[-1] if self._store_port in row[:2]] if self._traffic else []
         between = [[row for row in rows if self._store_port not in row[:2]] for rows in self._traffic]
-        return {"marks": self._marks, "traffic": between, "store": len(to_store), **self._sizes}
+        counts = {"marks": self._marks, "traffic": between, "messages": self._messages, "store": len(to_store)}
+        return counts | self._sizes
 
 
-def _sizes() -> dict[str, Any]:
-    fields = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
-    private = sum(int(line[1]) for line in fields if line[0] in ("Private_Clean:", "Private_Dirty:"))
+def _sizes(inherited: Pages) -> dict[str, Any]:
+    private = _pages(_PRESENT | _EXCLUSIVE)
+    starts, stops = inherited[:, 0], inherited[:, 1]
+    copied = private < stops[np.searchsorted(starts, private, "right") - 1]
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
         "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
         "python_threads": sorted(thread.name for thread in threading.enumerate()),
-        "private_bytes": private << 10,
+        "private_bytes": len(private) * mmap.PAGESIZE,
+        "copied_bytes": int(copied.sum()) * mmap.PAGESIZE,  # pages of the parent that this process has written to
     }
+
+
+def _pages(bits: int) -> Pages:
+    """Return the numbers of the pages of this process that have all `bits` in /proc/self/pagemap."""
+    pages = []
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, stop = (int(edge, 16) // mmap.PAGESIZE for edge in line.split()[0].split("-"))
+            if "[v" not in line:  # pages of the kernel
+                pagemap.seek(8 * first)
+                entries = np.frombuffer(pagemap.read(8 * (stop - first)), np.uint64)
+                pages.append(first + np.flatnonzero(entries & np.uint64(bits) == bits))
+    return np.concatenate(pages)
+
+
+def _runs(pages: Pages) -> Pages:
+    """Return (first, stop) of the runs of ascending page numbers, which take less memory than the numbers."""
+    ends = np.flatnonzero(np.diff(pages) != 1)
+    return np.stack([pages[np.append(0, ends + 1)], pages[np.append(ends, -1)] + 1], 1)
 
 
 def _connections() -> list[list[int]]:
