@@ -19,7 +19,6 @@ from torch import Tensor
 from aliquot.distributed.collectives.peers import PeerLost
 from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines import global_norm
-from aliquot.engines.host import gradient_exchange, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.weight_publication import WeightPublication
 from tests.engines import cases, worker
@@ -28,10 +27,9 @@ from tests.processes import as_ranks
 Transfer = Callable[[Wire, Tensor, int], Future[None]]
 
 
-def disturb(rank: int, under_way: int, published: int, delays_ms: list[int]) -> None:
+def disturb(rank: int, under_way: int, message: int, published: int, delays_ms: list[int]) -> None:
     """Messages leave late, in their order, and are seen to be over later than they are, in any order."""
-    gradient_exchange.EXCHANGE_BYTES = weight_publication.EXCHANGE_BYTES = under_way
-    weight_publication.PUBLISHED_NUMEL = published
+    worker.limit_messages(under_way, message, published)
     waiting: list[Queue[Any]] = []
     places = count(rank)  # which several threads may ask, as they may not a generator
 

@@ -46,14 +46,22 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> Runs[int]:
     name=st.sampled_from(ONCE),
     hosts=st.sampled_from([2, 3]),
     under_way=st.integers(1, 20_000),
+    message=st.integers(1, 5000),
     published=st.integers(100, 3000),
     delays_ms=st.lists(st.sampled_from([0, 0, 0, 1, 3, 10, 30]), min_size=1, max_size=40),
 )
 def test_late_and_reordered_messages_change_no_bit(
-    one_host: Runs[int], folder: Folder, name: str, hosts: int, under_way: int, published: int, delays_ms: list[int]
+    one_host: Runs[int],
+    folder: Folder,
+    name: str,
+    hosts: int,
+    under_way: int,
+    message: int,
+    published: int,
+    delays_ms: list[int],
 ) -> None:
-    """With as little as one byte of room for what is under way, and weights in pieces of any length."""
-    disturbance = {"under_way": under_way, "published": published, "delays_ms": delays_ms}
+    """With little room for what is under way, and messages and weights in pieces of any length."""
+    disturbance = {"under_way": under_way, "message": message, "published": published, "delays_ms": delays_ms}
     disturbed = folder()
     run_ranks(WORKER, hosts, disturbed, name, json.dumps(disturbance))
     same(one_host[hosts], disturbed, name, hosts)

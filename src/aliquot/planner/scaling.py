@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from aliquot.engines.host.host_memory import MESSAGE_BYTES
 from aliquot.planner.plan import Losses
 from aliquot.planner.step_time import StepSetting, StepTime
 
@@ -79,9 +80,12 @@ def _messages_s(setting: StepSetting, micro_batches: int, wire_bytes: int) -> fl
     """Return the seconds of a step for sending messages between hosts, without the time of their bytes."""
     layout = setting.layout
     if setting.engine == "host":
-        # A rank sends its counterpart on every other host a message for each weight: gradient sums, and updated values.
-        pieces = wire_bytes / layout.world_size / _PIECE_BYTES
-        return MESSAGE_S * (2 * setting.weights * (layout.nodes - 1) + pieces)
+        # A rank sends gradient sums and updated weights to its counterpart on every other host. Weights share a message
+        # until it has MESSAGE_BYTES; large weights are cut into pieces.
+        others, ranks = layout.nodes - 1, layout.world_size
+        peer_bytes = wire_bytes / ranks / others
+        by_bytes = (peer_bytes + setting.weights_bytes / ranks) / MESSAGE_BYTES
+        return MESSAGE_S * others * (2 + min(by_bytes, 2 * setting.weights + peer_bytes / _PIECE_BYTES))
     # The ranks of a replica gather each group twice and reduce it once per micro-batch; gloo reduces in two rounds.
     # Replicas all-reduce each group once per step, in two rounds.
     groups = setting.groups if setting.engine == "fsdp" else setting.weights

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives import weight_patch
-from aliquot.distributed.collectives.weight_patch import WeightPatches, check_weights, max_patch_bytes, weight_checksums
+from aliquot.distributed.collectives.weight_patch import WeightPatches, max_patch_bytes
 
 PATCHES = WeightPatches()
 
@@ -70,13 +70,19 @@ def test_incompressible_block_is_sent_unencoded() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_unencoded_weights_are_checked(dtype: torch.dtype) -> None:
-    new = weights(70_001).to(dtype)
-    expected = weight_checksums(new)
-    check_weights(new, expected, "weights")
-    bits(new)[69_999] ^= 4
+def test_whole_weights_follow_each_other_in_a_message(dtype: torch.dtype) -> None:
+    """At any offset: the first message has an odd number of bf16 weights."""
+    sent = [weights(70_001).to(dtype), weights(300_000, seed=1).to(dtype)]
+    room = torch.empty(sum(max_patch_bytes(new.numel(), dtype.itemsize) for new in sent), dtype=torch.uint8)
+    size = PATCHES.encode(None, sent[0], room)
+    assert size + PATCHES.encode(None, sent[1], room[size:]) == len(room)
+    arrived = [torch.zeros_like(new) for new in sent]
+    assert PATCHES.decode(room, arrived[0], "weights") == size
+    PATCHES.decode(room[size:], arrived[1], "weights")
+    assert all(torch.equal(bits(new), bits(old)) for new, old in zip(sent, arrived, strict=True))
+    room[-3] ^= 4
     with pytest.raises(SelfTestError, match="weights of layer 3 differ from the values that were sent"):
-        check_weights(new, expected, "weights of layer 3")
+        PATCHES.decode(room[size:], arrived[1], "weights of layer 3")
 
 
 @settings(max_examples=60, deadline=None)

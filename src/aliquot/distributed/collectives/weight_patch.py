@@ -1,10 +1,10 @@
-"""Patches of bf16 weights: encode the changes of an optimizer step losslessly, in few bytes, with checksums.
+"""Messages about updated weights: encode the changes of bf16 weights losslessly, in few bytes, with checksums.
 
 In one optimizer step most weights keep their bits, and most changed weights change by one unit in the last place. The
 patch of a changed block has a two-bit code per weight: the difference of the bit patterns is 0, 1, -1 or an escape. An
 escaped difference follows as one byte; a difference that does not fit one byte follows as a marker byte and two bytes.
-The patch of an unchanged block is empty. If a patch would be longer than the weights of its block, the message has the
-weights themselves. Every block has a checksum.
+The patch of an unchanged block is empty. If a patch would be longer than the weights of its block, or the receiver does
+not have the old weights, the message has the weights themselves, in any dtype. Every block has a checksum.
 """
 
 from __future__ import annotations
@@ -32,22 +32,9 @@ Bits = npt.NDArray[np.int16]
 Places = npt.NDArray[np.intp]
 
 
-def max_patch_bytes(numel: int) -> int:
+def max_patch_bytes(numel: int, itemsize: int = 2) -> int:
     """Return the largest possible size of the message for `numel` weights."""
-    return _TABLE.itemsize * -(-numel // PATCH_BLOCK) + 2 * numel
-
-
-def weight_checksums(weights: Tensor) -> Tensor:
-    """Return the checksum of every block of flat weights of any dtype. int64 [blocks]."""
-    values = _bits(weights)
-    sums = [checksum(values[start:stop]) for start, stop in _blocks(weights)]
-    return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
-
-
-def check_weights(weights: Tensor, expected: Tensor, who: str) -> None:
-    """Raise SelfTestError, whose message starts with `who`, unless the weights have the `expected` checksums."""
-    if not torch.equal(weight_checksums(weights), expected):
-        raise corruption_error(who)
+    return _TABLE.itemsize * -(-numel // PATCH_BLOCK) + itemsize * numel
 
 
 class WeightPatches:
@@ -67,17 +54,21 @@ class WeightPatches:
         self._differences = (_LANES - 1).astype(np.int16).view(np.int64).ravel()
         self._escaped = (_LANES == _ESCAPE).view(np.uint32).ravel()
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
-        """Write the message that turns flat `old` into `new` to `out`, uint8 [max_patch_bytes], and return its size."""
-        before, values, buffer = _bits(old), _bits(new), out.numpy()
+    def encode(self, old: Tensor | None, new: Tensor, out: Tensor) -> int:
+        """Write the message that turns flat `old` into `new` to `out`, uint8 [max_patch_bytes], and return its size.
+
+        If `old` is None, the message has the weights themselves.
+        """
+        before, values, buffer = None if old is None else _bits(old), _bits(new), out.numpy()
         table = buffer[: _TABLE.itemsize * len(_blocks(new))].view(_TABLE)
         fields, end = [], table.nbytes
         for start, stop in _blocks(new):
             parts: list[Bytes] = [values[start:stop].view(np.uint8)]
             wide, block_start = -1, end
-            patch, wide_of_patch = self._patch(before[start:stop], values[start:stop])
-            if sum(part.nbytes for part in patch) < parts[0].nbytes:
-                parts, wide = patch, wide_of_patch
+            if before is not None:
+                patch, wide_of_patch = self._patch(before[start:stop], values[start:stop])
+                if sum(part.nbytes for part in patch) < parts[0].nbytes:
+                    parts, wide = patch, wide_of_patch
             for part in parts:
                 buffer[end : end + part.nbytes] = part
                 end += part.nbytes
@@ -85,10 +76,11 @@ class WeightPatches:
         table[:] = fields
         return end
 
-    def decode(self, message: Tensor, weights: Tensor, who: str) -> None:
+    def decode(self, message: Tensor, weights: Tensor, who: str) -> int:
         """Turn the old flat `weights` into the new weights, in place, by applying a message of `encode`.
 
-        Raises SelfTestError, whose text starts with `who`, if the message or the result is corrupted.
+        Returns the size of the message, which may be the beginning of a longer one. Raises SelfTestError, whose text
+        starts with `who`, if the message or the result is corrupted.
         """
         data, values = message.numpy(), _bits(weights)
         table = data[: _TABLE.itemsize * len(_blocks(weights))].view(_TABLE)
@@ -105,6 +97,7 @@ class WeightPatches:
                 valid = self._apply(body, wide, block)
             if not valid or checksum(block) != expected:
                 raise corruption_error(who)
+        return end
 
     def _patch(self, old: Bits, new: Bits) -> tuple[list[Bytes], int]:
         """Return the parts of a patch, and the number of differences that take two bytes."""

@@ -353,6 +353,8 @@ class HostEngine:
             self._disk.scratch.close()
         if self._device_weights is not None:
             self._device_weights.close()
+        # A rank that still waits for weights would take the end of a connection for the end of another rank.
+        self._hosts.peers.barrier()
         self._hosts.peers.close()
 
 

@@ -241,7 +241,8 @@ class HostGradients:
         if self._hosts.wire is not None and self._exchange is not None:
             self._exchange.finish()
             self.ring.while_waiting = None
-            reduce_scatter(self._hosts.wire, self._sums, WINDOWS_AHEAD)
+            if self._sums.on_disk:
+                reduce_scatter(self._hosts.wire, self._sums, WINDOWS_AHEAD)
 
     def _completes(self, index: int, look_ups_left: int) -> bool:
         """Whether the weight gets no more gradients in this step, apart from `look_ups_left` look-ups.

@@ -23,12 +23,15 @@ from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
 RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # streamed layers in memory: one computes, one is read, another rank still uses the third
-EXCHANGE_BYTES = 128 << 20  # per rank: limit of bytes being received from other hosts, and of bytes being sent
+EXCHANGE_BYTES = 128 << 20  # see exchange_bytes()
+# A message between hosts ends at this many bytes of gradient sums or uncompressed weights. Network and CPU need about
+# as long for these bytes as the CPU needs for a message of any length.
+MESSAGE_BYTES = 1 << 20
 # Limit of gradients that are being copied from a GPU: two layers of a model of 8 B parameters, so that the GPU has
 # launched kernels while the CPU sums.
 IN_FLIGHT_BYTES = 1 << 30
 WINDOWS_AHEAD = 2  # windows of on-disk sums in flight from and to each host while one window is summed
-PUBLISHED_NUMEL = 4 << 20  # elements of a weight in one message between hosts
+PUBLISHED_NUMEL = 4 << 20  # most elements of a weight in one message between hosts
 # Measured: (learning rate, bits per weight to encode the changes of an average step, the same for Adam's first step, in
 # which each weight, of magnitude 0.02, moves by the learning rate).
 _CHANGED_BITS = ((1e-5, 2.2, 2.4), (2e-5, 2.4, 2.8), (1e-4, 3.7, 5.9), (5e-4, 6.2, 10.5), (3e-3, 6.2, 12.8))
@@ -60,9 +63,11 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
     copies = min(layout.numa_nodes, layout.ranks_per_node)
     streamed, summing = _windows_bytes(config, shares, on_disk, layout)
     owned = sum(shares[weight] * count for weight, count in shape.alike.items())
-    copied = owned if passes else 0
+    # Sums that are not stored leave from a copy, as do sums that share a message, and rows of an embedding.
+    shared = {weight: share for weight, share in shares.items() if share * sent_itemsize(config) < MESSAGE_BYTES}
+    copied = owned if passes else sum(share * shape.alike[weight] for weight, share in shared.items())
     if shape.embedding_is_added_to and not passes:
-        copied = min(shares[shape.embedding], tokens * micro_batches * layout.ranks_per_node * shape.width)
+        copied += min(shares[shape.embedding], tokens * micro_batches * layout.ranks_per_node * shape.width)
     return RankMemory(
         weights=low,
         gradients=gradients + others * waiting * sent_itemsize(config) + summing,
@@ -139,12 +144,21 @@ def _between_hosts(config: RunConfig, owned: int, others: int, copied: int) -> i
     """
     if not others:
         return 0
-    sums = sum(min(EXCHANGE_BYTES, others * elements * sent_itemsize(config)) for elements in (owned, copied))
+    limit = exchange_bytes(others)
+    sums = sum(min(limit, others * elements * sent_itemsize(config)) for elements in (owned, copied))
     if config.train.precision == "fp32":
-        return sums  # hosts send and receive fp32 weights in place, without buffers
+        return sums + min(limit, others * owned * 4) + min(limit, owned * 4)
     weight_bytes = published_bytes(config, first_step=True)
-    arriving = int(min(EXCHANGE_BYTES, others * owned * 2) / 2 * weight_bytes)  # only written pages count
+    arriving = int(min(limit, others * owned * 2) / 2 * weight_bytes)  # only written pages count
     return sums + arriving + int(owned * weight_bytes) + 2 * PUBLISHED_NUMEL
+
+
+def exchange_bytes(others: int) -> int:
+    """Return a rank's limit of bytes being received from `others` hosts, and of bytes being sent to them.
+
+    The limit allows a message from or to every host while the next message is written.
+    """
+    return max(EXCHANGE_BYTES, 2 * MESSAGE_BYTES * others)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ On one host with optimizer state on disk (`OverlappedUpdate`), the update runs i
 thread reads the states of the next layers from disk and writes the states of the previous layers.
 
 On several hosts (`WeightPublication`), each rank sends its updated weights to the other hosts. A message holds the
-changed bits of a piece of a weight (distributed/collectives/weight_patch.py). Every rank receives the ranges of its
-counterparts. The rank applies the changes when a layer is about to use the weights, so that no thread takes a core from
-computing ranks.
+changed bits of pieces of weights (distributed/collectives/weight_patch.py), so that the number of messages follows from
+bytes, not from weights. Every rank receives the ranges of its counterparts. The rank applies the changes when a layer
+is about to use the weights, so that no thread takes a core from computing ranks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from heapq import merge
 
 import torch
 from torch import Tensor
 
-from aliquot.distributed.collectives.buffer_sizes import PATCH_BLOCK
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.shared_memory import POLL_S, ProgressCounters
-from aliquot.distributed.collectives.weight_patch import WeightPatches, check_weights, max_patch_bytes, weight_checksums
+from aliquot.distributed.collectives.weight_patch import WeightPatches, max_patch_bytes
 from aliquot.distributed.collectives.wire import BufferPool, Wire
-from aliquot.engines.host.host_memory import EXCHANGE_BYTES, PUBLISHED_NUMEL
+from aliquot.engines.host.host_memory import MESSAGE_BYTES, PUBLISHED_NUMEL, exchange_bytes
 from aliquot.engines.host.shared_weights import Counterparts, SharedWeights, Weight
 
 
@@ -123,17 +123,13 @@ class OverlappedUpdate(PendingUpdate):
             self._running.result()
 
 
-@dataclass
-class _WeightsArrival:
-    """A piece of a weight from another host. `buffer` receives changed bits; None: whole weights arrive in place."""
+@dataclass(frozen=True)
+class WeightMessage:
+    """The pieces of weights in one message from the rank on `host`."""
 
-    index: int
     host: int
-    start: int  # counted from the first element that the host's rank owns
-    stop: int
-    buffer: Tensor | None
-    checksums: Tensor | None
-    transfer: Future[None]  # of the last message about the piece
+    pieces: Sequence[tuple[int, int, int]]  # (weight, start, stop), counted from the rank's first element of the weight
+    most_bytes: int
 
 
 class WeightPublication(PendingUpdate):
@@ -156,14 +152,17 @@ class WeightPublication(PendingUpdate):
         self._shared = shared
         self._patches = WeightPatches()
         self._old: Tensor | None = None  # this rank's range before its update
-        self._scratch = torch.empty(max_patch_bytes(PUBLISHED_NUMEL), dtype=torch.uint8)
         self._raw = True
+        self._to_send: Iterator[WeightMessage] = iter(())
+        self._open: tuple[WeightMessage, Tensor, int] | None = None  # the next message, its buffer, bytes written
+        self._departures: deque[tuple[list[Future[None]], int]] = deque()  # sends to all hosts, bytes of the message
+        self._departing_bytes = 0
         self._arrived = 0  # weights of this publication that are complete on this rank
-        self._to_receive: Iterator[tuple[int, int, int, int]] = iter(())
-        self._arrivals: deque[_WeightsArrival] = deque()
+        self._to_receive: Iterator[WeightMessage] = iter(())
+        self._arrivals: deque[tuple[WeightMessage, Tensor, Future[None]]] = deque()
         self._arriving_bytes = 0
-        self._departures: deque[Future[None]] = deque()
-        self._pool = BufferPool(torch.uint8, EXCHANGE_BYTES)
+        self._limit_bytes = exchange_bytes(len(wire.peer_hosts))
+        self._pool = BufferPool(torch.uint8, self._limit_bytes)
 
     def begin(self, order: Sequence[int], raw: bool) -> None:
         """Begin to publish weights, in the `order` in which ranks update and use the weights.
@@ -176,12 +175,10 @@ class WeightPublication(PendingUpdate):
         self._order = order
         self._places = {index: place for place, index in enumerate(order)}
         self._arrived = self._usable = 0
-        self._to_receive = (
-            (index, host, start, stop)
-            for index in self._order
-            for host in self._wire.peer_hosts
-            for start, stop in _pieces(self._weights[index].shard_numel(self._counterparts.ranks[host]))
-        )
+        self._to_send = self._messages(self._wire.host)
+        # In the order in which layers need the first weight of each message.
+        messages = map(self._messages, self._wire.peer_hosts)
+        self._to_receive = merge(*messages, key=lambda message: self._places[message.pieces[0][0]])
         self._post_receives()
 
     def before_update(self, index: int) -> None:
@@ -190,20 +187,33 @@ class WeightPublication(PendingUpdate):
             self._old = self._copies(index, self._wire.host)[0].clone()
 
     def mark_updated(self, index: int) -> None:
-        """Send this rank's updated range of a weight. Does not block, because receivers may wait for this rank."""
+        """Write this rank's updated range of a weight into messages, and send each message that is complete.
+
+        Changed bits never wait for space, because the receivers may compute until they need weights of this rank.
+        """
         updated = self._copies(index, self._wire.host)[0]
         for start, stop in _pieces(updated.numel()):
-            values = updated[start:stop]
-            if self._raw:
-                messages = [values, weight_checksums(values)]
-            else:
-                assert self._old is not None
-                size = self._patches.encode(self._old[start:stop], values, self._scratch)
-                messages = [self._scratch[:size].clone()]
-            hosts = self._wire.peer_hosts
-            self._departures += [self._wire.send(message, host) for message in messages for host in hosts]
+            if self._open is None:
+                message = next(self._to_send)
+                self._open = message, torch.empty(message.most_bytes, dtype=torch.uint8), 0
+            message, buffer, size = self._open
+            old = None if self._old is None else self._old[start:stop]
+            size += self._patches.encode(old, updated[start:stop], buffer[size:])
+            self._open = message, buffer, size
+            if message.pieces[-1] == (index, start, stop):
+                self._open = None
+                self._send(buffer if size == message.most_bytes else buffer[:size].clone())
         self._old = None
         self._poll()
+
+    def _send(self, message: Tensor) -> None:
+        self._departures.append(([self._wire.send(message, host) for host in self._wire.peer_hosts], message.nbytes))
+        self._departing_bytes += message.nbytes
+        since = time.monotonic()
+        while self._raw and self._departing_bytes > self._limit_bytes:
+            wait(self._departures[0][0], POLL_S)
+            self._poll()
+            self._wire.probe(since)
 
     def wait_usable(self, indices: Sequence[int]) -> None:
         """Wait until these weights are complete on all ranks of the host. All ranks of the host must call this.
@@ -214,7 +224,7 @@ class WeightPublication(PendingUpdate):
         if count <= self._usable:
             return
         while self._arrived < count:
-            self._wire.wait(self._arrivals[0].transfer)
+            self._wire.wait(self._arrivals[0][2])
             self._apply()
         self._progress.publish(self._count_before + self._arrived)
         self._wait_for_ranks(count, self._poll)
@@ -223,44 +233,54 @@ class WeightPublication(PendingUpdate):
         """Return the range of a weight that the rank of `host` owns, flat, in every shared copy."""
         return self._shared.shard(index, self._counterparts.ranks[host]).copies
 
+    def _messages(self, host: int) -> Iterator[WeightMessage]:
+        """Yield the messages of the rank on `host`, in order. A message ends at MESSAGE_BYTES."""
+        pieces: list[tuple[int, int, int]] = []
+        size_bytes = most_bytes = 0
+        for index in self._order:
+            weight = self._weights[index]
+            for start, stop in _pieces(weight.shard_numel(self._counterparts.ranks[host])):
+                pieces.append((index, start, stop))
+                size_bytes += (stop - start) * weight.dtype.itemsize
+                most_bytes += max_patch_bytes(stop - start, weight.dtype.itemsize)
+                if size_bytes >= MESSAGE_BYTES:
+                    yield WeightMessage(host, pieces, most_bytes)
+                    pieces, size_bytes, most_bytes = [], 0, 0
+        if pieces:
+            yield WeightMessage(host, pieces, most_bytes)
+
     def _poll(self) -> None:
-        """Apply received pieces and release finished sends without waiting. No rank uses the applied weights yet."""
-        while self._arrivals and self._arrivals[0].transfer.done():
+        """Apply received messages and release finished sends without waiting. No rank uses the applied weights yet."""
+        while self._arrivals and self._arrivals[0][2].done():
             self._apply()
-        while self._departures and self._departures[0].done():
-            self._departures.popleft().result()
+        while self._departures and all(transfer.done() for transfer in self._departures[0][0]):
+            transfers, size_bytes = self._departures.popleft()
+            self._departing_bytes -= size_bytes
+            for transfer in transfers:
+                transfer.result()
 
     def _apply(self) -> None:
-        """Apply the oldest received piece, whose transfer is finished, to every shared copy of the weight."""
-        arrival = self._arrivals.popleft()
-        arrival.transfer.result()
-        first, *others = [copy[arrival.start : arrival.stop] for copy in self._copies(arrival.index, arrival.host)]
-        owner = self._counterparts.ranks[arrival.host]
-        sender = f"weights of {self._weights[arrival.index].name} that rank {owner} has updated"
-        if arrival.buffer is not None:
-            self._patches.decode(arrival.buffer, first, sender)
-            self._arriving_bytes -= arrival.buffer.nbytes
-            self._pool.give(arrival.buffer)
-        elif arrival.checksums is not None:
-            check_weights(first, arrival.checksums, sender)
-        for copy in others:
-            copy.copy_(first)
+        """Apply the oldest received message, whose transfer is finished, to every shared copy of its weights."""
+        message, buffer, transfer = self._arrivals.popleft()
+        transfer.result()
+        owner, at = self._counterparts.ranks[message.host], 0
+        for index, start, stop in message.pieces:
+            first, *others = [copy[start:stop] for copy in self._copies(index, message.host)]
+            sender = f"weights of {self._weights[index].name} that rank {owner} has updated"
+            at += self._patches.decode(buffer[at:], first, sender)
+            for copy in others:
+                copy.copy_(first)
+        self._arriving_bytes -= buffer.nbytes
+        self._pool.give(buffer)
         self._post_receives()
 
     def _post_receives(self) -> None:
-        """Post receives while their buffers fit into EXCHANGE_BYTES; raw weights need no buffer."""
-        while self._arriving_bytes < EXCHANGE_BYTES and (piece := next(self._to_receive, None)) is not None:
-            index, host, start, stop = piece
-            if self._raw:
-                sums = torch.empty(-(-(stop - start) // PATCH_BLOCK), dtype=torch.int64)
-                self._wire.receive(self._copies(index, host)[0][start:stop], host)
-                self._arrivals.append(_WeightsArrival(*piece, None, sums, self._wire.receive(sums, host)))
-                continue
-            size = max_patch_bytes(stop - start)
-            buffer = self._pool.take(size)
-            self._arrivals.append(_WeightsArrival(*piece, buffer, None, self._wire.receive(buffer, host)))
-            self._arriving_bytes += size
-        self._arrived = self._places[self._arrivals[0].index] if self._arrivals else len(self._order)
+        """Post receives while their buffers fit into the limit."""
+        while self._arriving_bytes < self._limit_bytes and (message := next(self._to_receive, None)) is not None:
+            buffer = self._pool.take(message.most_bytes)
+            self._arrivals.append((message, buffer, self._wire.receive(buffer, message.host)))
+            self._arriving_bytes += message.most_bytes
+        self._arrived = self._places[self._arrivals[0][0].pieces[0][0]] if self._arrivals else len(self._order)
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:
