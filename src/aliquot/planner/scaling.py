@@ -84,8 +84,8 @@ def _messages_s(setting: StepSetting, micro_batches: int, wire_bytes: int) -> fl
         # until it has MESSAGE_BYTES; large weights are cut into pieces.
         others, ranks = layout.nodes - 1, layout.world_size
         peer_bytes = wire_bytes / ranks / others
-        by_bytes = (peer_bytes + setting.weights_bytes / ranks) / MESSAGE_BYTES
-        return MESSAGE_S * others * (2 + min(by_bytes, 2 * setting.weights + peer_bytes / _PIECE_BYTES))
+        full_messages = (peer_bytes + setting.weights_bytes / ranks) / MESSAGE_BYTES
+        return MESSAGE_S * others * (2 + min(full_messages, 2 * setting.weights + peer_bytes / _PIECE_BYTES))
     # The ranks of a replica gather each group twice and reduce it once per micro-batch; gloo reduces in two rounds.
     # Replicas all-reduce each group once per step, in two rounds.
     groups = setting.groups if setting.engine == "fsdp" else setting.weights
