@@ -79,7 +79,7 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
         return send(wire, tensor, host)
 
     Activity.enter = enter_and_mark  # type: ignore[method-assign, assignment]
-    Wire.send = count_and_send  # type: ignore[method-assign]
+    Wire.send = count_and_send  # type: ignore[method-assign, assignment]
     train(validate(values, {}, "scale"))
 
 
