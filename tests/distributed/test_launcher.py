@@ -15,7 +15,7 @@ import pytest
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.launcher import apply_environment, launch_mode
-from aliquot.distributed.watchdog import describe_stuck_ranks
+from aliquot.distributed.stuck_ranks import describe_stuck_ranks
 from tests.distributed.launcher import JOIN, environment, run, start
 from tests.tools import warm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.distributed import watchdog
+from aliquot.distributed import idle_watchdog, watchdog
 from aliquot.distributed.rank_errors import RankError
 from tests.distributed.launcher import JOIN, run
 
@@ -15,7 +15,7 @@ WATCHED = (
     JOIN
     + """
 import subprocess
-from aliquot.distributed.watchdog import IdleWatchdog
+from aliquot.distributed.idle_watchdog import IdleWatchdog
 own = Path(sys.argv[1]) / f"still-rank-{ranks.rank}.txt"
 def waits_for_a_file_that_does_not_come():
     time.sleep(600)
@@ -72,10 +72,10 @@ def test_idle_run_ends_though_stacks_cannot_be_written(tmp_path: Path) -> None:
 
 def test_idle_watchdog_counts_writes_of_the_kernel_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
     left, waits = iter([9, 7, 8, 7, 6, 5]), iter([True, True, False])
-    monkeypatch.setattr(watchdog, "unwritten_bytes", lambda: next(left))
-    monkeypatch.setattr(watchdog, "_waits_for_disk", lambda: next(waits))
-    monkeypatch.setattr(watchdog, "_io_bytes", lambda process: (0, 0))
-    work = watchdog._WorkMeter()  # which looks once
+    monkeypatch.setattr(idle_watchdog, "unwritten_bytes", lambda: next(left))
+    monkeypatch.setattr(idle_watchdog, "_waits_for_disk", lambda: next(waits))
+    monkeypatch.setattr(idle_watchdog, "_io_bytes", lambda process: (0, 0))
+    work = idle_watchdog._WorkMeter()  # which looks once
     assert [work.has_worked(1e6) for _ in range(4)] == [False, False, True, False]
 
 
@@ -95,7 +95,7 @@ def test_stopped_process_is_not_idle(tmp_path: Path) -> None:
     body = """
         import os, signal, subprocess, sys, time
         from pathlib import Path
-        from aliquot.distributed.watchdog import IdleWatchdog
+        from aliquot.distributed.idle_watchdog import IdleWatchdog
         from aliquot.distributed.topology import Topology
         alone = Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ())
         with IdleWatchdog(alone, None, 2.0, Path(sys.argv[1]) / "still-rank-0.txt", lambda: "planning"):

@@ -1,52 +1,27 @@
-"""Watchdogs: end a run that hangs, after every rank has written the stack traces of its threads.
+"""The watchdog of training steps: end a rank whose steps make no progress, after it has written its stack traces.
 
-`Watchdog` times training steps. `IdleWatchdog` watches the run outside training steps, where work may take any time.
-Such work, for example tokenising a corpus or loading weights, uses the CPU or a disk; a run that hangs uses neither.
-The error line of either watchdog names the ranks for which the other ranks wait.
+The error line names the ranks for which the other ranks wait. Outside of training steps, where work may take any time,
+idle_watchdog.py watches the run.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import re
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
-
-import psutil
-
-# Public, but not re-exported for type checkers.
-from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
+from typing import Self
 
 from aliquot.core.small_files import open_unlinked
 from aliquot.distributed.flight_recorder import describe_pending
-from aliquot.distributed.rank_errors import RankError, bounded_call, end_rank
-from aliquot.distributed.topology import Topology
-from aliquot.machine.memory import unwritten_bytes
+from aliquot.distributed.rank_errors import RankError, end_rank
+from aliquot.distributed.stuck_ranks import all_stack_files, describe_stuck_ranks
 
-_CHECKS = 30  # consecutive idle checks that end a run; a suspended process makes no checks, so its pause does not count
-_STACKS_AHEAD = 2  # checks between writing stack traces and ending the run, because ranks check at different times
-_LONGEST_INTERVAL_S = 60.0
 # After a stop signal, other ranks may have ended. A step that takes longer than these limits will then never end.
 _LATE_STEPS = 3  # times the longest step so far
 _LEAST_LATE_S = 30.0
-# A rank that uses less than both limits is idle. Idle ranks use 0.001 cores for heartbeats, and 0.01 cores and 4 KiB/s
-# for progress bars. A transfer over a slow network uses little CPU time, but its bytes count.
-_BUSY_CORES = 0.02
-_BUSY_BYTES_PER_S = 16384
-
-_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
-_RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
-_SAME_HANG_S = 60.0  # stack files whose times differ by more belong to different hangs
-_WAITING = re.compile(  # "file function" of a frame that waits for other ranks
-    r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
-    r"|engines/host/gradient_exchange\.py _wait_for_space$"
-)
 
 
 class Watchdog:
@@ -148,215 +123,6 @@ class Watchdog:
         message += (
             f" while {self._activity()}{describe_pending()}"
             f"{describe_stuck_ranks(self._stack_file, self._world_size)}; where every rank was:"
-            f" {_all_ranks(self._stack_file)} [hung]"
+            f" {all_stack_files(self._stack_file)} [hung]"
         )
         end_rank(RankError(self._rank, "training", message, f"{message}\n", time.time()))
-
-
-class IdleWatchdog:
-    """A context manager of every rank that ends the run when no rank has done any work for `timeout_s`.
-
-    All ranks write their stack traces to `stack_file` (None: to stderr), and the run ends with code 1. If a rank has
-    not written its stack traces, because its host does not answer, the other ranks wait `timeout_s` longer.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        store: Store | None,
-        timeout_s: float,
-        stack_file: Path | None,
-        activity: Callable[[], str],
-        explain_hang: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`store` is the rendezvous store; None for a single rank. `activity`, `explain_hang`: as in `Watchdog`."""
-        self._topology = topology
-        self._timeout_s = timeout_s
-        self._interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS)
-        self._checks = round(timeout_s / self._interval_s)
-        self._stack_file = stack_file
-        self._activity = activity
-        self._explain_hang = explain_hang
-        # The clone has a separate connection, because other threads block the store's connection while they wait. The
-        # type stubs lack clone().
-        self._store: Store = HashStore() if store is None else cast(Any, store).clone()
-        self._is_over = threading.Event()
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._run, name="aliquot-idle-watchdog", daemon=True).start()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._is_over.set()
-        # Without an error the run has continued, so the stack traces are obsolete. After an error they stay, because
-        # this rank may only have lost the connection to a rank that reports a hang.
-        if kind is None and self._stack_file is not None:
-            self._stack_file.unlink(missing_ok=True)
-
-    def _run(self) -> None:
-        with suppress(DistError):  # node 0 has ended or is unreachable; the heartbeat reports that
-            self._check_all()
-
-    def _check_all(self) -> None:
-        meter, last_count, idle_checks = _WorkMeter(), 0, 0
-        while not self._is_over.wait(self._interval_s):
-            # The value of the key is the number of checks, over all ranks, at which a rank had worked.
-            count = self._store.add("idle-watchdog", int(meter.has_worked(self._interval_s)))
-            idle_checks = idle_checks + 1 if count == last_count else 0
-            last_count = count
-            stacks_key = f"idle-watchdog-stacks-{last_count}"  # counts the ranks that have written their stack traces
-            if idle_checks == self._checks - _STACKS_AHEAD:
-                if bounded_call(self._write_stacks):
-                    self._store.add(stacks_key, 1)
-                meter.has_worked(self._interval_s)  # do not count the work of writing stacks
-            all_written = idle_checks >= self._checks and self._store.add(stacks_key, 0) >= self._topology.world_size
-            if (all_written or idle_checks >= 2 * self._checks) and not self._is_over.is_set():
-                self._end()
-
-    def _write_stacks(self) -> None:
-        if self._stack_file is None:
-            faulthandler.dump_traceback(sys.stderr)
-            return
-        self._stack_file.parent.mkdir(parents=True, exist_ok=True)
-        with open_unlinked(self._stack_file, "w") as file:
-            faulthandler.dump_traceback(file)
-
-    def _end(self) -> None:
-        self._explain_hang()
-        stuck, place = "", "above"
-        if self._stack_file is not None:
-            stuck = describe_stuck_ranks(self._stack_file, self._topology.world_size)
-            place = str(_all_ranks(self._stack_file))
-        message = (
-            f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"
-            f" {self._activity()}{describe_pending()}{stuck}; where every rank was: {place} [hung]"
-        )
-        end_rank(RankError(self._topology.rank, "training", message, f"{message}\n", time.time()))
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The CPU time and the bytes that a process has used since its start."""
-
-    cpu_s: float = 0.0
-    disk_bytes: int = 0  # read from a disk or written to it
-    all_bytes: int = 0  # read and written, including pipes and most sockets
-
-
-class _WorkMeter:
-    """Measures the work of this process and of its children (tokenising processes). Use it in one thread only."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._last: dict[tuple[int, float], _Work] = {}
-        self._measuring_bytes = 0
-        self._unwritten_bytes = unwritten_bytes()  # their number when a process last worked
-        self.has_worked(1.0)
-
-    def has_worked(self, seconds: float) -> bool:
-        """Whether the processes, or the kernel for them, have worked since the last call, about `seconds` ago."""
-        bytes_before = _io_bytes(self._process)[1]
-        work: dict[tuple[int, float], _Work] = {}
-        for process in self._process.children(recursive=True):
-            with suppress(psutil.Error):  # the child has ended, or may not be inspected
-                cpu = process.cpu_times()
-                work[process.pid, process.create_time()] = _Work(cpu.user + cpu.system, *_io_bytes(process))
-        # A thread in fsync uses no CPU while the kernel writes its data. Only a new minimum of unwritten bytes counts
-        # as progress, because other processes may write without end.
-        unwritten = unwritten_bytes()
-        kernel_writes = unwritten < self._unwritten_bytes and _waits_for_disk()
-        disk_bytes, bytes_after = _io_bytes(self._process)
-        # The meter's own CPU time and bytes do not count.
-        self._measuring_bytes += bytes_after - bytes_before
-        cpu_s = time.process_time() - time.thread_time()
-        work[self._process.pid, 0.0] = _Work(cpu_s, disk_bytes, bytes_after - self._measuring_bytes)
-        changes = [(now, self._last.get(process, _Work())) for process, now in work.items()]
-        self._last = work
-        has_worked = (
-            sum(now.cpu_s - before.cpu_s for now, before in changes) > _BUSY_CORES * seconds
-            or sum(now.disk_bytes - before.disk_bytes for now, before in changes) > 0
-            or sum(now.all_bytes - before.all_bytes for now, before in changes) > _BUSY_BYTES_PER_S * seconds
-            or kernel_writes
-        )
-        if has_worked:
-            self._unwritten_bytes = unwritten
-        return has_worked
-
-
-def _waits_for_disk() -> bool:
-    """Whether a thread of this process is in state D (uninterruptible sleep), usually because it waits for a disk."""
-    for thread in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # the thread has ended
-            if thread.read_text().rpartition(")")[2].split()[0] == "D":
-                return True
-    return False
-
-
-def _io_bytes(process: psutil.Process) -> tuple[int, int]:
-    """Return the bytes that the process exchanged with disks, and all bytes that it has read and written."""
-    try:
-        io = process.io_counters()
-    except (psutil.Error, OSError, NotImplementedError):  # some containers hide the counters
-        return 0, 0
-    return io.read_bytes + io.write_bytes, io.read_chars + io.write_chars
-
-
-def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
-    """Return text for an error line: the ranks for which the other ranks wait, or the ranks that do not answer.
-
-    `stack_file` has the stack traces of this rank; the files of the other ranks are in the same directory. The text is
-    empty if no rank or every rank waits for others, or if reading the files takes longer than three seconds.
-    """
-    words: list[str] = []
-    bounded_call(lambda: words.append(_describe(stack_file, world_size)))
-    return words[0] if words else ""
-
-
-def _describe(stack_file: Path, world_size: int) -> str:
-    files = _stack_files(stack_file, world_size)
-    if stuck := _stuck_ranks(stack_file, files):
-        places = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
-        return f"; {places}{', and the others wait for it' * (len(stuck) == 1)}"
-    silent = [str(rank) for rank, file in files.items() if file != stack_file and file.stat().st_size == 0]
-    if silent:
-        return f"; no answer from rank {', '.join(silent)}: its process is stopped, or its host is out of reach"
-    return ""
-
-
-def _stack_files(stack_file: Path, world_size: int) -> dict[int, Path]:
-    """The stack files of all ranks of this run, by rank."""
-    files = {
-        int(number[1]): file
-        for file in stack_file.parent.glob(_all_ranks(stack_file).name)
-        if (number := _RANK_OF_FILE.search(file.name))
-    }
-    return {rank: file for rank, file in sorted(files.items()) if rank < world_size}
-
-
-def _all_ranks(stack_file: Path) -> Path:
-    """A glob pattern of the stack files of all ranks."""
-    return stack_file.with_name(_RANK_OF_FILE.sub("*.txt", stack_file.name))
-
-
-def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
-    """The ranks that do not wait for other ranks, with their `file:line in function`; empty if that holds for all."""
-    written_at = stack_file.stat().st_mtime
-    files = {rank: file for rank, file in files.items() if abs(file.stat().st_mtime - written_at) < _SAME_HANG_S}
-    stuck = {}
-    for rank, file in files.items():
-        frames = _main_thread_frames(file.read_text(errors="replace"))
-        if frames and not any(_WAITING.search(f"{frame['file']} {frame['name']}") for frame in frames):
-            stuck[rank] = f"{Path(frames[0]['file']).name}:{frames[0]['line']} in {frames[0]['name']}"
-    return stuck if len(stuck) < len(files) else {}
-
-
-def _main_thread_frames(text: str) -> list[re.Match[str]]:
-    """The frames of the main thread, which faulthandler writes last, from the innermost frame to the script."""
-    thread = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
-    frames: list[re.Match[str]] = []
-    for line in thread.splitlines():
-        if (frame := _FRAME.match(line)) is not None:
-            frames.append(frame)
-            if frame["name"] == "<module>":  # outer frames belong to the program that started the script
-                break
-    return frames

@@ -20,10 +20,11 @@ from aliquot.data.prepare import Prepared
 from aliquot.data.workload import BatchSize
 from aliquot.distributed.flight_recorder import CollectiveWatchdog, record_collectives
 from aliquot.distributed.heartbeat import SILENT_S, Heartbeat
+from aliquot.distributed.idle_watchdog import IdleWatchdog
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks
 from aliquot.distributed.topology import choose_device, place_rank
-from aliquot.distributed.watchdog import IdleWatchdog, Watchdog
+from aliquot.distributed.watchdog import Watchdog
 from aliquot.engines.base import Engine
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.machine.cpu import read_cpu

@@ -1,0 +1,185 @@
+"""The idle watchdog: end a run that hangs outside of training steps, where work may take any time.
+
+Such work, for example tokenising a corpus or loading weights, uses the CPU or a disk; a run that hangs uses neither.
+The error line names the ranks for which the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import psutil
+
+# Public, but not re-exported for type checkers.
+from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
+
+from aliquot.core.small_files import open_unlinked
+from aliquot.distributed.flight_recorder import describe_pending
+from aliquot.distributed.rank_errors import RankError, bounded_call, end_rank
+from aliquot.distributed.stuck_ranks import all_stack_files, describe_stuck_ranks
+from aliquot.distributed.topology import Topology
+from aliquot.machine.memory import unwritten_bytes
+
+_CHECKS = 30  # consecutive idle checks that end a run; a suspended process makes no checks, so its pause does not count
+_STACKS_AHEAD = 2  # checks between writing stack traces and ending the run, because ranks check at different times
+_LONGEST_INTERVAL_S = 60.0
+# A rank that uses less than both limits is idle. Idle ranks use 0.001 cores for heartbeats, and 0.01 cores and 4 KiB/s
+# for progress bars. A transfer over a slow network uses little CPU time, but its bytes count.
+_BUSY_CORES = 0.02
+_BUSY_BYTES_PER_S = 16384
+
+
+class IdleWatchdog:
+    """A context manager of every rank that ends the run when no rank has done any work for `timeout_s`.
+
+    All ranks write their stack traces to `stack_file` (None: to stderr), and the run ends with code 1. If a rank has
+    not written its stack traces, because its host does not answer, the other ranks wait `timeout_s` longer.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        store: Store | None,
+        timeout_s: float,
+        stack_file: Path | None,
+        activity: Callable[[], str],
+        explain_hang: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`store` is the rendezvous store; None for a single rank. `activity`, `explain_hang`: as in `Watchdog`."""
+        self._topology = topology
+        self._timeout_s = timeout_s
+        self._interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS)
+        self._checks = round(timeout_s / self._interval_s)
+        self._stack_file = stack_file
+        self._activity = activity
+        self._explain_hang = explain_hang
+        # The clone has a separate connection, because other threads block the store's connection while they wait. The
+        # type stubs lack clone().
+        self._store: Store = HashStore() if store is None else cast(Any, store).clone()
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._run, name="aliquot-idle-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._is_over.set()
+        # Without an error the run has continued, so the stack traces are obsolete. After an error they stay, because
+        # this rank may only have lost the connection to a rank that reports a hang.
+        if kind is None and self._stack_file is not None:
+            self._stack_file.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        with suppress(DistError):  # node 0 has ended or is unreachable; the heartbeat reports that
+            self._check_all()
+
+    def _check_all(self) -> None:
+        meter, last_count, idle_checks = _WorkMeter(), 0, 0
+        while not self._is_over.wait(self._interval_s):
+            # The value of the key is the number of checks, over all ranks, at which a rank had worked.
+            count = self._store.add("idle-watchdog", int(meter.has_worked(self._interval_s)))
+            idle_checks = idle_checks + 1 if count == last_count else 0
+            last_count = count
+            stacks_key = f"idle-watchdog-stacks-{last_count}"  # counts the ranks that have written their stack traces
+            if idle_checks == self._checks - _STACKS_AHEAD:
+                if bounded_call(self._write_stacks):
+                    self._store.add(stacks_key, 1)
+                meter.has_worked(self._interval_s)  # do not count the work of writing stacks
+            all_written = idle_checks >= self._checks and self._store.add(stacks_key, 0) >= self._topology.world_size
+            if (all_written or idle_checks >= 2 * self._checks) and not self._is_over.is_set():
+                self._end()
+
+    def _write_stacks(self) -> None:
+        if self._stack_file is None:
+            faulthandler.dump_traceback(sys.stderr)
+            return
+        self._stack_file.parent.mkdir(parents=True, exist_ok=True)
+        with open_unlinked(self._stack_file, "w") as file:
+            faulthandler.dump_traceback(file)
+
+    def _end(self) -> None:
+        self._explain_hang()
+        stuck, place = "", "above"
+        if self._stack_file is not None:
+            stuck = describe_stuck_ranks(self._stack_file, self._topology.world_size)
+            place = str(all_stack_files(self._stack_file))
+        message = (
+            f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"
+            f" {self._activity()}{describe_pending()}{stuck}; where every rank was: {place} [hung]"
+        )
+        end_rank(RankError(self._topology.rank, "training", message, f"{message}\n", time.time()))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The CPU time and the bytes that a process has used since its start."""
+
+    cpu_s: float = 0.0
+    disk_bytes: int = 0  # read from a disk or written to it
+    all_bytes: int = 0  # read and written, including pipes and most sockets
+
+
+class _WorkMeter:
+    """Measures the work of this process and of its children (tokenising processes). Use it in one thread only."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last: dict[tuple[int, float], _Work] = {}
+        self._measuring_bytes = 0
+        self._unwritten_bytes = unwritten_bytes()  # their number when a process last worked
+        self.has_worked(1.0)
+
+    def has_worked(self, seconds: float) -> bool:
+        """Whether the processes, or the kernel for them, have worked since the last call, about `seconds` ago."""
+        bytes_before = _io_bytes(self._process)[1]
+        work: dict[tuple[int, float], _Work] = {}
+        for process in self._process.children(recursive=True):
+            with suppress(psutil.Error):  # the child has ended, or may not be inspected
+                cpu = process.cpu_times()
+                work[process.pid, process.create_time()] = _Work(cpu.user + cpu.system, *_io_bytes(process))
+        # A thread in fsync uses no CPU while the kernel writes its data. Only a new minimum of unwritten bytes counts
+        # as progress, because other processes may write without end.
+        unwritten = unwritten_bytes()
+        kernel_writes = unwritten < self._unwritten_bytes and _waits_for_disk()
+        disk_bytes, bytes_after = _io_bytes(self._process)
+        # The meter's own CPU time and bytes do not count.
+        self._measuring_bytes += bytes_after - bytes_before
+        cpu_s = time.process_time() - time.thread_time()
+        work[self._process.pid, 0.0] = _Work(cpu_s, disk_bytes, bytes_after - self._measuring_bytes)
+        changes = [(now, self._last.get(process, _Work())) for process, now in work.items()]
+        self._last = work
+        has_worked = (
+            sum(now.cpu_s - before.cpu_s for now, before in changes) > _BUSY_CORES * seconds
+            or sum(now.disk_bytes - before.disk_bytes for now, before in changes) > 0
+            or sum(now.all_bytes - before.all_bytes for now, before in changes) > _BUSY_BYTES_PER_S * seconds
+            or kernel_writes
+        )
+        if has_worked:
+            self._unwritten_bytes = unwritten
+        return has_worked
+
+
+def _waits_for_disk() -> bool:
+    """Whether a thread of this process is in state D (uninterruptible sleep), usually because it waits for a disk."""
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            if thread.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
+
+
+def _io_bytes(process: psutil.Process) -> tuple[int, int]:
+    """Return the bytes that the process exchanged with disks, and all bytes that it has read and written."""
+    try:
+        io = process.io_counters()
+    except (psutil.Error, OSError, NotImplementedError):  # some containers hide the counters
+        return 0, 0
+    return io.read_bytes + io.write_bytes, io.read_chars + io.write_chars

@@ -1,0 +1,77 @@
+"""Find the ranks for which the other ranks of a hanging run wait, from the stack traces of all ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from aliquot.distributed.rank_errors import bounded_call
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
+_RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
+_SAME_HANG_S = 60.0  # stack files whose times differ by more belong to different hangs
+_WAITING = re.compile(  # "file function" of a frame that waits for other ranks
+    r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
+    r"|engines/host/gradient_exchange\.py _wait_for_space$"
+)
+
+
+def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
+    """Return text for an error line: the ranks for which the other ranks wait, or the ranks that do not answer.
+
+    `stack_file` has the stack traces of this rank; the files of the other ranks are in the same directory. The text is
+    empty if no rank or every rank waits for others, or if reading the files takes longer than three seconds.
+    """
+    words: list[str] = []
+    bounded_call(lambda: words.append(_describe(stack_file, world_size)))
+    return words[0] if words else ""
+
+
+def all_stack_files(stack_file: Path) -> Path:
+    """A glob pattern of the stack files of all ranks."""
+    return stack_file.with_name(_RANK_OF_FILE.sub("*.txt", stack_file.name))
+
+
+def _describe(stack_file: Path, world_size: int) -> str:
+    files = _stack_files(stack_file, world_size)
+    if stuck := _stuck_ranks(stack_file, files):
+        places = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
+        return f"; {places}{', and the others wait for it' * (len(stuck) == 1)}"
+    silent = [str(rank) for rank, file in files.items() if file != stack_file and file.stat().st_size == 0]
+    if silent:
+        return f"; no answer from rank {', '.join(silent)}: its process is stopped, or its host is out of reach"
+    return ""
+
+
+def _stack_files(stack_file: Path, world_size: int) -> dict[int, Path]:
+    """The stack files of all ranks of this run, by rank."""
+    files = {
+        int(number[1]): file
+        for file in stack_file.parent.glob(all_stack_files(stack_file).name)
+        if (number := _RANK_OF_FILE.search(file.name))
+    }
+    return {rank: file for rank, file in sorted(files.items()) if rank < world_size}
+
+
+def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
+    """The ranks that do not wait for other ranks, with their `file:line in function`; empty if that holds for all."""
+    written_at = stack_file.stat().st_mtime
+    files = {rank: file for rank, file in files.items() if abs(file.stat().st_mtime - written_at) < _SAME_HANG_S}
+    stuck = {}
+    for rank, file in files.items():
+        frames = _main_thread_frames(file.read_text(errors="replace"))
+        if frames and not any(_WAITING.search(f"{frame['file']} {frame['name']}") for frame in frames):
+            stuck[rank] = f"{Path(frames[0]['file']).name}:{frames[0]['line']} in {frames[0]['name']}"
+    return stuck if len(stuck) < len(files) else {}
+
+
+def _main_thread_frames(text: str) -> list[re.Match[str]]:
+    """The frames of the main thread, which faulthandler writes last, from the innermost frame to the script."""
+    thread = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
+    frames: list[re.Match[str]] = []
+    for line in thread.splitlines():
+        if (frame := _FRAME.match(line)) is not None:
+            frames.append(frame)
+            if frame["name"] == "<module>":  # outer frames belong to the program that started the script
+                break
+    return frames
