@@ -83,7 +83,7 @@ def test_idle_watchdog_counts_writes_of_the_kernel_as_work(monkeypatch: pytest.M
     "work", ["has_it_computed", *(pytest.param(work, marks=pytest.mark.long) for work in ("computes", "writes"))]
 )
 def test_one_working_rank_keeps_run_alive(tmp_path: Path, work: str) -> None:
-    body = WATCHED + f"    {work}(4) if ranks.rank == 1 else None\n    ranks.barrier()\nprint('done')\n"
+    body = WATCHED + f"    {work}(3) if ranks.rank == 1 else None\n    ranks.barrier()\nprint('done')\n"
     code, out, err = run(tmp_path, body, str(tmp_path))
     assert (code, err) == (0, "") and "done" in out
     assert not list(tmp_path.glob("still-rank-*"))

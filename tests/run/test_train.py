@@ -593,6 +593,21 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
     assert batch_size(again.train, 1) == BatchSize(8, 4)
 
 
+def test_run_goes_on_uncompiled_if_torch_compile_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first compiler in PATH ends with an error. In so many steps, compiled layers would save minutes."""
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho no space left on the device >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.delenv("CXX", raising=False)
+    config = write_config(tmp_path, train={"compile": "auto"})
+    errors = told_to_stop(signal.SIGTERM, tmp_path / "run", config, "train.max_steps=10000000", steps=1)
+    assert "torch.compile fails here, so layers stay uncompiled: " in errors
+    assert read_config(tmp_path / "run" / "config.yaml").train.compile == "none"
+
+
 @pytest.mark.long
 def test_resumed_run_keeps_the_choice_of_compilation(tmp_path: Path) -> None:
     trained(write_config(tmp_path, train={"max_steps": 1, "compile": "layers"}))
