@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.gpu.run_server import trained
 from tests.tools import warm
 
 # Asked of the driver's library instead of a CUDA context, which would not survive the fork of tests/tools/warm.py.
@@ -48,9 +49,13 @@ def run(
     device: str | None = None,
     model: dict[str, object] = LLAMA,
     shard: dict[str, object] | None = None,
+    in_new_process: bool = False,
     **train: object,
 ) -> list[float]:
-    """Train and return the loss of each step, of resumed runs too. By default, engine host runs on the CPU."""
+    """Train and return the loss of each step, of resumed runs too. By default, engine host runs on the CPU.
+
+    DeepSpeed always runs in a new process, because it keeps the first group of ranks.
+    """
     device = device or ("cpu" if engine == "host" else DEVICE)
     config = {
         "run": {"name": name, "directory": str(folder / name)},
@@ -66,8 +71,11 @@ def run(
     }  # fmt: skip
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config))
-    done = warm.run("-m", "aliquot", "train", file)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    if in_new_process or engine == "deepspeed":
+        done = warm.run("-m", "aliquot", "train", file)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    else:
+        trained(file)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 

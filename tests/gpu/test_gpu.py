@@ -139,7 +139,7 @@ def test_an_export_is_what_transformers_reads_and_continues(resident: tuple[Path
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU: its memory is not there to be measured")
 def test_the_ledger_tells_both_memories_and_the_plan_is_near(tmp_path: Path) -> None:
     model = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
-    run(tmp_path, "large", 6, "fsdp", model=model)
+    run(tmp_path, "large", 6, "fsdp", model=model, in_new_process=True)
     ledger = json.loads((tmp_path / "large" / "ledger.json").read_text())
     steady = ledger["rows"][-1]
     assert steady["gpu"]["peak_bytes"] >= steady["gpu"]["reserved_bytes"] > steady["gpu"]["allocated_bytes"] > 0
