@@ -117,7 +117,7 @@ CASES = {
     case.name: case
     for case in [
         Case("llama", {"model_type": "llama"}),
-        Case("rwkv", RWKV, evaluated_first=True),
+        Case("rwkv", RWKV, evaluated_first=True, steps=2),
         Case("deepseek-deep-bf16", DEEPSEEK, precision="bf16", steps=2),
         Case("mamba-bf16", {"model_type": "mamba", "state_size": 8}, precision="bf16"),
         Case("llama-once", {"model_type": "llama"}, once=True),
@@ -177,7 +177,9 @@ CASES = {
             freeze=("model.embed_tokens.*", "model.layers.[03].*", "*.4.mlp.experts.*"),
             steps=3,
         ),
-        Case("llama-deep-lora", {"model_type": "llama", "num_hidden_layers": 5}, adapter=LORA, precision="bf16"),
+        Case(
+            "llama-deep-lora", {"model_type": "llama", "num_hidden_layers": 5}, adapter=LORA, precision="bf16", steps=3
+        ),
         Case(
             "llama-deep-lora-full",
             {"model_type": "llama", "num_hidden_layers": 5},
