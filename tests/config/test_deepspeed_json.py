@@ -102,13 +102,15 @@ def test_null_counts_as_unset(write: Any) -> None:
 
 def test_dump_names_the_location_of_each_value(write: Any, tmp_path: Path) -> None:
     config, places = read_with_locations(
-        write(changed("gradient_clipping", 0.5), "logging_steps: 7"), ["run.name=mine"]
+        write(changed("gradient_clipping", 0.5), "logging_steps: 7"),
+        ["run.name=mine", r'observe.sample_prompt="import os\n\n\ndef"', "observe.sample_tokens=9"],
     )
     printed = dump_with_locations(config, places)
     lines = {line.strip().partition(":")[0]: line for line in printed.splitlines() if line.startswith("  ")}
     assert re.search(r"max_grad_norm: 0\.5  # .*ds\.json:\d+$", lines["max_grad_norm"])
     assert re.search(r"logging_steps: 7  # .*run\.yaml:3$", lines["logging_steps"])
     assert lines["name"].endswith("name: mine  # override 'run.name=mine'")
+    assert lines["sample_tokens"].endswith("9  # override 'observe.sample_tokens=9'")  # after a value with newlines
     assert "#" not in lines["weight_decay"]  # a default
     again = tmp_path / "printed.yaml"
     again.write_text(printed)

@@ -104,11 +104,17 @@ def test_published_weights_replace_a_model_from_scratch(tmp_path: Path) -> None:
     assert not [keys for keys in locations if keys[:2] == ("model", "config")]
 
 
+def test_the_config_of_a_model_is_one_error(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama", "hidden_size": 64, "rope_scaling": null}')
+    assert failure(file).startswith(f"{file}: this is the config of a model, and not of a run: ")
+
+
 def test_contradictions(file: Path) -> None:
     assert "exactly one of model.path" in failure(file, "model.config={model_type: llama}")
     assert "exactly one of model.path" in failure(file, "model.config.hidden_size=64", "model.path=x/y")
     assert "exactly one of data.path" in failure(file, "data.dataset=wikitext")
-    assert failure(file, "model.config={}").endswith(f"; {file}:2 sets model.path")
+    assert failure(file, "model.config={}").endswith(f": set the other to null; {file}:2 sets model.path")
     assert failure(file, "train.max_steps=1", "data.prompt=q").startswith("override 'data.prompt=q': prompt and")
     message = failure(
         file, "train.global_batch_size=8", "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=2"

@@ -15,7 +15,7 @@ from aliquot.cli.main import app
 from aliquot.core.errors import UsageError
 from aliquot.doctor import examine, network_checks, software_checks, two_ranks
 from aliquot.doctor.examine import CHECKS
-from aliquot.doctor.finding import Subject
+from aliquot.doctor.finding import Finding, Subject, summary
 from aliquot.machine.torch_compile import cpp_compiler
 from tests.distributed.launcher import environment
 from tests.doctor.machines import lay_out, machine, said, subject
@@ -203,6 +203,16 @@ def test_unconnected_ranks_are_a_problem() -> None:
     finding = two_ranks.judge_self_test(told)
     assert finding.level == "problem" and "GLOO_SOCKET_IFNAME is eth77" in finding.found, said(finding)
     assert two_ranks.judge_matmul(told, HERE).level == "warning"
+
+
+def test_the_last_line_names_what_to_read_again() -> None:
+    findings = [
+        Finding("isa", "", "ok", "", ""),
+        Finding("smt", "", "warning", "", ""),
+        Finding("shm", "", "warning", "", ""),
+    ]
+    assert summary(findings) == "0 problems; 2 warnings: smt, shm"
+    assert summary([*findings[:2], Finding("port", "", "problem", "", "")]) == "1 problem: port; 1 warning: smt"
 
 
 def test_unwritable_findings_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

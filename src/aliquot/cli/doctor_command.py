@@ -30,7 +30,7 @@ def command(
         from aliquot.core.errors import writing
         from aliquot.core.small_files import publish_text
         from aliquot.doctor.examine import examine
-        from aliquot.doctor.finding import Subject
+        from aliquot.doctor.finding import Subject, summary
 
         subject = Subject(run_directory=run_directory, peers=tuple(filter(None, peers.split(","))), port=port)
         findings = []
@@ -41,6 +41,8 @@ def command(
         text = json.dumps([asdict(finding) for finding in findings], indent=1)
         if as_json:
             print(text)
+        else:
+            print(summary(findings))
         if (run_directory / "config.yaml").exists():  # it is a run directory
             with writing(run_directory / "doctor.json"):
                 publish_text(run_directory / "doctor.json", text + "\n")

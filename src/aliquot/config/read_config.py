@@ -54,6 +54,11 @@ def read_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[RunC
     """Read the text of a config like `read_with_locations`; errors call the text `name`."""
     locations: dict[KeyPath, Location] = {}
     values = _load(text, name, locations)
+    if "model_type" in values and "model" not in values:
+        raise ConfigError(
+            "this is the config of a model, and not of a run: write a YAML whose model.config names this file"
+            " (from scratch), or whose model.path names its directory (fine-tune)", name,
+        )  # fmt: skip
     for override in overrides:
         apply_override(values, override, locations)
     fill_from_deepspeed(values, locations)
@@ -133,7 +138,7 @@ def dump_config(config: RunConfig) -> str:
     values = config.model_dump(mode="json", by_alias=True)
     if config.train.global_batch_size is not None and config.train.gradient_accumulation_steps is not None:
         del values["train"]["per_device_train_batch_size"]  # it follows from these two
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 def dump_with_locations(config: RunConfig, locations: Mapping[KeyPath, Location]) -> str:
@@ -230,7 +235,10 @@ class _Loader(BoundedLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML, with quotes around strings that `_Loader` would read as numbers."""
+    """Writes YAML: a scalar is one line, and strings that `_Loader` would read as numbers have quotes."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
 
 
 class _AmbiguousNumberError(yaml.MarkedYAMLError):
@@ -251,6 +259,7 @@ def _integer(loader: _Loader, node: yaml.ScalarNode) -> int | str:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Dumper.add_representer(str, _Dumper.represent_str)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")

@@ -47,7 +47,8 @@ class ModelSection(Section):
         if "" in (*self.add_tokens, *self.add_special_tokens):
             raise ValueError("a token of model.add_tokens or model.add_special_tokens is empty")
         if (self.path is None) == (self.config is None):
-            raise ValueError("give exactly one of model.path (fine-tune) and model.config (from scratch)")
+            both = ": set the other to null" if self.path is not None else ""
+            raise ValueError(f"give exactly one of model.path (fine-tune) and model.config (from scratch){both}")
         return self
 
 

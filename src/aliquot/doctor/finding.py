@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
@@ -31,6 +31,15 @@ class Finding:
         """Return the finding as lines for a person: state, consequence, fix."""
         lines = [f"{self.level:<8} {self.id}: {self.found}", f"{'':<9}{self.meaning}"]
         return "\n".join([*lines, f"{'':<9}fix: {self.fix}"] if self.fix else lines)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return the last line for a person: which findings to read again."""
+    parts = []
+    for level in ("problem", "warning"):
+        ids = [finding.id for finding in findings if finding.level == level]
+        parts.append(f"{len(ids)} {level}{'' if len(ids) == 1 else 's'}{': ' if ids else ''}{', '.join(ids)}")
+    return "; ".join(parts)
 
 
 def check(id: str, title: str) -> Callable[[Callable[P, Verdict]], Callable[P, Finding]]:

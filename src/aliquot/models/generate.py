@@ -17,6 +17,7 @@ from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
 from aliquot.core.template_time_limit import limit_template_time
 from aliquot.models.export import STATE, export_checkpoint
+from aliquot.models.model_config import model_of_run
 from aliquot.models.model_files import joined_ends, trained_tokens
 from aliquot.models.source import local_directory
 from aliquot.models.untrusted_code import without_code
@@ -85,9 +86,8 @@ def load(directory: Path, base: str | None = None) -> Loaded:
         raise ModelFilesError("no such directory", directory)
     adapts = (directory / ADAPTER_CONFIG).is_file()
     if not adapts and not (directory / "config.json").is_file():
-        raise ModelFilesError(
-            "no config.json here; give an export, an adapter or a Hugging Face model directory", directory
-        )
+        advice = model_of_run(directory) or "give an export, an adapter or a Hugging Face model directory"
+        raise ModelFilesError(f"no config.json here; {advice}", directory)
     if adapts and (directory / STATE).is_file():
         # transformers does not find an adapter under the file names of a checkpoint: export the adapter first.
         with tempfile.TemporaryDirectory() as folder:

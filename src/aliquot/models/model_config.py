@@ -40,9 +40,17 @@ def read_fields(file: Path, key: str) -> dict[str, Any]:
             raise ModelFilesError(
                 f"{key}: an adapter, not a model: aliquot export CHECKPOINT OUT --merge makes one of it", file.parent
             ) from None
-        raise ModelFilesError(f"{key}: no config.json here; is this a Hugging Face model directory?", file) from None
+        advice = model_of_run(file.parent) or "is this a Hugging Face model directory?"
+        raise ModelFilesError(f"{key}: no config.json here; {advice}", file) from None
     except (OSError, ValueError) as error:
         raise ModelFilesError(f"{key}: {error}", file) from None
+
+
+def model_of_run(directory: Path) -> str:
+    """Return where the model of a run is, for an error about the run directory; empty if no model is there."""
+    export = directory / "export"
+    has_model = any((export / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    return f"the model of this run is {export}" if has_model else ""
 
 
 def parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:

@@ -130,7 +130,7 @@ class ModelSource:
         if (positions := self.positions) is not None and answers * positions < sequence_length:
             raise ConfigError(
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
-                f" ({self._positions_key}): shorten the sequences"
+                f" ({self._positions_key}): set data.sequence_length to {answers * positions} or less"
             )
 
 
@@ -196,9 +196,11 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     if list(hub_files) == CONFIG_FILES and (shipped := _shipped_shape(path)).is_dir():
         return shipped
     if looks_local(path):
+        elsewhere = ". If only the pods see it, copy its config.json here, and set cluster.model_directory"
+        reads_config_only = list(hub_files) == CONFIG_FILES  # `aliquot plan` and `aliquot cluster render`
         raise ModelFilesError(
-            f"model.path {path}: no such directory (nor does it look like a hub id, owner/name). To plan or render for"
-            " a directory of the cluster, copy its config.json here: cluster.model_directory"
+            f"model.path {path}: no such directory, and no hub id, which has the form owner/name"
+            f"{elsewhere if reads_config_only else ''}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

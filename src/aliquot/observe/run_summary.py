@@ -43,6 +43,8 @@ def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
     """Format a plan, in the form of `aliquot plan --json`: memory, time, traffic, checkpoint and disk."""
     path = "between the GPUs of each" if plan["device"] == "cuda" else "through sockets on them"
+    wire, local = plan["wire_bytes_per_step"], plan["local_bytes_per_step"]
+    sent = f"{rate(wire, 'B')} a step between hosts, {rate(local, 'B')} {path}; " if wire or local else ""
     cost = f", {dollars(plan['cost_usd'])} USD" if plan["cost_usd"] is not None else ""
     memory = f"{gib(plan['peak_bytes_per_rank'])} of {gib(plan['limit_bytes'])} a rank at most ({plan['peak_phase']})"
     if plan.get("host_phases"):
@@ -52,9 +54,7 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
         f"plan: {memory}",
         f"plan: {short(plan['step_s'])} s a step, {plan['speed']}, {plan['bottleneck']};"
         f" {duration(plan['total_s'])} in all{cost}; rates: {plan['rates']}",
-        f"plan: {rate(plan['wire_bytes_per_step'], 'B')} a step between hosts,"
-        f" {rate(plan['local_bytes_per_step'], 'B')} {path};"
-        f" {rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
+        f"plan: {sent}{rate(plan['checkpoint_bytes'], 'B')} a checkpoint",
         *([f"plan: on disk {plan['disk_words']}"] if plan["disk_words"] else []),
     )
 
