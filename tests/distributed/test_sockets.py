@@ -97,7 +97,7 @@ def test_single_node_listens_on_loopback_and_ignores_strangers(tmp_path: Path) -
                     stranger.sendall(junk)
         (store,) = {port for pid, _, port in listeners(launcher.pid) if pid == launcher.pid}
         assert forge(store, pickle.dumps(Payload(executed)))
-        steps, until = len(curve(tmp_path / "run")), time.monotonic() + 2
+        steps, until = len(curve(tmp_path / "run")), time.monotonic() + 1
         while len(curve(tmp_path / "run")) < steps + 5 or time.monotonic() < until:
             assert launcher.poll() is None and not executed.exists()
             time.sleep(0.02)
