@@ -432,7 +432,7 @@ def test_amx_kernels_of_unpacked_rows_are_few_and_large() -> None:
 
 @pytest.mark.long
 def test_slow_networks_favour_engine_host() -> None:
-    slow = Machine.from_numbers(64, 16, 1)
+    slow = Machine.from_numbers(64, 16, 0.1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
     planner = Planner(PlannedModel(config), slow)
     found = Search(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config)).fastest()
