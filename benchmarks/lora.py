@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, quiet, trainer_arguments
 from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
-from benchmarks.worlds import Measured, run_world, tell
+from benchmarks.worlds import Measured, PeakPss, run_world, tell
 
 RANKS, BATCH = 2, 8
 SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": smoke.TINY}
@@ -99,20 +98,12 @@ def rank() -> None:
 
     from aliquot.config.adapter_section import AdapterSection
     from aliquot.distributed.topology import Topology
-    from aliquot.machine.memory import PssSampler
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
-    pss, peak, over = PssSampler(), [0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.1):
-            peak[0] = max(peak[0], pss.bytes())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    pss = PeakPss()
     ends: list[float] = []
     tokens = float(WORKS[work].tokens * WORKS[work].rows)
     config, count = llama_config(SHAPES[shape]), int(steps) + 1
@@ -125,9 +116,8 @@ def rank() -> None:
         for _ in range(count):
             next(making)
             ends.append(time.perf_counter())
-    over.set()
-    watcher.join()
-    tell({"pss": peak[0], "tokens": tokens, "seconds": [b - a for a, b in pairwise(ends)]})
+    pss.stop()
+    tell({"pss": pss.bytes, "tokens": tokens, "seconds": [b - a for a, b in pairwise(ends)]})
     os._exit(0)
 
 

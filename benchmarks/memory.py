@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet
 from benchmarks.layouts import LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
-from benchmarks.worlds import run_world, tell
+from benchmarks.worlds import PeakPss, run_world, tell
 
 RANKS, STEPS = 2, 2
 WORK = Work(512, 2)
@@ -67,20 +66,13 @@ def rank() -> None:
     import torch.distributed as dist
 
     from aliquot.distributed.topology import Topology
-    from aliquot.machine.memory import PssSampler, peak_rss
+    from aliquot.machine.memory import peak_rss
 
     number = int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
-    pss, peak, over = PssSampler(), [0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.1):
-            peak[0] = max(peak[0], pss.bytes())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    pss = PeakPss()
     config = llama_config(MODEL)
     ends: list[float] = []
     if who == "deepspeed":
@@ -92,9 +84,8 @@ def rank() -> None:
         for _ in range(STEPS):
             next(making)
             ends.append(time.perf_counter())
-    over.set()
-    watcher.join()
-    tell({"pss": peak[0], "rss": peak_rss(), "step_s": ends[-1] - ends[-2]})
+    pss.stop()
+    tell({"pss": pss.bytes, "rss": peak_rss(), "step_s": ends[-1] - ends[-2]})
     os._exit(0)
 
 

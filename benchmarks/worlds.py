@@ -174,3 +174,23 @@ def cold() -> str | None:
     except OSError as error:
         return f"the page cache cannot be emptied: {error.strerror}"
     return None
+
+
+class PeakPss:
+    """Watch the PSS of this process until `stop`: `bytes` is its peak."""
+
+    def __init__(self) -> None:
+        from aliquot.machine.memory import PssSampler
+
+        self.bytes = 0
+        self._sampler, self._over = PssSampler(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.1):
+            self.bytes = max(self.bytes, self._sampler.bytes())
