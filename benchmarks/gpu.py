@@ -245,8 +245,11 @@ def _join(device: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from aliquot.machine.allocator import use_expandable_segments
+
     quiet()
     if device == "cuda":
+        use_expandable_segments()  # as a rank of aliquot does, and torchtitan's start script
         torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 

@@ -75,9 +75,13 @@ def test_run_ends_when_a_collective_is_late(tmp_path: Path, monkeypatch: pytest.
         assert json.loads((tmp_path / "logs" / "collectives-rank-1.json").read_text())["entries"]
 
 
+GPU_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE", "PYTORCH_ALLOC_CONF")
+
+
 def test_nccl_gets_its_own_timeout_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo waits for days, NCCL for a step, from the first collective on."""
+    """gloo waits for days, NCCL for a step, from the first collective on. CUDA begins with the allocator's setting."""
     calls: list[tuple[str, timedelta]] = []
+    at_cuda_start: list[str | None] = []
 
     class Backend:
         def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -91,10 +95,10 @@ def test_nccl_gets_its_own_timeout_and_record(tmp_path: Path, monkeypatch: pytes
     def init_process_group(backend: str, *, timeout: timedelta, **_: object) -> None:
         calls.append((backend, timeout))
 
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+    for name in (*GPU_VARIABLES, "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ranks, "check_gpus", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: at_cuda_start.append(os.environ.get("PYTORCH_ALLOC_CONF")))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(flight_recorder, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=Group())))
     threads = torch.get_num_threads()
@@ -105,8 +109,9 @@ def test_nccl_gets_its_own_timeout_and_record(tmp_path: Path, monkeypatch: pytes
         assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl-collectives-rank-"
         assert (os.environ["TORCH_FR_BUFFER_SIZE"], os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("2000", "1")
     finally:
-        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+        for name in GPU_VARIABLES:
             os.environ.pop(name, None)
+    assert at_cuda_start == ["expandable_segments:True"]
     assert calls == [("cpu:gloo,cuda:nccl", timedelta(days=30)), ("nccl", timedelta(seconds=1860))]
 
 

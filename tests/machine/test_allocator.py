@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import torch
 from aliquot.machine import allocator
 from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment, training_allocator
 from aliquot.machine.memory import private_bytes
+from tests.tools import warm
 
 MIB = 1 << 20
+GPU_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def test_periodic_release_waits_for_steps_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +130,29 @@ def test_training_allocator_is_the_chosen_or_installed_one(tmp_path: Path) -> No
     assert training_allocator({}, tmp_path) == "tcmalloc"
     assert training_allocator({ALLOCATOR_VARIABLE: "none"}, tmp_path) == "glibc"
     assert training_allocator({ALLOCATOR_VARIABLE: "libjemalloc.so.2"}, tmp_path) == "jemalloc"
+
+
+@pytest.mark.parametrize("environ", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": ""}])
+@pytest.mark.parametrize("kernel", ["6.8.0-1021-aws", "6.6.87-microsoft-standard-WSL2"])
+def test_gpu_memory_is_expandable_unless_the_user_or_wsl_forbids_it(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], kernel: str
+) -> None:
+    monkeypatch.setattr(allocator, "os", SimpleNamespace(environ=dict(environ)))
+    monkeypatch.setattr(allocator.platform, "release", lambda: kernel)
+    allocator.use_expandable_segments()
+    added = {} if environ or "WSL" in kernel else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator.os.environ == environ | added
+
+
+def test_torch_reads_the_setting_of_gpu_memory_after_its_import() -> None:
+    """A rank sets it when it joins the group, because torchrun and other programs may have started the rank."""
+    code = (
+        "import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True';"
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in GPU_VARIABLES}
+    done = warm.run("-c", code, env=clean)
+    assert done.stdout == "expandable_segments:True\n", done.stderr
 
 
 def test_restart_with_allocator_happens_once_with_arguments() -> None:

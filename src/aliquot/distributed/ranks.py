@@ -32,7 +32,7 @@ from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
 from aliquot.distributed.store_server import allow_open_files
 from aliquot.distributed.topology import Topology, check_gpus, check_locked_memory
-from aliquot.machine.allocator import tune_glibc
+from aliquot.machine.allocator import tune_glibc, use_expandable_segments
 
 # Any value that json writes and reads back unchanged.
 JSON = Any
@@ -76,6 +76,7 @@ class Ranks:
         torch.set_num_threads(topology.threads)
         backend = "gloo"
         if topology.device == "cuda":
+            use_expandable_segments()
             check_gpus(topology.local_world_size)
             if topology.nodes > 1 and os.environ.get("NCCL_NET", "").lower() != "socket":
                 check_locked_memory()

@@ -4,13 +4,15 @@ Every micro-batch frees tensors of megabytes and allocates the same sizes again.
 kernel each time, and faulting in fresh pages costs a training step up to a fifth of its time. tcmalloc and jemalloc
 keep freed memory, but the dynamic linker can only load them when a process starts. So aliquot's launcher starts its
 ranks with an installed allocator, and a process that another program has started replaces itself once. Without an
-installed allocator, `tune_glibc` raises the thresholds of glibc.
+installed allocator, `tune_glibc` raises the thresholds of glibc. `use_expandable_segments` sets torch's allocator of
+GPU memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import sys
 import time
 from collections.abc import Mapping
@@ -31,6 +33,7 @@ _FOLDERS = ("usr/lib64", "usr/lib", "usr/local/lib", "usr/lib/x86_64-linux-gnu",
 _TCMALLOC_SETTINGS = {"TCMALLOC_MAX_TOTAL_THREAD_CACHE_BYTES": str(8 << 20)}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 _GLIBC_THRESHOLD_BYTES = 512 << 20
+_GPU_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch also reads the older name
 _RELEASE_STEPS, _RELEASE_S = 50, 120.0  # minimum between two releases, so that releases take at most 0.1 % of the time
 
 
@@ -84,6 +87,16 @@ def tune_glibc() -> None:
     if allocator_name() == "glibc" and os.environ.get(ALLOCATOR_VARIABLE) != "none" and hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _GLIBC_THRESHOLD_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _GLIBC_THRESHOLD_BYTES)
+
+
+def use_expandable_segments() -> None:
+    """Let torch map GPU memory page by page, so that free memory between tensors does not stay unused.
+
+    FSDP2 allocates many tensors of different sizes. torch reads this setting when CUDA is initialized. A setting of the
+    user stays. Under WSL, drivers before R615 fail to map such memory (pytorch#192330), so torch's default stays.
+    """
+    if "microsoft" not in platform.release().lower() and not any(name in os.environ for name in _GPU_VARIABLES):
+        os.environ[_GPU_VARIABLES[0]] = "expandable_segments:True"
 
 
 def release_free_memory() -> None:
