@@ -9,20 +9,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import aliquot
 from aliquot.cli.main import app
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.workload import Edges, Workload
 from aliquot.planner import planned_model
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step
-from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_model import PlannedModel, with_model_limits
 from tests.planner.shapes import GEMMA2, LLAMA, planned_config
 from tests.runs import write_config
 
 EDGES = (0, 300, 512)
+SERVER = Machine.from_numbers(64, 8, None)
 STEP = Step("bf16", "none", "cpu", looks_up=True, head_gradient=False)
 
 
@@ -52,6 +56,23 @@ def test_cached_cost_equals_measured_cost(model: dict[str, object], monkeypatch:
     # One pass over the model tells what it costs compiled, too.
     compiled = again.cost(replace(STEP, compiled=True), EDGES, 500)
     assert compiled.saved_bytes == found.saved_bytes and compiled.forward["calls",] < found.forward["calls",]
+
+
+def test_default_sequence_length_is_limited_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time the limit comes from the cache."""
+    settings: dict[str, Any] = {"model": {"config": LLAMA | {"max_position_embeddings": 512}}}
+    config = RunConfig.model_validate({**settings, "data": {"path": "stdlib"}, "train": {"global_batch_tokens": 4096}})
+    limited = with_model_limits(config)
+    assert (limited.data.sequence_length, limited.train.global_batch_size) == (512, 8)
+    monkeypatch.setattr(planned_model, "resolve", never)
+    assert with_model_limits(config) == limited
+    assert config.with_positions(1024) is config.with_positions(None) is config
+    pairs = RunConfig.model_validate({**settings, "data": {"path": "stdlib"}, "train": {"objective": "orpo"}})
+    assert pairs.with_positions(300).data.sequence_length == 600
+    longer = RunConfig.model_validate({**settings, "data": {"path": "stdlib", "sequence_length": 1024}})
+    with pytest.raises(UserError, match=r"data.sequence_length is 1024, but the model has 512 positions"):
+        aliquot.plan(longer, SERVER)
+    assert aliquot.plan(config, SERVER).tokens_per_step == 4096
 
 
 def test_cache_key_holds_model_and_software(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
 from aliquot.config.evaluation_config import read_evaluation_config
+from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError
 from aliquot.run.evaluate import evaluate_model
 from tests.runs import command, curve, write_config
@@ -19,8 +20,9 @@ from tests.runs import command, curve, write_config
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run that has ended."""
+    """The config of a run that has ended, with the default length of sequences."""
     config = write_config(tmp_path_factory.mktemp("evaluate"), "run", checkpoint={"every": 3}, train={"eval_steps": 3})
+    config.write_text(config.read_text().replace("  sequence_length: 32\n", ""))
     aliquot.train(aliquot.read_config(config))
     return config
 
@@ -32,7 +34,7 @@ def test_evaluate_agrees_with_the_run(run: Path, model: str, step: int) -> None:
     assert evaluation.loss == pytest.approx(curve(directory, "eval_loss")[step], rel=1e-6)
     assert evaluation.perplexity == pytest.approx(curve(directory, "eval_perplexity")[step], rel=1e-6)
     assert evaluation.bits_per_byte == pytest.approx(curve(directory, "eval_bits_per_byte")[step], rel=1e-6)
-    assert (evaluation.ranks, evaluation.sequence_length) == (1, 32)
+    assert (evaluation.ranks, evaluation.sequence_length) == (1, 64)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -62,6 +64,9 @@ def test_a_text_as_transformers_reads_it(run: Path, tmp_path: Path, ranks: int) 
 
 def test_sequences_are_no_longer_than_the_model_can_read(run: Path) -> None:
     """The default is 1024 tokens, but this model has 64 positions."""
+    assert read_config(run.parent / "run" / "config.yaml").data.sequence_length == 64
+    shown = command("data", "show", run)
+    assert " of 64, packed" in shown.stdout, shown.stdout + shown.stderr
     text = str(run.parent / "text.txt")
     evaluation = evaluate_model(read_evaluation_config(str(run.parent / "run" / "export"), text, ["launch.ranks=1"]))[
         ""

@@ -44,6 +44,8 @@ def show(
         settings = read_config(config, overrides or [])
         display = Display("auto", enabled=True)
         source = resolve(settings.model, DESCRIPTION_FILES)
+        settings = settings.with_positions(source.positions)
+        source.check_length(settings.data.sequence_length, settings.train.answers)
         fields = source.config.to_dict()
         added = (settings.model.add_tokens, settings.model.add_special_tokens)
         rows = source.largest_vocabulary

@@ -205,9 +205,10 @@ def instance_planner(config: RunConfig) -> Callable[[str, int], Plan]:
     """
     from aliquot.data.workload import Workload
     from aliquot.planner.planned_machine import Machine, limit_to_pod
-    from aliquot.planner.planned_model import PlannedModel
+    from aliquot.planner.planned_model import PlannedModel, with_model_limits
     from aliquot.planner.planner import Planner
 
+    config = with_model_limits(config)
     model = PlannedModel(config)  # built once for all types
 
     def plan_on(instance: str, nodes: int) -> Plan:

@@ -201,7 +201,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
     from aliquot.planner.automatic_settings import with_choices, with_settings
     from aliquot.planner.machine_profile import ensure_measured
     from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
-    from aliquot.planner.planned_model import PlannedModel
+    from aliquot.planner.planned_model import PlannedModel, with_model_limits
     from aliquot.planner.planner import Planner
     from aliquot.planner.settings_search import Search
 
@@ -213,12 +213,13 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
             target.instance, target.memory_gib, target.cores, target.isa, target.network_gbit
         )
         machine = measure_disks(limit_to_pod(machine, config), config)
+        update("analysing the model")
+        config = with_model_limits(config)
         workload = Workload.assumed(config, target.document_tokens)
         layout = machine.layout(config, target.nodes, target.ranks_per_node)
         if target.tokens is not None:
             sequences = batch_size(config.train, layout.world_size).total
             config = with_settings(config, {"train.max_steps": -(-target.tokens // round(sequences * workload.tokens))})
-        update("analysing the model")
         planner = Planner(PlannedModel(config), machine)
         update("measuring this machine")
         ensure_measured(machine, layout)

@@ -42,10 +42,12 @@ def print_offers(
     from aliquot.data.workload import Workload
     from aliquot.planner.offers import offers
     from aliquot.planner.pictures import offers_svg
+    from aliquot.planner.planned_model import with_model_limits
 
     config = placed(config) if config.cluster is not None else config
     with progress() as update:
         update("analysing the model")
+        config = with_model_limits(config)
         results = offers(config, Workload.assumed(config, document_tokens), request, update)
     title = f"{request.tokens:,} tokens of {results[0].plan.model} ({results[0].plan.size})"
     if as_json:

@@ -126,7 +126,7 @@ class DataSection(RecordsSection):
     tokenizer_vocab_size: PositiveInt | None = None
     """Train a byte-level BPE tokenizer of this size on the training text instead."""
     sequence_length: PositiveInt = Field(1024, ge=2, le=1 << 24)
-    """Tokens of a sequence, into which documents are packed."""
+    """Tokens of a sequence, into which documents are packed. Default: 1024, or the model's limit if it is lower."""
     packing: bool = True
     """Pack documents into sequences, with attention inside each document only. false: a document is a sequence, padded
     only where AMX needs micro-batches of few different lengths."""

@@ -253,6 +253,19 @@ class RunConfig(Section):
             )
         return self
 
+    def with_positions(self, positions: int | None) -> Self:
+        """Return the config for a model with this many positions, which limit the default of data.sequence_length.
+
+        A length that the user has set remains; `ModelSource.check_length` refuses it if it is too long.
+        """
+        longest = self.data.sequence_length if positions is None else self.train.answers * positions
+        if "sequence_length" in self.data.model_fields_set or longest >= self.data.sequence_length:
+            return self
+        train, data = self.train, self.data.model_copy(update={"sequence_length": longest})
+        if train.global_batch_tokens is not None:
+            train = train.model_copy(update={"global_batch_size": train.global_batch_tokens // longest})
+        return self.model_copy(update={"data": data, "train": train})
+
     def _check_objective(self) -> None:
         """Name the fields of pairs or rated answers for objectives that need them, and refuse them for others."""
         objective = self.train.objective

@@ -29,7 +29,7 @@ from aliquot.core.errors import UserError
 from aliquot.core.small_files import cache_root, publish_text, read_small_file
 from aliquot.data.workload import Workload
 from aliquot.models.model_shape import ModelShape
-from aliquot.models.source import CONFIG_FILES, local_directory
+from aliquot.models.source import CONFIG_FILES, local_directory, resolve
 from aliquot.planner.micro_batch_cost import WORKS, MicroBatchCost, Step, Work
 
 if TYPE_CHECKING:
@@ -149,6 +149,18 @@ class PlannedModel:
             {**vars(cost), **replaced, **{name: [*getattr(cost, name).items()] for name in WORKS}} for cost in costs
         )
         return {"as_llama": why, "cost": plain, "compiled": compiled}
+
+
+def with_model_limits(config: RunConfig) -> RunConfig:
+    """Return the config with the default sequence length for its model. Raises the UserErrors of training."""
+    if "sequence_length" in config.data.model_fields_set:
+        return config
+    key = ["positions", _configuration(config.model), _software()]
+    values = _read(key)
+    if values is None:
+        values = {"positions": resolve(config.model, CONFIG_FILES).positions}
+        _write(key, values)
+    return config.with_positions(values["positions"])
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner, helper_proces
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, evaluates, kernel_bytes, kernel_shapes
 from aliquot.planner.plan import DISK_PART, Plan
 from aliquot.planner.planned_machine import GIB, Machine
-from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planned_model import PlannedModel, with_model_limits
 from aliquot.planner.rates import Rates, estimated
 from aliquot.planner.scaling import Storage, losses
 from aliquot.planner.step_time import MicroBatchTime, StepSetting, StepTime, evaluation_time, step_time
@@ -68,7 +68,7 @@ def plan(
     Raises:
         UserError: the config is invalid; training would raise the same error.
     """
-    machine = machine or Machine.local()
+    config, machine = with_model_limits(config), machine or Machine.local()
     layout = machine.layout(config, nodes, ranks_per_node)
     ensure_measured(machine, layout)
     return Planner(PlannedModel(config), machine).plan(config, layout, workload or Workload.assumed(config))

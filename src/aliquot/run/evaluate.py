@@ -12,14 +12,12 @@ from torch import Tensor
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due
-from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.data_summary import irregularities
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.source import resolve
 from aliquot.nn.preference_loss import RatedAnswers
 from aliquot.run import setup, starting_point
 from aliquot.run.data_sanity import check_inputs
@@ -216,8 +214,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
 def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
     ranks, display = run.ranks, run.display
     check_configs(ranks, run.config)
-    positions = run_on_rank_0(ranks, lambda: resolve(run.config.model).positions)
-    run = replace(run, config=_limit_sequence_length(run.config, positions))
+    run = setup.with_model_limits(run)
     inputs = setup.read_inputs(run)
     check_inputs(run, inputs)
     model = setup.build_model(run, inputs)
@@ -247,11 +244,3 @@ def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
         )  # fmt: skip
     model.engine.close()
     return results
-
-
-def _limit_sequence_length(config: RunConfig, positions: int | None) -> RunConfig:
-    """Reduce data.sequence_length to the number of positions of the model, unless the user has set the length."""
-    if "sequence_length" in config.data.model_fields_set or positions is None:
-        return config
-    length = min(config.data.sequence_length, positions)
-    return config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": length})})

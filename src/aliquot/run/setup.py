@@ -67,11 +67,16 @@ def check_directory(run: RunContext) -> None:
             run.directory.remove_marker(name)
 
 
+def with_model_limits(run: RunContext) -> RunContext:
+    """Fetch the model, and return the run with the default sequence length for the model. Collective."""
+    import_models()
+    positions = run_on_rank_0(run.ranks, lambda: resolve(run.config.model).positions)  # only rank 0 downloads
+    return replace(run, config=run.config.with_positions(positions))
+
+
 def read_inputs(run: RunContext) -> Inputs:
     """Read the description of the model, tokenise the data, and plan the batches of every step. Collective."""
     config, ranks = run.config, run.ranks
-    import_models()
-    run_on_rank_0(ranks, lambda: bool(resolve(config.model)))  # only rank 0 downloads from the hub
     source = run_on_all_ranks(ranks, lambda: _model_source(config))
     adds_tokens = config.model.add_tokens, config.model.add_special_tokens
     adapter = None if config.adapter is None else config.adapter.directory
