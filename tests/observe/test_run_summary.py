@@ -74,11 +74,21 @@ def test_without_an_export_the_checkpoint_is_named(tmp_path: Path) -> None:
     assert "model" not in told and "next" not in told  # nor is a checkpoint left
 
 
+CALIBRATE = "calibrate the idle machine (`aliquot plan --calibrate`)"
+
+
 @pytest.mark.parametrize(
     ("speed", "device", "expected"),
     [
         (4800.0, "cpu", None),  # within the band
-        (2980.0, "cpu", "planned 5,425 tokens/s, measured 2,980: run `aliquot plan --calibrate`"),
+        (2980.0, "cpu", f"planned 5,425 tokens/s, measured 2,980: {CALIBRATE}"),
+        (9750.0, "cpu", f"planned 5,425 tokens/s, measured 9,750: {CALIBRATE}"),
+        (
+            650.0,
+            "cpu",
+            "planned 5,425 tokens/s, measured 650: look for other processes on these cores (top) and a"
+            " CPU quota (aliquot doctor)",
+        ),
         (2980.0, "cuda", "planned 5,425 tokens/s, measured 2,980"),
         (float("nan"), "cpu", None),  # no step was measured
     ],

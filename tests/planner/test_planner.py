@@ -275,7 +275,9 @@ def test_network_bound_run_gets_advice() -> None:
     layout = slow.layout(config, 2, 2)
     made = with_advice(planner.plan(config, layout, workload), Search(planner, config, layout, workload))
     found = re.fullmatch(
-        r"network-bound [\d.]+x: a global batch of (\d+) sequences would be ([\d.]+)x", made.bottleneck
+        r"network-bound \([\d.]+x the time of matrix products\): a global batch of (\d+) sequences"
+        r" would be ([\d.]+)x as fast",
+        made.bottleneck,
     )
     assert found, made.bottleneck
     larger = planned_config(LLAMA, train={"global_batch_size": int(found[1])})
@@ -314,8 +316,8 @@ def test_memory_bound_runs_are_advised_to_compile() -> None:
 def test_hidden_communication_is_no_bottleneck() -> None:
     hidden = StepTime(True, matmul_s=0.9, memory_s=0.9, local_s=0.0, wire_s=1.0, disk_s=0.0)
     assert hidden.bottleneck == "compute-bound" and hidden.total_s == 1.8
-    assert replace(hidden, wire_s=2.0).bottleneck == "network-bound 2.2x"
-    assert replace(hidden, overlaps=False).bottleneck == "network-bound 1.1x"
+    assert replace(hidden, wire_s=2.0).bottleneck == "network-bound (2.2x the time of matrix products)"
+    assert replace(hidden, overlaps=False).bottleneck == "network-bound (1.1x the time of matrix products)"
 
 
 def test_smaller_micro_batches_take_less_time() -> None:

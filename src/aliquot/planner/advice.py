@@ -51,7 +51,7 @@ def with_advice(plan: Plan, search: Search) -> Plan:
     gain, words = max(best, default=(0.0, ""))
     if gain < _WORTH:
         return plan
-    return replace(plan, bottleneck=f"{plan.bottleneck}: {words} would be {gain:.1f}x")
+    return replace(plan, bottleneck=f"{plan.bottleneck}: {words} would be {gain:.1f}x as fast")
 
 
 def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:

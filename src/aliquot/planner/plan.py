@@ -87,7 +87,7 @@ class Plan:
     steps: int  # 0: unknown until the data are read
     tokens_per_step: float  # real tokens, without padding
     step_s: float
-    bottleneck: str  # "compute-bound", or "network-bound 4.1x: " and the change that helps most
+    bottleneck: str  # such as "compute-bound", and the change that helps most
     rates: str  # source of the machine's rates: measured on a date, or estimated
     usd_per_hour: float | None  # of all nodes, on demand
     compile: str = "none"  # layers | none

@@ -73,7 +73,11 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
             else []
         ),
         f"rates           {plan.rates}",
-        *([f"kernels         of at most {plan.kernel_shapes} products a rank"] if plan.kernel_shapes else []),
+        *(
+            [f"oneDNN kernels  at most {plan.kernel_shapes} a rank, one per shape of a matrix product"]
+            if plan.kernel_shapes
+            else []
+        ),
     ]
     if problems:  # `plan.fits` is about memory alone
         verdict = Text("does not fit: " + "; ".join(problems), style="red")

@@ -65,9 +65,12 @@ class StepTime:
 
     @property
     def bottleneck(self) -> str:
-        """The largest part of the step, and its ratio to the matrix products: `network-bound 4.1x`."""
+        """The largest part of the step: `network-bound (4.1x the time of matrix products)`."""
         name, factor = self._largest_part
-        return f"{name}-bound" if name == "compute" else f"{name}-bound {factor:.1f}x"
+        if name == "compute":
+            return "compute-bound"
+        resource = "memory-bandwidth" if name == "memory" else name
+        return f"{resource}-bound ({factor:.1f}x the time of matrix products)"
 
     @property
     def waiting_factor(self) -> float:

@@ -25,6 +25,7 @@ from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, evaluat
 
 NOT_RECORDED = "not recorded"
 _COMPARED = {"loss": "{:.4f}", "perplexity": "{:,.2f}", "bits_per_byte": "{:.3f}", "rewards/accuracies": "{:.3f}"}
+_SHORT_MEASUREMENT_OFF_BY = 2.0  # assumed: a larger difference has other reasons than the measurement of the machine
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
 
 
@@ -43,8 +44,12 @@ def speed_beside_plan(plan: Mapping[str, Any], speed: float) -> str | None:
     planned, off_by = number(plan.get("tokens_per_s")), number(plan.get("off_by"))
     if not planned or not off_by or not speed > 0 or planned / off_by <= speed <= planned * off_by:
         return None
-    advice = ": run `aliquot plan --calibrate`" if plan.get("device") == "cpu" else ""
-    return f"planned {planned:,.0f} tokens/s, measured {speed:,.0f}{advice}"
+    text = f"planned {planned:,.0f} tokens/s, measured {speed:,.0f}"
+    if plan.get("device") != "cpu":
+        return text
+    if speed * max(off_by, _SHORT_MEASUREMENT_OFF_BY) < planned:
+        return f"{text}: look for other processes on these cores (top) and a CPU quota (aliquot doctor)"
+    return f"{text}: calibrate the idle machine (`aliquot plan --calibrate`)"
 
 
 def cost(run: Run, training_s: float) -> str | None:
