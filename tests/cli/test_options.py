@@ -31,3 +31,28 @@ def test_key_as_an_option(tmp_path: Path, command: list[str], arguments: list[st
 def test_other_options_are_left_to_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--nothing-of-the-kind"])
     assert result.exit_code == 2 and "No such option" in result.stderr
+
+
+@pytest.mark.parametrize("group", [[], ["cluster"]], ids=" ".join)
+def test_help_describes_commands_in_whole_sentences(group: list[str]) -> None:
+    printed = CliRunner().invoke(app, [*group, "--help"], env={"COLUMNS": "80"}).stdout
+    lines = printed.partition("Commands:\n")[2].splitlines()
+    assert len(lines) > 4 and all(line.startswith("  ") and line.endswith(".") for line in lines), printed
+    assert "..." not in "".join(lines), printed
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        (["train"], "train [OPTIONS] CONFIG [section.key=value ...]"),
+        (["plan"], "plan [OPTIONS] [CONFIG] [section.key=value ...]"),
+        (["cluster", "check"], "cluster check [OPTIONS] CONFIG|DIR [section.key=value ...]"),
+        (["cluster", "logs"], "cluster logs [OPTIONS] NAME"),
+        (["export"], "export [OPTIONS] CHECKPOINT OUT_DIR"),
+        (["report"], "report [OPTIONS] RUN_DIR..."),
+        (["instances"], "instances [OPTIONS] [PATTERN]"),
+    ],
+)
+def test_usage_is_that_of_the_documentation(command: list[str], usage: str) -> None:
+    printed = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "120"}).stdout
+    assert printed.splitlines()[0].endswith(f" {usage}"), printed

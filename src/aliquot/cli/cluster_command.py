@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aliquot import __version__
-from aliquot.cli.options import ConfigCommand, ConfigFile, Debug, Overrides
+from aliquot.cli.options import Command, ConfigCommand, ConfigFile, Debug, Overrides
 from aliquot.cli.terminal import one_line_errors, run_rank, show_table
 from aliquot.core.errors import ClusterError, UsageError, printable
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aliquot.doctor.node_proof import Expected
 
 app = typer.Typer(
-    help="The manifests of a run on EKS with Karpenter and Kubeflow Trainer.",
+    help="Manifests of a run for EKS, Karpenter and Kubeflow Trainer.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -47,9 +47,10 @@ def render(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Write the manifests of a run (nodes, storage, config, job) for `kubectl apply --server-side -k DIR`.
+    """Write the Kubernetes manifests of a run.
 
-    Exit code 1: the check found an error, and nothing was written.
+    They describe nodes, storage, config and job, for `kubectl apply --server-side -k DIR`. Exit code 1: the check found
+    an error, and nothing was written.
     """
     with one_line_errors(debug):
         from aliquot.cluster import render as rendering
@@ -120,7 +121,7 @@ _Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the TrainJob
 _Namespace = Annotated[str, typer.Option("-n", "--namespace", help="Namespace of the TrainJob.")]
 
 
-@app.command("status")
+@app.command("status", cls=Command)
 def status(name: _Name, namespace: _Namespace = "default", debug: Debug = False) -> None:
     """Show the state of a job on the cluster, and why pods wait. Reads only, through kubectl."""
     with one_line_errors(debug):
@@ -131,7 +132,7 @@ def status(name: _Name, namespace: _Namespace = "default", debug: Debug = False)
             print(printable(line))
 
 
-@app.command("logs")
+@app.command("logs", cls=Command)
 def logs(
     name: _Name,
     namespace: _Namespace = "default",
@@ -152,7 +153,7 @@ def logs(
         raise typer.Exit(subprocess.run([kubectl.program, *arguments], check=False).returncode)
 
 
-@app.command("proof")
+@app.command("proof", cls=Command)
 def proof(
     config: ConfigFile,
     expected: Annotated[

@@ -25,7 +25,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Examine this machine, and show what each finding means for training and its fix. Exit code 1: a problem."""
+    """Examine whether this machine is ready for training.
+
+    Each finding says what it means for training, and how to fix it. Exit code 1: a problem.
+    """
     with one_line_errors(debug):
         from aliquot.core.errors import writing
         from aliquot.core.small_files import publish_text

@@ -66,10 +66,10 @@ def command(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Print loss, perplexity and bits per byte of a model on a text, computed by all ranks; write nothing.
+    """Print the loss of a model on a text, or its benchmark results.
 
-    Like `aliquot train`, the command starts local ranks, or is a rank of torchrun or a TrainJob. With --tasks, print
-    the results of benchmarks instead.
+    On a text, all ranks compute loss, perplexity and bits per byte, and write nothing. Like `aliquot train`, the
+    command starts local ranks, or is a rank of torchrun or a TrainJob. With --tasks, print the results of benchmarks.
     """
     with one_line_errors(debug):
         if tasks is not None:

@@ -16,9 +16,12 @@ from aliquot.core.errors import UsageError
 
 def command(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint, its URL, or a run directory: its newest checkpoint.")
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its URL, or a run directory: its newest checkpoint."),
     ],
-    out_dir: Annotated[Path, typer.Argument(help="The directory to write, which must be new or empty.")],
+    out_dir: Annotated[
+        Path, typer.Argument(metavar="OUT_DIR", help="The directory to write, which must be new or empty.")
+    ],
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
         "bfloat16"
     ),
@@ -36,9 +39,10 @@ def command(
     private: Annotated[bool, typer.Option("--private", help="If REPO is new, make it private.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model directory; the checkpoint of an adapter as a peft adapter.
+    """Write a checkpoint as a Hugging Face model directory.
 
-    The command compares the exported weights with the checksums of the checkpoint.
+    The checkpoint of an adapter becomes a peft adapter. The command compares the exported weights with the checksums of
+    the checkpoint.
     """
     with one_line_errors(debug), ExitStack() as stack:
         from aliquot.checkpoint.remote_checkpoint import fetched_weights

@@ -31,7 +31,10 @@ def generate_command(
     base: BaseModel = None,
     debug: Debug = False,
 ) -> None:
-    """Continue prompts with a model, which is loaded once; an empty line separates several continuations."""
+    """Continue prompts with a model.
+
+    The model is loaded once. An empty line separates several continuations.
+    """
     with one_line_errors(debug):
         all_prompts = [*(prompt or []), *(_prompts(prompts) if prompts is not None else [])]
         if not all_prompts:

@@ -63,7 +63,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print all columns as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """List EC2 types: vCPU, the memory that is left for a pod, EFA, AMX, network, price."""
+    """List EC2 types, their memory for pods and their prices.
+
+    Other columns show vCPUs, EFA, AMX and the network.
+    """
     with one_line_errors(debug):
         from aliquot.catalogue.instances import catalogue, instances
         from aliquot.core.errors import InstanceError

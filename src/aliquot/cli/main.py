@@ -28,7 +28,7 @@ from aliquot.cli import (
     report_command,
     train_command,
 )
-from aliquot.cli.options import ConfigCommand
+from aliquot.cli.options import Command, ConfigCommand
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UsageError
 from aliquot.machine.torch_compile import set_compile_cache
@@ -45,13 +45,13 @@ app = typer.Typer(
 )
 app.command("train", cls=ConfigCommand)(train_command.command)
 app.command("plan", cls=ConfigCommand)(plan_command.command)
-app.command("doctor")(doctor_command.command)
-app.command("export")(export_command.command)
-app.command("generate")(generate_command.generate_command)
+app.command("doctor", cls=Command)(doctor_command.command)
+app.command("export", cls=Command)(export_command.command)
+app.command("generate", cls=Command)(generate_command.generate_command)
 app.command("evaluate", cls=ConfigCommand)(evaluate_command.command)
-app.command("chat")(generate_command.chat_command)
-app.command("report")(report_command.command)
-app.command("instances")(instances_command.command)
+app.command("chat", cls=Command)(generate_command.chat_command)
+app.command("report", cls=Command)(report_command.command)
+app.command("instances", cls=Command)(instances_command.command)
 app.add_typer(data_command.app, name="data")
 app.add_typer(cluster_command.app, name="cluster")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand
 
 from aliquot.cli.terminal import one_line_errors
 from aliquot.core.errors import UsageError
@@ -20,7 +20,9 @@ Overrides = Annotated[
         metavar="[section.key=value ...]", help="Replace keys of the config, for example train.max_steps=10."
     ),
 ]
-ModelDirectory = Annotated[Path, typer.Argument(help="A Hugging Face model directory: an export or a checkpoint.")]
+ModelDirectory = Annotated[
+    Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model directory: an export or a checkpoint.")
+]
 BaseModel = Annotated[
     str | None, typer.Option(help="The directory of an adapter's base model, if the base model has moved.")
 ]
@@ -36,7 +38,15 @@ Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of random dr
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-class ConfigCommand(TyperCommand):
+class Command(TyperCommand):
+    """A command whose usage line names the arguments as the documentation does; typer would print `{CONFIG}`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, TyperArgument)]
+        return ["[OPTIONS]", *(argument.metavar or str(argument.name).upper() for argument in arguments)]
+
+
+class ConfigCommand(Command):
     """A command with overrides. For an option that is a key of a config, the error names the override to write."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

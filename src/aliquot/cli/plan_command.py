@@ -57,7 +57,7 @@ class _Result:
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML run configuration.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML run configuration.")] = None,
     overrides: Overrides = None,
     instance: Annotated[
         str | None, typer.Option(help="An EC2 type instead of this machine, for example c7i.8xlarge.")
@@ -123,9 +123,9 @@ def command(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Show whether a run fits, its memory by phase, its time and its cost, without loading weights.
+    """Show whether a run fits, and its memory, time and cost.
 
-    Exit code 0: the run fits; 1: it does not.
+    The command loads no weights. Exit code 0: the run fits; 1: it does not.
     """
     from aliquot.planner.planned_model import collecting_no_garbage
 

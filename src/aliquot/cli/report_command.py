@@ -19,7 +19,10 @@ def command(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write one self-contained HTML page of a complete, running or killed run, or of several runs side by side."""
+    """Write one self-contained HTML page about one or more runs.
+
+    A run may be complete, running or killed. Several runs are compared side by side.
+    """
     with one_line_errors(debug):
         from aliquot.core.errors import writing
         from aliquot.observe.report.page import write_report

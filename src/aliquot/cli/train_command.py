@@ -29,7 +29,10 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Start even if the run does not fit by the plan.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model: in one process, in N local ranks that start here, or as a rank of torchrun or a TrainJob."""
+    """Train a model.
+
+    The command trains in one process, starts N local ranks, or is a rank of torchrun or a TrainJob.
+    """
     from aliquot.config.key_locations import locate_errors
     from aliquot.config.read_config import read_with_locations
     from aliquot.distributed import launcher
