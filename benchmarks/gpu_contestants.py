@@ -46,6 +46,13 @@ def sharded(
     _aliquot("fsdp", config, work, device, offload, recompute, between)
 
 
+def offloaded(
+    config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between
+) -> None:
+    """Train with shard.offload: cpu, through pinned memory."""
+    _aliquot("fsdp", config, work, device, True, recompute, between)
+
+
 def host(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
     """Train with engine host: the GPU has the weights, and the CPU all other states."""
     _aliquot("host", config, work, device, False, recompute, between)
@@ -173,6 +180,7 @@ def zero3(config: Mapping[str, Any], work: Work, device: str, offload: bool, rec
 CONTESTANTS: dict[str, Callable[..., None]] = {
     "aliquot": ours,
     "aliquot, sharded": sharded,
+    "aliquot, offloaded": offloaded,
     "aliquot, engine host": host,
     "FSDP2 + flex_attention": fsdp2,
     "HF Trainer": trainer,

@@ -48,6 +48,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
 
 def finish(title: str, rows: Sequence[Row], targets: Sequence[Target], file: Path | None) -> None:
     """Print rows and targets, and write them as JSON if a file is given."""
+    from aliquot.core.small_files import publish_text
     from aliquot.machine.facts import machine_facts
 
     show(title, rows)
@@ -63,7 +64,7 @@ def finish(title: str, rows: Sequence[Row], targets: Sequence[Target], file: Pat
             "rows": rows,
             "targets": targets,
         }
-        file.write_text(json.dumps(document, indent=1) + "\n")
+        publish_text(file, json.dumps(document, indent=1) + "\n")  # a run that is killed loses no earlier rows
 
 
 def _versions() -> dict[str, str]:

@@ -1,15 +1,20 @@
-"""benchmarks/gpu.py with a model of a few thousand weights on the CPU: every part, every contestant, every target."""
+"""benchmarks/gpu.py and gpu_all.py with a tiny model on the CPU: every part, every contestant, every target."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from benchmarks import gpu_all
 from benchmarks.gpu import targets
+from benchmarks.gpu_all import Part, environment, main, parts, run
 
 from tests.conftest import REPOSITORY
 
@@ -26,9 +31,43 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     told = json.loads(file.read_text())
     assert [row for row in told["rows"] if row.get("note")] == []
-    assert len(told["rows"]) == 6 * 2 + 2 + 1
+    assert len(told["rows"]) == 7 * 2 + 2 + 1
     assert all(row["tokens_per_s"] > 0 for row in told["rows"] if row["part"] == "speed")
     assert all(each["value"] is None for each in told["targets"]), "what a CPU does is no value of a GPU's target"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu_all.py", "--device", "cpu", "--shape", "tiny", "--seconds", "1400"]
+    command += ["--directory", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    states = json.loads((tmp_path / "parts.json").read_text())
+    assert done.returncode == 0 and list(states) == [part.name for part in parts("cpu", "tiny", tmp_path)], done.stderr
+    assert [name for name, state in states.items() if not state.startswith("done")] == [], states
+    rows = [
+        row for name in ("gpu", "gpu-allocator") for row in json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    ]
+    assert {row["part"] for row in rows} == {"speed", "load", "plan"} and not any(row.get("note") for row in rows)
+
+
+def test_a_part_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+    code = "import subprocess; print('begun'); subprocess.run(['sleep', '987'])"
+    state = run(Part("slow", ("-c", code)), environment("cpu", Part("slow", ())), tmp_path / "log.txt", 1.0)
+    assert re.fullmatch(r"killed after \d s: begun", state)
+    assert not any(process.info["cmdline"] == ["sleep", "987"] for process in psutil.process_iter(["cmdline"]))
+
+
+def test_parts_are_skipped_if_too_little_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_all.py", "--seconds", "50", "--first", "CPU step", "--directory", str(tmp_path)]
+    )
+    monkeypatch.setattr(gpu_all, "run", lambda part, *_: f"done: {part.name}")
+    monkeypatch.setattr(gpu_all, "read_cpu", lambda: SimpleNamespace(isa=("amx_bf16",)))
+    main()
+    states = json.loads((tmp_path / "parts.json").read_text())
+    assert states["CPU parts"] == "done: CPU parts" and "aliquot" not in states
+    assert states["CPU step"] == "skipped: it takes about 90 s, and 50 s are left"
 
 
 def test_targets_are_ratios_of_the_rows_that_they_name() -> None:
