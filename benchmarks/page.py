@@ -299,7 +299,8 @@ def _compared(comparison: Comparison, result: Result, figure: str, rows: tuple[R
     subject = comparison.subject.format(**{name: _text(value) for name, value in rows[0].items()})
     anchor = SECTIONS[result.benchmark][0].lower().replace(" ", "-")
     figures = [_text(ours), rows[1][comparison.who], _text(peer), f"{ratio:.3g}"]
-    return [f"{subject}: {figure}", result.hardware, *figures, f"[{result.benchmark}.py](#{anchor})"]
+    hardware = ", ".join(filter(None, (result.hardware, result.part)))
+    return [f"{subject}: {figure}", hardware, *figures, f"[{result.benchmark}.py](#{anchor})"]
 
 
 def _hardware(results: Sequence[Result]) -> list[str]:

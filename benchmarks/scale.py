@@ -5,7 +5,7 @@ python benchmarks/scale.py --ranks 4 8 16 --ranks-per-host 1                  on
 python benchmarks/scale.py --ranks 32 --shape 70b                             as many tensors as Llama-3-70B
 
 All ranks run on this machine, as forks of one process that has imported torch. Ranks of a simulated host share memory;
-hosts exchange messages through gloo on loopback. Every world trains four steps, saves, exports, and resumes for one
+hosts exchange messages through gloo on loopback. Every world trains three steps, saves, exports, and resumes for one
 more step. Seconds are CPU seconds of a rank, because the ranks share few cores. A row is the median over ranks; rank 0,
 which serves the rendezvous store and writes manifests, has columns of its own. The last row is the exponent of growth:
 1 is linear in the number of ranks.

@@ -28,7 +28,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from torch import Tensor
 
-FIRST_STEP, LAST_STEP = 2, 4  # counters of connections are read when these steps begin
+FIRST_STEP, LAST_STEP = 2, 3  # counters of connections are read when these steps begin
 _TCP_INFO_BYTES = 232
 _ESTABLISHED = 1
 _PRESENT, _EXCLUSIVE = 1 << 63, 1 << 56  # bits of a page in /proc/PID/pagemap
@@ -123,9 +123,15 @@ def _sizes(inherited: Pages) -> dict[str, Any]:
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
         "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
         "python_threads": sorted(thread.name for thread in threading.enumerate()),
-        "private_bytes": len(private) * mmap.PAGESIZE,
+        "private_bytes": len(private) * mmap.PAGESIZE + _swapped_bytes(),
         "copied_bytes": int(copied.sum()) * mmap.PAGESIZE,  # pages of the parent that this process has written to
     }
+
+
+def _swapped_bytes() -> int:
+    """Return the private bytes of this process that are in swap space, which hundreds of ranks may need."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSwap"))
+    return int(line.split()[1]) << 10
 
 
 def _pages(bits: int) -> Pages:
