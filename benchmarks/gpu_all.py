@@ -42,13 +42,16 @@ class Part:
     arguments: tuple[str, ...]  # of Python
     usual_s: int = 60  # on one H200, estimated
     limit_s: int = 200
-    needs_amx: bool = False
+    obstacle: str = ""  # why the part cannot run here
     environ: tuple[tuple[str, str], ...] = ()
 
 
 def parts(device: str, shape: str, folder: Path) -> list[Part]:
     """Return all parts, the most important first."""
+    from benchmarks.gpu_contestants import CONTESTANTS, FLASH_MODULES
+
     tiny = shape == "tiny"
+    no_amx = "" if tiny or "amx_bf16" in read_cpu().isa else "this CPU has no AMX"
     wide, small, large = ("tiny",) * 3 if tiny else ("8b-width", "125m", "8b")
 
     def gpu(what: str, shape: str, *more: str, file: str = "gpu.json") -> tuple[str, ...]:
@@ -78,9 +81,13 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         Part("load", gpu("load", large), 90, 240),
         Part("offload", speed("aliquot, offloaded", rows=4)),
         Part("engine host", speed("aliquot, engine host", rows=4)),
-        Part("CPU step", cpu("step", "--shapes", "125m", "--rounds", "1"), 90, 180, needs_amx=not tiny),
-        Part("CPU parts", cpu("parts"), 40, 90, needs_amx=not tiny),
-        Part("CPU attention", cpu("attention"), 40, 120, needs_amx=not tiny),
+        Part("CPU step", cpu("step", "--shapes", "125m", "--rounds", "1"), 90, 180, no_amx),
+        Part("CPU parts", cpu("parts"), 40, 90, no_amx),
+        Part("CPU attention", cpu("attention"), 40, 120, no_amx),
+        *(
+            Part(name, speed(name), obstacle="" if name in CONTESTANTS else "torch has no such kernel here")
+            for name in (f"aliquot, {kernel}" for kernel in FLASH_MODULES)
+        ),
         Part(
             "aliquot, torch's own allocator settings",
             speed("aliquot", file="gpu-allocator.json"),
@@ -114,8 +121,8 @@ def main() -> None:
         left_s = end - time.monotonic()
         if left_s < part.usual_s:
             states[part.name] = f"skipped: it takes about {part.usual_s} s, and {max(0, left_s):.0f} s are left"
-        elif part.needs_amx and "amx_bf16" not in read_cpu().isa:
-            states[part.name] = "skipped: this CPU has no AMX"
+        elif part.obstacle:
+            states[part.name] = f"skipped: {part.obstacle}"
         else:
             environ, limit_s = environment(given.device, part), min(part.limit_s, left_s)
             states[part.name] = run(part, environ, folder / "log.txt", limit_s)

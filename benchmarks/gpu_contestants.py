@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,16 @@ def documents(config: Mapping[str, Any], work: Work, index: int) -> dict[str, to
 def ours(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
     # As engines/select.py selects.
     _aliquot("fsdp" if offload else "single_gpu", config, work, device, offload, recompute, between)
+
+
+def with_flash(
+    kernel: str, config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between
+) -> None:
+    """Train with FlashAttention 3 or 4 instead of the kernel of torch."""
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl(kernel)
+    ours(config, work, device, offload, recompute, between)
 
 
 def sharded(
@@ -185,6 +196,13 @@ CONTESTANTS: dict[str, Callable[..., None]] = {
     "FSDP2 + flex_attention": fsdp2,
     "HF Trainer": trainer,
     "DeepSpeed ZeRO-3": zero3,
+}
+# Kernels that torch can put into the place of its own, and the modules that they need.
+FLASH_MODULES = {"FA3": ("flash_attn_interface",), "FA4": ("flash_attn", "flash_attn.cute")}
+CONTESTANTS |= {
+    f"aliquot, {kernel}": partial(with_flash, kernel)
+    for kernel, modules in FLASH_MODULES.items()
+    if all(find_spec(module) is not None for module in modules)
 }
 
 

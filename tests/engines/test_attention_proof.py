@@ -68,6 +68,8 @@ class Faulty(CudaAttention):
                 scoring = replace(scoring, scaling=1.2 * scoring.scaling)
             if self.fault == "neighbours":
                 documents = Documents((0, documents.edges[-1]), self).on(query.device)
+            if self.fault == "blocks":  # a kernel that never looks back further than its first blocks
+                scoring = replace(scoring, window=200)
             if self.fault == "heads":
                 key, value = key.flip(1), value.flip(1)
         return super().attend(query, key, value, documents, scoring)
@@ -80,3 +82,17 @@ def test_proof_finds_a_fault_of_the_kernel_that_trains(fault: str, monkeypatch: 
     prove_attention([CALL], attention, replace(BF16, precision="fp32"), "cpu")
     with pytest.raises(SelfTestError, match=r"attention in bf16 on cpu is wrong for 8 heads of 64 over 2 key heads"):
         prove_attention([CALL], attention, BF16, "cpu")
+
+
+def test_on_gpus_a_model_without_windows_is_proven_with_a_long_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Faulty, "fault", "blocks")
+    spec = replace(BF16, document_tokens=4096)
+    call, attention = replace(CALL, scoring=Scoring(0.125)), Faulty(varlen_stand_in, flex_stand_in)
+    cpu, tokens = torch.device("cpu"), attention_proof._TOKENS_ON_GPU
+    assert attention_proof._difference(call, attention, spec, cpu, 0) is None
+    assert attention_proof._difference(call, attention, spec, cpu, tokens) is not None
+    lengths: list[int] = []
+    monkeypatch.setattr(attention_proof, "_difference", lambda *arguments: lengths.append(arguments[-1]))
+    prove_attention([call], attention, spec, "cuda")
+    prove_attention([call], attention, spec, "cpu")
+    assert lengths == [tokens, 0]
