@@ -163,6 +163,10 @@ def test_evaluation_from_a_part_or_a_path(corpus: Path, model: Path) -> None:
     held = parted.open_eval()[""]
     assert held is not None
     assert sorted(rows(parted.open_train()[""]) + rows(held)) == whole
+    elsewhere = section(corpus, eval_fraction=0.4, cache_directory=corpus.parent / "another cache")
+    evaluated = prepare(elsewhere, model, 300, trains=False)
+    assert evaluated.train == evaluated.eval and Path(evaluated.eval[""]).name == Path(parted.eval[""]).name
+    assert len(list((corpus.parent / "another cache" / "tokens").iterdir())) == 1
     given = prepare(section(corpus, eval_fraction=0.4, eval_path=str(corpus / "1.txt")), model, 300).open_eval()[""]
     assert given is not None
     assert given.documents == 1

@@ -35,7 +35,7 @@ def show(
         from aliquot.data.data_order import TrainStore
         from aliquot.data.data_summary import day_line, examples, header, warnings
         from aliquot.data.eval_batches import EvalBatches
-        from aliquot.data.prepare import AddedTokens, prepare
+        from aliquot.data.prepare import TokenizerChanges, prepare
         from aliquot.data.workload import batch_size
         from aliquot.models.source import DESCRIPTION_FILES, resolve
         from aliquot.observe.console import Display
@@ -47,12 +47,12 @@ def show(
         settings = settings.with_positions(source.positions)
         source.check_length(settings.data.sequence_length, settings.train.answers)
         fields = source.config.to_dict()
-        added = (settings.model.add_tokens, settings.model.add_special_tokens)
         rows = source.largest_vocabulary
         adapter = None if settings.adapter is None else settings.adapter.directory
         day = settings.data.chat_template_date or RunDirectory(settings.run.directory).day()
         section = settings.data.model_copy(update={"chat_template_date": day})
-        prepared = prepare(section, source.directory, rows, display.progress, fields, AddedTokens(*added), adapter)
+        changes = TokenizerChanges(settings.model.add_tokens, settings.model.add_special_tokens, adapter)
+        prepared = prepare(section, source.directory, rows, display.progress, fields, changes)
         display.finish()
         train, tokenizer = settings.train, prepared.load_tokenizer()
         epochs = None if train.max_steps else train.num_train_epochs

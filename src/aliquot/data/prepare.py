@@ -83,11 +83,12 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class AddedTokens:
-    """Tokens that a configuration adds to a model's tokenizer."""
+class TokenizerChanges:
+    """Changes of a model's tokenizer."""
 
-    plain: Sequence[str] = ()
-    special: Sequence[str] = ()
+    added_tokens: Sequence[str] = ()
+    added_special_tokens: Sequence[str] = ()
+    adapter: Path | None = None  # a trained adapter, whose prefix of documents overrides the model's
 
 
 def prepare(
@@ -96,17 +97,17 @@ def prepare(
     vocab_size: int,
     progress: NamedProgress | None = None,
     config: Mapping[str, Any] | None = None,
-    added: AddedTokens = AddedTokens(),
-    adapter_dir: Path | None = None,
+    changes: TokenizerChanges = TokenizerChanges(),
+    trains: bool = True,
 ) -> Prepared:
     """Find the tokenizer and the tokens for `section` in the data cache, or create them.
 
     Args:
         model_dir: the directory with the model's own tokenizer; None for a model from scratch.
-        vocab_size: rows of the model's embedding, before the `added` tokens extend it.
+        vocab_size: rows of the model's embedding, before added tokens extend it.
         progress: called while data are tokenised or a tokenizer is trained; not called if everything is cached.
         config: the fields of the config.json next to which the tokenizer will be exported.
-        adapter_dir: a trained adapter; the tokens that it expects before each document override the model's.
+        trains: False for an evaluation, which takes held-out data for training data, so that only they are tokenised.
     """
     if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
         raise TokenizerError(
@@ -116,13 +117,15 @@ def prepare(
     root = cache_root(section.cache_directory)
     report = progress or (lambda what, done_bytes, total_bytes: None)
     train, evaluated = sources_of(section, root, report)
+    if not trains:
+        train = {name: evaluated.get(name, source) for name, source in train.items()}
     training_source = joined(list(train.values()))
     tokenizer = configured_tokenizer(
         section, model_dir, training_source, root, partial(report, "training the tokenizer")
     )
     tokens_before = len(tokenizer)
-    tokenizer.add_tokens(list(added.plain))
-    tokenizer.add_tokens(list(added.special), special_tokens=True)
+    tokenizer.add_tokens(list(changes.added_tokens))
+    tokenizer.add_tokens(list(changes.added_special_tokens), special_tokens=True)
     is_own_tokenizer = section.tokenizer is None and section.tokenizer_vocab_size is None
     if config is not None and not is_own_tokenizer:  # the model's own tokenizer was loaded with its config.json
         tokenizer = as_loaded_with(tokenizer, config)
@@ -134,7 +137,7 @@ def prepare(
     all_have_rows = check_vocabulary(tokenizer, rows, is_own_tokenizer and not has_more)
     directory = publish_tokenizer(tokenizer, root)
     # An export states its prefix in token ids, which are valid only for the tokenizer in the same directory.
-    exports = [adapter_dir, model_dir] if is_own_tokenizer else [section.tokenizer and Path(section.tokenizer)]
+    exports = [changes.adapter, model_dir] if is_own_tokenizer else [section.tokenizer and Path(section.tokenizer)]
     prefixes = (trained_tokens(export, "prefix") for export in exports if export)
     trained = next((prefix for prefix in prefixes if prefix is not None), None)
     builder = _Builder(section, tokenizer, directory, root, trained)

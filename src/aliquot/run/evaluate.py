@@ -215,7 +215,7 @@ def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
     ranks, display = run.ranks, run.display
     check_configs(ranks, run.config)
     run = setup.with_model_limits(run)
-    inputs = setup.read_inputs(run)
+    inputs = setup.read_inputs(run, trains=False)
     check_inputs(run, inputs)
     model = setup.build_model(run, inputs)
     starting_point.fill_model(run, inputs, model)

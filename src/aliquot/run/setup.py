@@ -18,7 +18,7 @@ from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.data_summary import day_line, first_samples, header
 from aliquot.data.eval_batches import EvalBatches
-from aliquot.data.prepare import AddedTokens, prepare, prepare_together
+from aliquot.data.prepare import TokenizerChanges, prepare, prepare_together
 from aliquot.data.token_store import answer_ends
 from aliquot.data.tokenizer import largest_token
 from aliquot.data.workload import batch_size
@@ -74,8 +74,11 @@ def with_model_limits(run: RunContext) -> RunContext:
     return replace(run, config=run.config.with_positions(positions))
 
 
-def read_inputs(run: RunContext) -> Inputs:
-    """Read the description of the model, tokenise the data, and plan the batches of every step. Collective."""
+def read_inputs(run: RunContext, trains: bool = True) -> Inputs:
+    """Read the description of the model, tokenise the data, and plan the batches of every step. Collective.
+
+    `trains` is False for a stand-alone evaluation, which does not tokenise training data.
+    """
     config, ranks = run.config, run.ranks
     source = run_on_all_ranks(ranks, lambda: _model_source(config))
     adds_tokens = config.model.add_tokens, config.model.add_special_tokens
@@ -84,7 +87,7 @@ def read_inputs(run: RunContext) -> Inputs:
     section = config.data.model_copy(update={"chat_template_date": day})
     prepare_node = partial(
         prepare, section, source.directory, source.largest_vocabulary, run.display.progress, source.config.to_dict(),
-        AddedTokens(*adds_tokens), adapter,
+        TokenizerChanges(*adds_tokens, adapter), trains,
     )  # fmt: skip
     data = prepare_together(ranks, prepare_node)
 
