@@ -21,6 +21,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
+	@echo "installing torch $(TORCH), then about 60 packages, into $(VENV): 1.5 GB with torch for CPU; pip prints nothing"
 	@if [ -z "$(TORCH_INDEX)" ] || ! $(BIN)/pip install --quiet --retries 1 --timeout 20 --no-deps \
 	  --index-url "$(TORCH_INDEX)" torch==$(TORCH) 2> $(VENV)/torch-index.log; then \
 	  [ -z "$(TORCH_INDEX)" ] || echo "make: $(TORCH_INDEX) did not serve torch $(TORCH) (see $(VENV)/torch-index.log):" \
@@ -32,6 +33,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # What tests, linters and benchmarks need beside.
 $(DEVELOPED): $(INSTALLED)
+	@echo "installing about 90 packages for tests, linters and benchmarks into $(VENV): 0.7 GB; pip prints nothing"
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,deepspeed]"
 	@touch $@
 
