@@ -97,7 +97,7 @@ def test_nccl_gets_its_own_timeout_and_record(tmp_path: Path, monkeypatch: pytes
 
     for name in (*GPU_VARIABLES, "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ranks, "check_gpus", lambda _: None)
+    monkeypatch.setattr(ranks, "choose_gpu", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: at_cuda_start.append(os.environ.get("PYTORCH_ALLOC_CONF")))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(flight_recorder, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=Group())))

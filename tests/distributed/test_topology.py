@@ -7,7 +7,7 @@ import torch
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
-from aliquot.distributed.topology import check_gpus, place_rank
+from aliquot.distributed.topology import check_gpus, choose_gpu, place_rank
 from aliquot.machine.cpu import CpuFacts
 
 
@@ -117,7 +117,17 @@ def test_world_size_without_rank_is_no_rank() -> None:
 
 
 def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [choose_gpu(rank, 2) for rank in range(2)] == [0, 1]
+    with pytest.raises(UserError, match=r"4 ranks on this machine, which has 2 GPUs: .* set launch.ranks=2, or launch"):
+        choose_gpu(0, 4)
+
+
+def test_rank_takes_the_only_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `srun --gpus-per-task=1` shows each rank another GPU; on a machine with one GPU, all ranks see the same."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    check_gpus(1)
-    with pytest.raises(UserError, match=r"2 ranks on this machine, which has 1 GPU: .* set launch.ranks=1, or launch"):
-        check_gpus(2)
+    assert [choose_gpu(rank, 4) for rank in range(4)] == [0, 0, 0, 0]
+    check_gpus(["GPU-a", "GPU-b", "GPU-c"])
+    check_gpus([None, None])
+    with pytest.raises(UserError, match="ranks 1 and 2 have the same GPU, and every rank needs its own"):
+        check_gpus(["GPU-a", "GPU-b", "GPU-b"])

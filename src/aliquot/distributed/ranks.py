@@ -31,7 +31,7 @@ from aliquot.distributed.numa_binding import bind_memory, pin_process, set_prefe
 from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
 from aliquot.distributed.store_server import allow_open_files
-from aliquot.distributed.topology import Topology, check_gpus, check_locked_memory
+from aliquot.distributed.topology import Topology, check_locked_memory, choose_gpu
 from aliquot.machine.allocator import tune_glibc, use_expandable_segments
 
 # Any value that json writes and reads back unchanged.
@@ -77,10 +77,9 @@ class Ranks:
         backend = "gloo"
         if topology.device == "cuda":
             use_expandable_segments()
-            check_gpus(topology.local_world_size)
             if topology.nodes > 1 and os.environ.get("NCCL_NET", "").lower() != "socket":
                 check_locked_memory()
-            torch.cuda.set_device(topology.local_rank)
+            torch.cuda.set_device(choose_gpu(topology.local_rank, topology.local_world_size))
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         store = None

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import psutil
+import torch
 
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
@@ -41,7 +42,7 @@ from aliquot.distributed.store_server import (
     serve_store,
     wrong_master_address,
 )
-from aliquot.distributed.topology import Topology, check_port, integer_variable
+from aliquot.distributed.topology import Topology, check_gpus, check_port, integer_variable
 
 _POLL_S = 0.1
 _GRACE_S = 2.0  # member 0 keeps the store open for this long, because other members may still read from the store
@@ -116,7 +117,7 @@ def _node_group(store: TCPStore, launch: LaunchSection, nodes: int, run_id: str,
 def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float) -> Store:
     """Join the other ranks, as torchrun's environment variables describe them. Return the store for process groups.
 
-    Raises UserError, which names a missing rank, or two hosts that cannot reach each other.
+    Raises UserError, which names a missing rank, two hosts that cannot reach each other, or two ranks with one GPU.
     """
     rank, world_size = topology.rank, topology.world_size
     address, port = _master(environ)
@@ -129,8 +130,12 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     listener = _listen() if topology.nodes > 1 and topology.local_rank == 0 else None
     with listener or nullcontext():
         entry: _Entry = {} if listener is None else {"at": listener.getsockname()[:2]}
-        _check_paths(meeting, meeting.exchange(entry, deadline))
+        if topology.device == "cuda":
+            entry["gpu"] = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        entries = meeting.exchange(entry, deadline)
+        _check_paths(meeting, entries)
     meeting.leave()
+    check_gpus([entry.get("gpu") for entry in entries])
     return ranks
 
 

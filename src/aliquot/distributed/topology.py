@@ -7,7 +7,7 @@ stays on one NUMA node unless there are fewer ranks than NUMA nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -178,13 +178,28 @@ def check_locked_memory(root: Path = Path("/")) -> None:
         )
 
 
-def check_gpus(local_ranks: int) -> None:
-    """Raise LaunchError if several ranks would have to share a GPU, which NCCL refuses."""
+def choose_gpu(local_rank: int, local_ranks: int) -> int:
+    """Return the index of the GPU of a rank, among the GPUs that this process sees.
+
+    A process that sees a single GPU takes this one: `srun --gpus-per-task=1` shows each rank another GPU. `check_gpus`
+    refuses a GPU that several ranks have taken. Raises LaunchError if there are fewer GPUs than ranks.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
-    if local_ranks > gpus:
+    if 1 < gpus < local_ranks:
         raise LaunchError(
-            f"{local_ranks} ranks on this machine, which has {count_of(gpus, 'GPU')}: every rank needs its own GPU;"
+            f"{local_ranks} ranks on this machine, which has {gpus} GPUs: every rank needs its own GPU;"
             f" set launch.ranks={gpus}, or launch.device=cpu"
         )
+    return 0 if gpus == 1 else local_rank
+
+
+def check_gpus(gpus: Sequence[str | None]) -> None:
+    """Raise LaunchError if several ranks have taken the same GPU, which NCCL refuses. `gpus`: the UUIDs by rank."""
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None and (first := gpus.index(gpu)) < rank:
+            raise LaunchError(
+                f"ranks {first} and {rank} have the same GPU, and every rank needs its own: start one rank for each GPU"
+                " (launch.ranks; srun with --gpus-per-task=1), or set launch.device=cpu"
+            )

@@ -80,7 +80,9 @@ class DeepspeedEngine:
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         if frozen := [name for name, weight in meta.named_parameters() if not weight.requires_grad]:
             raise EngineError(f"{frozen[0]} is frozen: shard.engine must be host or fsdp, not deepspeed")
-        os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))  # zero.Init reads LOCAL_RANK, even for one rank
+        # DeepSpeed takes LOCAL_RANK for the number of the GPU, and reads it even for one rank and on CPU.
+        gpu = torch.cuda.current_device() if topology.device == "cuda" else topology.local_rank
+        os.environ["LOCAL_RANK"] = str(gpu)
         os.environ.setdefault("DS_ACCELERATOR", topology.device)
         deepspeed = import_deepspeed()
         settings = dict(spec.deepspeed or {})
