@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -312,10 +315,23 @@ def test_deepspeed_settings_complete_the_json(write: Any) -> None:
     assert "auto" not in json.dumps(given)
 
 
+def zero_keys() -> Iterator[str]:
+    """The keys of DeepSpeed's schema, read from its source: to import DeepSpeed takes seconds."""
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or package.origin is None:
+        pytest.skip("the extra `deepspeed` is not installed")
+    tree = ast.parse((Path(package.origin).parent / "runtime" / "zero" / "config.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in classes["DeepSpeedZeroConfig"].body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            options = {word.arg: word.value for word in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+            yield str(ast.literal_eval(options["alias"])) if "alias" in options else node.target.id
+
+
 def test_every_key_of_deepspeeds_own_schema_has_a_rule() -> None:
-    zero = pytest.importorskip("deepspeed.runtime.zero.config", reason="the extra `deepspeed` is not installed")
-    for name, field in zero.DeepSpeedZeroConfig.model_fields.items():
-        path = f"zero_optimization.{field.alias or name}"
+    keys = list(zero_keys())
+    assert {"stage", "overlap_comm", "stage3_prefetch_bucket_size", "leaf_module"} <= set(keys)
+    for path in (f"zero_optimization.{key}" for key in keys):
         assert path in RULES or any(key.startswith(f"{path}.") for key in RULES), path
 
 

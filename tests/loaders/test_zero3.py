@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,8 @@ from aliquot.loaders.zero3 import load_zero3, partition_range
 from tests.engines.cases import SMALL
 from tests.processes import run_ranks
 
-pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds, of every worker
+    pytest.skip("the extra `deepspeed` is not installed", allow_module_level=True)
 if missing_tools():
     pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}", allow_module_level=True)
 WORKER = Path(__file__).parent / "zero3_worker.py"
@@ -31,10 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+# Each of these starts DeepSpeed; the short case of its partitions is tests/engines/test_deepspeed.py.
 @pytest.mark.parametrize(
     "world_size, how",
     [
-        (1, "fp32"),
+        pytest.param(1, "fp32", marks=pytest.mark.long),
         pytest.param(3, "bf16", marks=pytest.mark.long),
         pytest.param(2, "unknown version", marks=pytest.mark.long),
     ],

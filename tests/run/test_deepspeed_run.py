@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from tests.runs import curve, refused, trained, write_config
 
-pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+if importlib.util.find_spec("deepspeed") is None:  # to import it takes seconds, of every worker
+    pytest.skip("the extra `deepspeed` is not installed", allow_module_level=True)
 if missing_tools():
     pytest.skip(f"DeepSpeed on CPUs needs {' and '.join(missing_tools())}", allow_module_level=True)
 
