@@ -37,6 +37,7 @@ def install(folder: Path, *variables: str, unreachable: str = "nothing") -> tupl
     environment |= {"UNREACHABLE": unreachable}
     command = ["make", "install", "PYTHON=./python3", *variables]
     made = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=True)
+    assert made.stdout.count("\ninstalling torch ") == 1, made.stdout
     return (place / "pip.log").read_text().splitlines(), made.stderr
 
 
