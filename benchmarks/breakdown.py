@@ -188,7 +188,7 @@ def rank() -> None:
     alone = {name: alone_rate(shapes) / rate for name, shapes in of_first_rank(products).items()}
     numbers_of_steps = range(WARM + steps, WARM + 2 * steps)
     if mixture:
-        flops = sum(moe.step_flops(config, work, step * RANKS + topology.rank) for step in numbers_of_steps)
+        flops = sum(moe.step_flops(config, work, step, topology.rank) for step in numbers_of_steps)
     else:
         flops = sum(step_flops(numbers, work, topology.rank, step) for step in numbers_of_steps)
     tell(
