@@ -129,9 +129,9 @@ def _sizes(inherited: Pages) -> dict[str, Any]:
 
 
 def _swapped_bytes() -> int:
-    """Return the private bytes of this process that are in swap space, which hundreds of ranks may need."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSwap"))
-    return int(line.split()[1]) << 10
+    """Return the bytes of this process in swap space, which hundreds of ranks may need; shared pages count in part."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("SwapPss")) << 10
 
 
 def _pages(bits: int) -> Pages:
