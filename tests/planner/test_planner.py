@@ -117,6 +117,17 @@ def test_micro_batch_grows_while_that_pays(model: dict[str, Any], train: dict[st
     assert planned(LLAMA | model, train=train, data=SHORT).micro_batch == size
 
 
+def test_micro_batch_grows_to_save_messages() -> None:
+    """Among 512 ranks, latency decides: each micro-batch of engine fsdp passes all ranks several times."""
+    sizes = []
+    for nodes in (8, 256):
+        train = {"per_device_train_batch_size": "auto", "global_batch_size": 32 * nodes}
+        shard = {"engine": "fsdp", "replicate": "none"}
+        config = planned_config(LLAMA, data={"sequence_length": 1024}, train=train, shard=shard)
+        sizes.append(plan(config, Machine.from_numbers(64, 16, 100), nodes, 2).micro_batch)
+    assert sizes == [4, 16]
+
+
 def test_micro_batch_surely_fits() -> None:
     train = {"per_device_train_batch_size": 8, "global_batch_size": 64}
     eight = planned(train=train, data=SHORT)

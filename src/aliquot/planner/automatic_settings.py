@@ -63,7 +63,7 @@ def plan_with_fast_micro_batch(config: RunConfig, world_size: int, must_be_1: bo
     for size in () if must_be_1 else _larger_micro_batches(config, world_size):
         larger = with_size(size)
         surely_fits = larger.fits and larger.peak_bytes_per_rank <= (1 - UNCERTAINTY) * larger.limit_bytes
-        if not surely_fits or larger.step_s * _MICRO_BATCH_GAIN > plan.step_s:
+        if not surely_fits or larger.step_with_messages_s * _MICRO_BATCH_GAIN > plan.step_with_messages_s:
             break
         plan = larger
     return plan
@@ -86,11 +86,11 @@ def _larger_micro_batches(config: RunConfig, world_size: int) -> Iterator[int]:
 def plan_compiled_if_it_pays(config: RunConfig, can_compile: bool, plan_of: PlanOf) -> Plan:
     """Plan a run with `train.compile: auto`: layers are compiled if this saves some minutes of the whole run."""
     plan = plan_of(with_settings(config, {"train.compile": "none"}))
-    training_s = plan.steps * plan.step_s
+    training_s = plan.steps * plan.step_with_messages_s
     if not can_compile or plan.engine == "deepspeed" or 0 < training_s < _COMPILE_WORTH_S:
         return plan
     faster = plan_of(with_settings(config, {"train.compile": "layers"}))
-    gain = 1 - faster.step_s / plan.step_s
+    gain = 1 - faster.step_with_messages_s / plan.step_with_messages_s
     pays = gain * training_s >= _COMPILE_WORTH_S if plan.steps else gain >= _COMPILE_GAIN
     return faster if pays and (faster.fits or not plan.fits) else plan
 
