@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.engine_plan import RankMemory
+from aliquot.engines.engine_plan import SHARDED, RankMemory, Unsharded
 from aliquot.planner.plan import Losses
 from aliquot.planner.scaling import (
     FAILED_A_MONTH,
@@ -27,13 +27,19 @@ STEP = StepTime(overlaps=False, matmul_s=50.0, memory_s=10.0, local_s=0.0, wire_
 
 
 def losses_on(
-    nodes: int, engine: str = "host", device: Literal["cpu", "cuda"] = "cpu", step: StepTime = STEP
+    nodes: int,
+    engine: str = "host",
+    device: Literal["cpu", "cuda"] = "cpu",
+    step: StepTime = STEP,
+    micro_batches: int = 2,
+    unsharded: Unsharded = SHARDED,
 ) -> Losses:
     setting = StepSetting(
         engine, RankLayout(nodes, 8, 1, device), RankMemory(0, 0, 0, 0, 0, 0), "fp32", False, numel=1, weights=300,
-        groups=33, weights_bytes=0, patched_bytes=0, disk_bytes_per_s=1.0, offloaded=None,
+        groups=33, weights_bytes=0, patched_bytes=0, disk_bytes_per_s=1.0, offloads=False,
+        unsharded=unsharded,
     )  # fmt: skip
-    return losses(step, setting, 2, 10**9, Storage(60.0, 60.0), 0.25)
+    return losses(step, setting, micro_batches, 10**9, Storage(60.0, 60.0), 0.25)
 
 
 @pytest.mark.parametrize("engine", ["host", "fsdp"])
@@ -48,6 +54,19 @@ def test_losses_grow_with_nodes(engine: str) -> None:
 def test_a_gpu_computes_while_messages_are_sent() -> None:
     assert losses_on(16, "fsdp", "cuda", replace(STEP, overlaps=True)).messages == 0
     assert losses_on(16, "fsdp", "cuda", replace(STEP, overlaps=True, wire_s=60.0)).messages > 0
+
+
+def test_latency_of_unsharded_groups_does_not_grow_with_micro_batches() -> None:
+    """NCCL's rings over 256 nodes of 8 GPUs: 255 hops between nodes and 1,792 within nodes, for each of 33 groups."""
+    sending = replace(STEP, overlaps=True, wire_s=60.0)
+    ring_s = 255 * 20e-6 + 1792 * 3e-6
+    for unsharded, collectives in (
+        (SHARDED, 16 * 3),
+        (Unsharded(weights=True), 1 + 16),
+        (Unsharded(weights=True, gradients=True), 2),
+    ):
+        loss = losses_on(256, "fsdp", "cuda", sending, 16, unsharded).messages
+        assert loss / (1 - loss) * 60.0 == pytest.approx(33 * collectives * ring_s)
 
 
 def test_expected_maximum_of_normal_values() -> None:

@@ -344,7 +344,8 @@ class _RunPlan:
             weights_bytes=(2 if config.train.precision == "bf16" else 4) * self.shape.learned_numel,
             patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0,
             disk_bytes_per_s=self.machine.disk_bytes_per_s or DISK_BYTES_PER_S,
-            offloaded=memory.unsharded if config.shard.offload == "cpu" else None,
+            offloads=config.shard.offload == "cpu",
+            unsharded=memory.unsharded,
             replicas=replicas(config, layout) if self.engine == "fsdp" else 1,
         )
 

@@ -16,7 +16,8 @@ from aliquot.planner.step_time import StepSetting, StepTime
 # CPU time of a rank to send a tiny message to another host and to receive one: gloo's three packets for each, futures,
 # checksums. From 16 to 32 ranks of `python benchmarks/scale.py`, 42 messages to one more host took 26 ms on Zen 4.
 MESSAGE_S = 0.6e-3
-# Latency of a hop in a ring of ranks, assumed: gloo over TCP; NCCL between hosts and over NVLink.
+# Latency of a hop from rank to rank. Gloo over TCP: assumed. NCCL between hosts and over NVLink: 14 us plus twice the
+# latency of the network, and 3.4 us (protocol Simple in src/graph/tuning.cc of NCCL 2.30).
 _TCP_HOP_S, _NCCL_HOP_S, _NVLINK_HOP_S = 60e-6, 20e-6, 3e-6
 # Standard deviation of the time of a step of one rank, as a fraction of its mean; assumed.
 STEP_SPREAD = 0.02
@@ -86,12 +87,16 @@ def _messages_s(setting: StepSetting, micro_batches: int, wire_bytes: int) -> fl
         peer_bytes = wire_bytes / ranks / others
         full_messages = (peer_bytes + setting.weights_bytes / ranks) / MESSAGE_BYTES
         return MESSAGE_S * others * (2 + min(full_messages, 2 * setting.weights + peer_bytes / _PIECE_BYTES))
-    # The ranks of a replica gather each group twice and reduce it once per micro-batch; gloo reduces in two rounds.
-    # Replicas all-reduce each group once per step, in two rounds.
+    # The ranks of a replica gather each group twice and reduce it once per micro-batch, but unsharded groups once per
+    # step. Each collective passes a ring; gloo reduces in two rounds. Replicas all-reduce each group once per step.
     groups = setting.groups if setting.engine == "fsdp" else setting.weights
+    gathers = groups * (1 if setting.unsharded.weights else 2 * micro_batches)
+    reduces = groups * (1 if setting.unsharded.gradients else micro_batches)
     nodes, ranks = layout.nodes // setting.replicas, layout.world_size // setting.replicas
-    between = 2 * groups * (setting.replicas - 1)
     if layout.device == "cpu":
-        return (4 * micro_batches * groups * (ranks - 1) + between) * _TCP_HOP_S
-    hops_s = (nodes if nodes > 1 else 0) * _NCCL_HOP_S + (ranks - nodes) * _NVLINK_HOP_S
-    return 3 * micro_batches * groups * hops_s + between * _NCCL_HOP_S
+        return ((gathers + 2 * reduces) * (ranks - 1) + 2 * groups * (setting.replicas - 1)) * _TCP_HOP_S
+    # The hops are those of NCCL's cost model (ncclTopoTuneModel in tuning.cc): N - 1 in a ring, of which one less than
+    # the nodes leave a node, and 2 x log2(N) in the trees of an all-reduce. With one GPU per node, NCCL may gather and
+    # reduce in trees, too (PAT), but these have 0.75 of a ring's bandwidth, which large groups of weights need.
+    ring_s = (nodes - 1) * _NCCL_HOP_S + (ranks - nodes) * _NVLINK_HOP_S
+    return (gathers + reduces) * ring_s + 2 * groups * math.log2(setting.replicas) * _NCCL_HOP_S

@@ -125,7 +125,8 @@ class StepSetting:
     weights_bytes: int  # of weights that an update changes, in the compute dtype
     patched_bytes: int  # of weights whose changes are sent to other hosts as patches
     disk_bytes_per_s: float  # per node, reads and writes together
-    offloaded: Unsharded | None  # unsharded tensors on a GPU whose states are in host memory; None: no offload
+    offloads: bool  # a GPU's states are in host memory
+    unsharded: Unsharded  # tensors that engine fsdp keeps unsharded on a GPU within a step
     replicas: int = 1  # copies of all states, with engine fsdp
 
 
@@ -210,7 +211,7 @@ def evaluation_time(
     sending = gatherings * sum(_sending_s(local, wire, layout, rates))
     computing = micro_batches * sum(micro_batch.evaluation)
     if layout.device == "cuda":
-        copied = 0 if setting.offloaded is None else batches * setting.held.weights
+        copied = batches * setting.held.weights if setting.offloads else 0
         return max(computing, sending) + copied / _offload_rate(setting)
     if setting.engine == "host":
         return computing
@@ -221,9 +222,9 @@ def evaluation_time(
 
 def _gpu_s(setting: StepSetting, micro_batches: int, rates: Rates) -> float:
     """Return the seconds that a GPU spends on the update, and on casts of gradients into and out of fp32 buffers."""
-    held = setting.held
+    held, whole = setting.held, setting.unsharded
     seconds = rates.states_s(2 * held.gradients * micro_batches)
-    if (whole := setting.offloaded) is None:
+    if not setting.offloads:
         return seconds + rates.states_s(2 * _states(held))
     # With offloaded states, weights are copied to the GPU for each forward and backward pass, and gradients are copied
     # back. The GPU computes nothing during these copies. FSDP2 copies gradients that it adds on the host one by one, to
