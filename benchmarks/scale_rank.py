@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,6 +32,7 @@ FIRST_STEP, LAST_STEP = 2, 3  # counters of connections are read when these step
 _TCP_INFO_BYTES = 232
 _ESTABLISHED = 1
 _PRESENT, _EXCLUSIVE = 1 << 63, 1 << 56  # bits of a page in /proc/PID/pagemap
+_PIECE_PAGES = 4096
 Pages = npt.NDArray[np.int64]
 
 
@@ -91,7 +92,7 @@ class Probe:
 
     def __init__(self, store_port: int) -> None:
         self._store_port = store_port
-        self._inherited = _runs(_pages(_PRESENT))
+        self._inherited = np.concatenate([_runs(pages) for pages in _pages(_PRESENT)])
         self._marks: list[tuple[str, int, float]] = [("FORK", 0, time.process_time())]
         self._traffic: list[list[list[int]]] = []
         self.messages = 0  # sent to other hosts
@@ -116,15 +117,17 @@ class Probe:
 
 
 def _sizes(inherited: Pages) -> dict[str, Any]:
-    private = _pages(_PRESENT | _EXCLUSIVE)
+    private = copied = 0
     starts, stops = inherited[:, 0], inherited[:, 1]
-    copied = private < stops[np.searchsorted(starts, private, "right") - 1]
+    for pages in _pages(_PRESENT | _EXCLUSIVE):
+        private += len(pages)
+        copied += int((pages < stops[np.searchsorted(starts, pages, "right") - 1]).sum())
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
         "threads": len(os.listdir("/proc/self/task")),  # noqa: PTH208
         "python_threads": sorted(thread.name for thread in threading.enumerate()),
-        "private_bytes": len(private) * mmap.PAGESIZE + _swapped_bytes(),
-        "copied_bytes": int(copied.sum()) * mmap.PAGESIZE,  # pages of the parent that this process has written to
+        "private_bytes": private * mmap.PAGESIZE + _swapped_bytes(),
+        "copied_bytes": copied * mmap.PAGESIZE,  # pages of the parent that this process has written to
     }
 
 
@@ -134,17 +137,22 @@ def _swapped_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("SwapPss")) << 10
 
 
-def _pages(bits: int) -> Pages:
-    """Return the numbers of the pages of this process that have all `bits` in /proc/self/pagemap."""
-    pages = []
+def _pages(bits: int) -> Iterator[Pages]:
+    """Yield the numbers of the pages of this process that have all `bits` in /proc/self/pagemap, in ascending order.
+
+    The file is read in short pieces, because the buffers would count as memory of the rank.
+    """
     with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
         for line in Path("/proc/self/maps").read_text().splitlines():
             first, stop = (int(edge, 16) // mmap.PAGESIZE for edge in line.split()[0].split("-"))
-            if "[v" not in line:  # pages of the kernel
-                pagemap.seek(8 * first)
-                entries = np.frombuffer(pagemap.read(8 * (stop - first)), np.uint64)
-                pages.append(first + np.flatnonzero(entries & np.uint64(bits) == bits))
-    return np.concatenate(pages)
+            if "[v" in line:  # pages of the kernel
+                continue
+            for at in range(first, stop, _PIECE_PAGES):
+                pagemap.seek(8 * at)
+                entries = np.frombuffer(pagemap.read(8 * min(_PIECE_PAGES, stop - at)), np.uint64)
+                pages = at + np.flatnonzero(entries & np.uint64(bits) == bits)
+                if len(pages):
+                    yield pages
 
 
 def _runs(pages: Pages) -> Pages:
