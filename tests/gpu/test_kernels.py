@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.gpu_contestants import CONTESTANTS, FLASH_MODULES
 from safetensors.torch import load_file
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from aliquot.checkpoint.live_parts import copier_for
 from aliquot.machine.memory import Gpu
@@ -34,6 +38,23 @@ def batch(length: int = 96) -> MicroBatch:
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("key_heads", [8, 2])
 def test_attention_is_the_reference(dtype: torch.dtype, window: int | None, key_heads: int) -> None:
+    compare_with_reference(dtype, window, key_heads)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", FLASH_MODULES)
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_attention_of_flash_attention_3_and_4_is_the_reference(kernel: str, window: int | None) -> None:
+    if f"aliquot, {kernel}" not in CONTESTANTS:
+        pytest.skip(f"{kernel} is not installed")
+    activate_flash_attention_impl(kernel)
+    try:
+        compare_with_reference(torch.bfloat16, window, key_heads=2)
+    finally:
+        restore_flash_attention_impl()
+
+
+def compare_with_reference(dtype: torch.dtype, window: int | None, key_heads: int) -> None:
     edges = (0, 1, 2, 65, 130, 700, 1024)
     query = torch.randn(1, 8, 1024, 64, device="cuda", dtype=dtype, requires_grad=True)
     key, value = (torch.randn(1, key_heads, 1024, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "kv")
@@ -113,6 +134,17 @@ def test_memory_is_what_tensors_take() -> None:
     assert after.allocated_bytes - before.allocated_bytes == held.nbytes
     assert after.reserved_bytes >= after.allocated_bytes and after.peak_bytes >= after.used_bytes
     assert after.beside_bytes > 100 << 20  # the context
+
+
+@needs_gpu
+def test_memory_is_expandable() -> None:
+    code = (
+        "import torch; from aliquot.machine.allocator import use_expandable_segments; use_expandable_segments();"
+        "torch.cuda.set_device(0); values = torch.empty(1 << 26, device='cuda');"
+        "assert all(segment['is_expandable'] for segment in torch.cuda.memory_snapshot())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "not supported" not in done.stderr, done.stderr
 
 
 @needs_gpu
