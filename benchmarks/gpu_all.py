@@ -31,6 +31,7 @@ from aliquot.machine.cpu import read_cpu
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PEER = "FSDP2 + flex_attention"
+STEPS = "host, packed 2048 x 1;host;plain FSDP2, tuned"  # contestants of benchmarks/step.py
 OLDEST_TORCH = (2, 13)
 
 
@@ -64,7 +65,8 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         return gpu("speed", shape, "--rows", str(rows), "--documents", documents, "--only", who, file=file)
 
     def cpu(name: str, *more: str) -> tuple[str, ...]:
-        return (f"benchmarks/{name}.py", *(("--smoke",) if tiny else more), "--json", str(folder / f"{name}.json"))
+        smoke = ("--smoke",) if tiny else ()
+        return (f"benchmarks/{name}.py", *smoke, *more, "--json", str(folder / f"{name}.json"))
 
     workers = str(min(12, len(os.sched_getaffinity(0))))
     tests = ("-m", "pytest", "-p", "no:cacheprovider", "-vv", "--color=no")
@@ -81,11 +83,11 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         Part("load", gpu("load", large), 90, 240),
         Part("offload", speed("aliquot, offloaded", rows=4)),
         Part("engine host", speed("aliquot, engine host", rows=4)),
-        Part("CPU step", cpu("step", "--shapes", "125m", "--rounds", "1"), 90, 180, no_amx),
+        Part("CPU step", cpu("step", "--shapes", small, "--rounds", "1", "--only", STEPS), 90, 180, no_amx),
         Part("CPU parts", cpu("parts"), 40, 90, no_amx),
         Part("CPU attention", cpu("attention"), 40, 120, no_amx),
         *(
-            Part(name, speed(name), obstacle="" if name in CONTESTANTS else "torch has no such kernel here")
+            Part(name, speed(name), obstacle="" if name in CONTESTANTS else "this kernel is not installed")
             for name in (f"aliquot, {kernel}" for kernel in FLASH_MODULES)
         ),
         Part(
@@ -119,10 +121,10 @@ def main() -> None:
     states: dict[str, str] = {}
     for part in listed[names.index(given.first) if given.first else 0 :]:
         left_s = end - time.monotonic()
-        if left_s < part.usual_s:
-            states[part.name] = f"skipped: it takes about {part.usual_s} s, and {max(0, left_s):.0f} s are left"
-        elif part.obstacle:
+        if part.obstacle:
             states[part.name] = f"skipped: {part.obstacle}"
+        elif left_s < part.usual_s:
+            states[part.name] = f"skipped: it takes about {part.usual_s} s, and {max(0, left_s):.0f} s are left"
         else:
             environ, limit_s = environment(given.device, part), min(part.limit_s, left_s)
             states[part.name] = run(part, environ, folder / "log.txt", limit_s)
