@@ -35,7 +35,7 @@ def told(folder: Path, world_size: int, engine: str) -> list[list[float]]:
         for rank in range(world_size)
     ]
     try:
-        assert [rank.wait(90) for rank in ranks] == [0] * world_size
+        assert [rank.wait(150) for rank in ranks] == [0] * world_size
     finally:
         for rank in ranks:
             rank.kill()
