@@ -18,7 +18,8 @@ from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check, planned_model
 from aliquot.planner.advice import _plans, _series
 from aliquot.planner.automatic_settings import with_settings
-from aliquot.planner.memory_plan import CONTEXT_BYTES, CUDA_HOST_BYTES, MARGIN, NCCL_BYTES
+from aliquot.planner.memory_phases import CONTEXT_BYTES, CUDA_HOST_BYTES, NCCL_BYTES
+from aliquot.planner.memory_plan import MARGIN
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel

@@ -23,7 +23,8 @@ from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check
 from aliquot.planner.advice import _plans, _set, with_advice
-from aliquot.planner.memory_plan import COMPILER_BYTES, UNCERTAINTY
+from aliquot.planner.memory_phases import COMPILER_BYTES
+from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.pictures import memory_svg
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import GIB, Machine

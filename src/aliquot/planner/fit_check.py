@@ -12,7 +12,8 @@ from aliquot.core.errors import DoesNotFitError
 from aliquot.core.intervals import times_due
 from aliquot.core.number_format import gib
 from aliquot.machine.storage import nearest_directory
-from aliquot.planner.memory_plan import START_PRIVATE_BYTES, START_SHARED_BYTES, UNCERTAINTY, helper_process_bytes
+from aliquot.planner.memory_phases import START_PRIVATE_BYTES, START_SHARED_BYTES, helper_process_bytes
+from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 

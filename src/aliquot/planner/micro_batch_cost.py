@@ -126,8 +126,8 @@ def kernel_bytes(
 ) -> int:
     """Return the bytes of oneDNN kernels that the varying lengths of unpacked sequences add to a rank on CPU.
 
-    One length does not count, because the constants of `memory_plan` contain its kernels. Without data, all lengths up
-    to the sequence length count.
+    One length does not count, because the constants of `memory_phases` contain its kernels. Without data, all lengths
+    up to the sequence length count.
     """
     if config.data.packing or config.train.precision != "bf16":
         return 0

@@ -21,6 +21,7 @@ from aliquot.machine.storage import nearest_directory, written_bytes_per_s
 from aliquot.machine.torch_compile import can_compile
 
 GIB = 1 << 30
+DISK_BYTES_PER_S = 0.5e9  # per node, assumed: a cloud volume or file system; local NVMe is faster
 
 # The most cores of one socket on EC2, by maker and generation: Cascade Lake 24, Ice Lake 32, Sapphire Rapids 48,
 # Granite Rapids 96; Milan 48, Genoa and Turin 96; Graviton 96, Graviton 5 192. Other families (x2idn, u-6tb1): 48.
@@ -164,6 +165,21 @@ class Machine:
         if layout.device == "cuda" and self.gpu_memory_bytes is not None:
             return layout.ranks_per_node * self.gpu_memory_bytes
         return self.memory_bytes
+
+    def usable_memory_bytes(self, config: RunConfig) -> int:
+        """Return the bytes of host memory that all ranks of a node may use together."""
+        limit = config.shard.memory
+        return self.memory_bytes if limit is None else min(self.memory_bytes, int(limit * GIB))
+
+    def storage_bytes_per_s(self, config: RunConfig, nodes: int) -> float:
+        """Return the rate at which all nodes together write a checkpoint."""
+        if nodes == 1 and self.written_bytes_per_s is not None:
+            return self.written_bytes_per_s
+        assumed = DISK_BYTES_PER_S * nodes
+        if config.cluster is None or self.instance is None:
+            return assumed
+        known = config.cluster.storage.written_bytes_per_s
+        return assumed if known is None else min(assumed, known)
 
 
 def machine_from_options(

@@ -12,7 +12,7 @@ from rich.text import Text
 from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, dollars, instance
 from aliquot.core.number_format import count_of, gib
 from aliquot.planner.plan import PhaseMemory, Plan
-from aliquot.planner.planner import DISK_BYTES_PER_S
+from aliquot.planner.planned_machine import DISK_BYTES_PER_S
 from aliquot.planner.settings_search import Candidate, Names, as_arguments
 
 _LABEL = 16  # characters that a label takes in a line
