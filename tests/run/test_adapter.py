@@ -20,7 +20,7 @@ from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.data.batches import Batches
-from aliquot.data.prepare import prepare
+from aliquot.data.prepare import TokenizerChanges, prepare
 from aliquot.data.workload import batch_size
 from aliquot.models import meta
 from aliquot.models.export import export_checkpoint
@@ -201,7 +201,8 @@ def test_an_adapter_says_how_its_documents_begin(folder: Path, base: Path, lora:
     read = read_evaluation_config(str(copy), str(folder / "lora.yaml"), [])
     assert read.data.tokenizer == str(copy) and read.adapter is not None and read.adapter.directory == copy
     models_own = read.data.model_copy(update={"tokenizer": None})
-    model_prefix, adapter_prefix = (prepare(models_own, base, 512, adapter_dir=at).prefix for at in (None, copy))
+    changes = (TokenizerChanges(adapter=adapter) for adapter in (None, copy))
+    model_prefix, adapter_prefix = (prepare(models_own, base, 512, changes=change).prefix for change in changes)
     assert model_prefix != () and adapter_prefix == () == prepare(read.data, base, 512).prefix
 
 

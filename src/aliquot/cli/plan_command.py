@@ -213,10 +213,10 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
             target.instance, target.memory_gib, target.cores, target.isa, target.network_gbit
         )
         machine = measure_disks(limit_to_pod(machine, config), config)
+        layout = machine.layout(config, target.nodes, target.ranks_per_node)
         update("analysing the model")
         config = with_model_limits(config)
         workload = Workload.assumed(config, target.document_tokens)
-        layout = machine.layout(config, target.nodes, target.ranks_per_node)
         if target.tokens is not None:
             sequences = batch_size(config.train, layout.world_size).total
             config = with_settings(config, {"train.max_steps": -(-target.tokens // round(sequences * workload.tokens))})

@@ -43,8 +43,9 @@ def plan(
     Raises:
         UserError: the config is invalid; training would raise the same error.
     """
-    config, machine = with_model_limits(config), machine or Machine.local()
+    machine = machine or Machine.local()
     layout = machine.layout(config, nodes, ranks_per_node)
+    config = with_model_limits(config)
     ensure_measured(machine, layout)
     return Planner(PlannedModel(config), machine).plan(config, layout, workload or Workload.assumed(config))
 
