@@ -42,6 +42,7 @@ from benchmarks.report import Row, Target, finish, target
 
 MIB = 1 << 20
 ERRORS_S = 1.0
+FOLLOWS = ("PeerLost", "closed by peer")  # in the log of a rank that failed because another one had failed
 IDLE_BYTES = 64  # of a connection that has carried no message: gloo writes a sequence number when it connects
 TINY = {**smoke.TINY, "num_hidden_layers": 2}
 # As many layers, experts and tensors as the models named, with tiny widths.
@@ -146,7 +147,8 @@ def _world(count: int, per_host: int, values: dict[str, Any], folder: Path) -> l
                     os.kill(other, signal.SIGKILL)
     if failed:
         logs = {rank: (folder / f"{rank}.log").read_text() for rank in range(count)}
-        causes = [rank for rank, log in logs.items() if "Error" in log and "PeerLost" not in log] or failed
+        causes = [rank for rank, log in logs.items() if "Error" in log and not any(words in log for words in FOLLOWS)]
+        causes = causes or failed
         sys.exit(f"rank {causes[0]} of {count} failed:\n{logs[causes[0]][-3000:]}")
     return [loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
