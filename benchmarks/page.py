@@ -35,6 +35,7 @@ repeat one benchmark, run the command above its table in `.venv` after `make ins
 - **packed**: documents of 65 tokens on average, isolated from each other. In other cases, documents fill sequences.
 - **tuned**: the peer runs with tcmalloc and one core per rank, as aliquot by default. DeepSpeed runs under HF Trainer.
 - **ratio**: how many times aliquot is better than the peer: faster, or smaller in seconds, bytes and memory.
+- **hardware**: a machine of the [last table](#hardware). After a comma: what distinguishes several results of it.
 - **PSS**: private memory of a process plus its share of shared memory. **RSS** counts shared memory in full.
 - **error**: plan divided by measurement, minus 1. Of tokens/s in `foresight`: measurement divided by plan, minus 1.
 - **\\***: copied from notes, because the result file of that run was not kept.

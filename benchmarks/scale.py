@@ -253,7 +253,7 @@ def _targets(rows: Sequence[Row], given: argparse.Namespace) -> list[Target]:
         target("scale_connections_of_a_pair", largest["of a pair"], 4, "lower"),
         target("scale_idle_connections", largest["idle"], 0, "lower"),
         target("scale_threads_growth", threads, 1.3, "lower"),
-        target("scale_private_mib", largest["private MiB"], 64, "lower"),
+        *([target("scale_private_mib", largest["private MiB"], 64, "lower")] if given.shape == "tiny" else []),
         target("scale_join_cpu_s", largest["join s"], 2, "lower"),
         target("scale_messages_growth", per_host, 1.3, "lower"),
     ]

@@ -5,17 +5,16 @@ python -m tests.tools.docs_growth
 
 from __future__ import annotations
 
-import json
 import math
 from html import escape
-from pathlib import Path
 from typing import Any
+
+from benchmarks.page import RESULTS, newest
 
 from tests.tools.docs_pages import ROOT, write_table
 
 PAGE = ROOT / "docs" / "explanation" / "scale.md"
 PICTURE = ROOT / "docs" / "pictures" / "scale.svg"
-RESULTS = ROOT / "benchmarks" / "results"
 # Columns of scale.py, their words on the page, and the colours of those that have a curve.
 COLUMNS = (
     ("connections", "connections", "#1a73e8"),
@@ -38,14 +37,11 @@ LABEL = 17  # height of a label
 
 
 def main() -> None:
-    rows = json.loads(newest().read_text())["rows"]
-    worlds, exponents = rows[:-1], rows[-1]
+    results = (result for result in newest(RESULTS) if result.benchmark == "scale" and not result.part)
+    result = max(results, key=lambda result: result.date)
+    *worlds, exponents = result.values["rows"]
     write_table(PAGE, "docs_growth", table(worlds, exponents))
     PICTURE.write_text(curves(worlds))
-
-
-def newest() -> Path:
-    return max(file for file in RESULTS.glob("scale-*.json") if file.stem.count("-") == 4)
 
 
 def table(worlds: list[dict[str, Any]], exponents: dict[str, Any]) -> str:

@@ -214,7 +214,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
 def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
     ranks, display = run.ranks, run.display
     check_configs(ranks, run.config)
-    run = setup.with_model_limits(run)
+    run = setup.fetch_model(run)
     inputs = setup.read_inputs(run, trains=False)
     check_inputs(run, inputs)
     model = setup.build_model(run, inputs)

@@ -67,7 +67,7 @@ def check_directory(run: RunContext) -> None:
             run.directory.remove_marker(name)
 
 
-def with_model_limits(run: RunContext) -> RunContext:
+def fetch_model(run: RunContext) -> RunContext:
     """Fetch the model, and return the run with the default sequence length for the model. Collective."""
     import_models()
     positions = run_on_rank_0(run.ranks, lambda: resolve(run.config.model).positions)  # only rank 0 downloads

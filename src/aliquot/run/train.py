@@ -95,7 +95,7 @@ def _train(run: RunContext, shutdown: Shutdown, exporter: Exporter, force: bool)
     run_on_rank_0(run.ranks, lambda: run.directory.check(run.config))
     setup.check_directory(run)
     run.activity.enter(Stage.READ_DATA)
-    run = setup.with_model_limits(run)
+    run = setup.fetch_model(run)
     inputs = setup.read_inputs(run)
     with closing(inputs.batches):  # data may be tokenised until the end of training
         return _train_on(run, inputs, shutdown, exporter, force)
