@@ -50,8 +50,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": llama_config(TINY),
     "70b": llama_config({**smoke.TINY, "num_hidden_layers": 80}),
     "235b": {
-        **smoke.TINY, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 32,
-        "num_hidden_layers": 94, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16,
+        **smoke.TINY, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 16,
+        "num_hidden_layers": 94, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 8,
         "max_position_embeddings": 4096,
     },
 }  # fmt: skip
