@@ -129,6 +129,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         values=["r7i.8xlarge"])),
     "GPU nodes for a job without GPUs": ("gpu-unused", gpu_job, lambda d: [
         trainer(d)["resourcesPerNode"][part].pop("nvidia.com/gpu") for part in ("requests", "limits")]),
+    "GPUs that are newer than the driver of the image": ("node-image-kind", gpu_job, lambda d: requirement(
+        d, TYPE).update(values=["g7.8xlarge"])),
     # resources
     "EFA among the requests only": ("resource-amount", gpu_job, lambda d: trainer(d)["resourcesPerNode"][
         "limits"].pop("vpc.amazonaws.com/efa")),

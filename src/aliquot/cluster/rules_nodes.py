@@ -29,6 +29,9 @@ _EKS_IMAGE = re.compile(r"eks|bottlerocket", re.IGNORECASE)
 _ROLE_NAME = r"[A-Za-z0-9_+=,.@-]{1,64}"
 _LINUX_ALIAS = re.compile(r"(al2023|bottlerocket)@")
 _PINNED_ALIAS = re.compile(r"@v[0-9]")
+# Families whose GPUs need NVIDIA's driver 595; AWS' images for EKS nodes have 580 (release v20260714). Source, with the
+# way to build an image: doc/usage/g7-ami.md in github.com/awslabs/amazon-eks-ami.
+_NEWER_DRIVER = {"g7"}
 
 
 def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
@@ -161,6 +164,7 @@ def _disruption(pool: PoolView) -> Iterator[RuleFinding]:
 
 def _images(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
     gpu_pools, cpu_pools = [p for p in pools if p.gpu], [p for p in pools if p.types and not p.gpu]
+    new_families = {node_type.family for pool in gpu_pools for node_type in pool.types} & _NEWER_DRIVER
     for term in node_class.items("spec", "amiSelectorTerms"):
         alias, name = str(term.get("alias") or ""), str(term.get("name") or "")
         fix = "amiSelectorTerms: [{alias: al2023@vYYYYMMDD}], which takes the standard or NVIDIA image by the type"
@@ -169,6 +173,10 @@ def _images(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[R
             yield finding("node-image-eks", node_class, message, "alias: al2023@vYYYYMMDD")
         if alias and not _PINNED_ALIAS.search(alias):
             yield finding("node-image-drift", node_class, f"alias {alias}", "pin a release: al2023@vYYYYMMDD")
+        if alias.startswith("al2023@") and new_families:
+            message = f"GPUs of {', '.join(new_families)} need NVIDIA's driver 595, and the images of EKS have 580"
+            other = "another GPU type, or an image that you build: amiSelectorTerms: [{id: ami-...}]"
+            yield finding("node-image-kind", node_class, message, other, "warning")
         if name and ("*" in name or "?" in name):
             yield finding("node-image-drift", node_class, f"any image named {name!r}", fix)
         if term.get("tags"):
