@@ -48,6 +48,16 @@ def test_gpu_type() -> None:
     assert (node.efa_interfaces, node.amx, node.local_nvme_bytes) == (1, False, 900 * 10**9)
 
 
+def test_huge_pages_of_nodes_with_efa() -> None:
+    """Against `hugepages-2Mi` and the allocatable memory of real EKS nodes, and Karpenter's estimate."""
+    small, large, cpu = instance("g6.48xlarge"), instance("p4de.24xlarge"), instance("r7i.8xlarge")
+    seen, kept = 786_432 * 96 // 100, 255 + 11 * small.max_pods + 100
+    assert small.schedulable_bytes(uses_efa=True) // MIB == seen - 42_242 - kept
+    assert small.schedulable_bytes(uses_efa=True) < small.schedulable_bytes(uses_efa=False)
+    assert large.schedulable_bytes(uses_efa=True) == large.allocatable_memory_bytes < 1_146_004_920 << 10
+    assert cpu.efa_interfaces == 0 and cpu.schedulable_bytes(uses_efa=True) == cpu.allocatable_memory_bytes
+
+
 def test_amx_is_sapphire_rapids_and_later() -> None:
     families = {each.family for each in instances() if each.amx}
     assert {"c7i", "m7i", "r7i", "r7iz", "i7i", "i7ie", "u7i-12tb", "c7i-flex", "m7i-flex"} <= families

@@ -85,7 +85,7 @@ def disk_job(scratch_gib: int = 60, **changes: Any) -> Job:
 
 
 def gpu_job(engine: str = "fsdp", **changes: Any) -> Job:
-    section = cluster_section(instance_types=["g6e.8xlarge"], **changes)
+    section = cluster_section(**{"instance_types": ["g6e.8xlarge"], **changes})
     foreseen = plan(
         engine=engine, device="cuda", ranks_per_node=1, threads_per_rank=16, instance="g6e.8xlarge",
         limit_bytes_per_node=44 * GIB, shm_bytes_per_node=0, usd_per_hour=18.1,

@@ -619,6 +619,17 @@ def test_plan_has_the_resources_of_its_pod() -> None:
     assert (machine.memory_bytes, machine.cores) == (job.memory_bytes, job.cpus)
 
 
+def test_pods_leave_the_huge_pages_of_efa() -> None:
+    job, over_tcp = (gpu_job(instance_types=["g6.8xlarge"], efa=efa) for efa in ("auto", "none"))
+    karpenters = 118_312 - 512  # MiB of the node, less the daemonsets'
+    assert (over_tcp.memory_bytes >> 20, job.memory_bytes >> 20) == (karpenters, karpenters - 2454)
+    for each in (job, over_tcp):
+        assert limit_to_pod(Machine.from_instance("g6.8xlarge"), each.config).memory_bytes == each.memory_bytes
+    found = documents(job)
+    both(found, "memory", f"{karpenters}Mi")
+    assert "request-too-large" in errors(check_manifests(manifests_of(found)))
+
+
 @pytest.mark.parametrize("path", ["/", "/tmp", "/etc", "/etc/aliquot/", "/fsx/../tmp"])
 def test_the_file_system_hides_nothing(path: str) -> None:
     with pytest.raises(ValueError, match=r"storage\.mount_path"):

@@ -24,6 +24,14 @@ SPOT_FRACTION = 0.4
 
 _MIB = 1 << 20
 
+# The node image reserves 110 huge pages of 2 MiB per CPU and one more, if the node has EFA interfaces. Sources: the
+# script of AWS' package efa-config, quoted in bottlerocket-core-kit pull request 141; `hugepages-2Mi` of EKS nodes with
+# EFA is 42242Mi on p5.48xlarge and 21122Mi on p4de.24xlarge. On types with EFA, hypervisor and kernel take less than
+# 4 % of the memory: 2.3 % of p5.48xlarge, 2.8 % of g5.8xlarge, 3.3 % of p3dn.24xlarge.
+_EFA_PAGES_PER_CPU, _HUGE_PAGE_BYTES = 110, 2 * _MIB
+_VISIBLE_PERCENT = 96
+_EVICTION_BYTES = 100 * _MIB  # of memory that kubelet keeps free
+
 # Intel AMX came with the 4th generation of Xeon Scalable (Sapphire Rapids). On EC2 these processors are in the Intel
 # types of generation 7 and above (c7i, m7i, r7i, i7i, u7i, c8i, ... and their flex, n, b, d, z variants).
 # Families with accelerators count generations by accelerator; the families below have a CPU with AMX.
@@ -65,6 +73,21 @@ class InstanceType:
     local_nvme_bytes: int
     usd_per_hour: float | None  # on demand, in the catalogue's region; None: not sold there
     spot_usd_per_hour: float | None = None  # median of the region's zones; None: unknown
+
+    def schedulable_bytes(self, uses_efa: bool) -> int:
+        """Return the memory that the pods of a node can request together.
+
+        Huge pages for EFA are no memory for pods. Karpenter does not subtract them: it would start node after node for
+        a pod that Karpenter's estimate admits and no node can hold.
+
+        Args:
+            uses_efa: the pods request EFA interfaces; otherwise Karpenter starts the node without them.
+        """
+        if not (uses_efa and self.efa_interfaces):
+            return self.allocatable_memory_bytes
+        huge_pages = (_EFA_PAGES_PER_CPU * self.vcpus + 1) * _HUGE_PAGE_BYTES
+        visible = self.memory_bytes * _VISIBLE_PERCENT // 100 - huge_pages
+        return min(self.allocatable_memory_bytes, visible - _EVICTION_BYTES - kubelet_memory_bytes(self.max_pods))
 
     @property
     def family(self) -> str:
@@ -153,7 +176,7 @@ def allocatable_memory_bytes(memory_bytes: int, max_pods: int, arch: str) -> int
     Source: Karpenter AWS provider, pkg/providers/instancetype/types.go.
     """
     visible = memory_bytes // _MIB - (64 if arch == "arm64" else 0)
-    return (visible - -(-visible * 75 // 1000) - 100) * _MIB - kubelet_memory_bytes(max_pods)
+    return (visible - -(-visible * 75 // 1000)) * _MIB - _EVICTION_BYTES - kubelet_memory_bytes(max_pods)
 
 
 def kubelet_memory_bytes(max_pods: int) -> int:

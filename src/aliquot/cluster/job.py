@@ -101,10 +101,11 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     gpus = _gpus(types[0], plan)
     if plan.nodes != section.most_nodes:
         raise ClusterError(f"the plan is for {plan.nodes} nodes, cluster.nodes is {section.nodes}")
-    cpus = min(section.pod_cpus(item.allocatable_cpu_millicores) for item in types)
-    memory = min(section.pod_memory_bytes(item.allocatable_memory_bytes) for item in types)
-    plans = [plan] if least is None else [plan, least]
     uses_nccl = gpus > 0 and plan.engine != "host"  # only NCCL uses EFA; gloo uses TCP
+    efa_interfaces = types[0].efa_interfaces if uses_nccl and section.may_use_efa else 0
+    cpus = min(section.pod_cpus(item.allocatable_cpu_millicores) for item in types)
+    memory = min(section.pod_memory_bytes(item.schedulable_bytes(efa_interfaces > 0)) for item in types)
+    plans = [plan] if least is None else [plan, least]
     shm = -(-max(item.shm_bytes_per_node for item in plans) // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
@@ -120,7 +121,7 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         memory_bytes=memory,
         shm_bytes=shm,
         gpus=gpus,
-        efa_interfaces=types[0].efa_interfaces if uses_nccl and section.efa == "auto" and plan.nodes > 1 else 0,
+        efa_interfaces=efa_interfaces,
         scratch_bytes=max(_scratch(section, types, item) for item in plans),
         local_disks=any(item.scratch_bytes_per_node for item in plans) and all(item.local_nvme_bytes for item in types),
         grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,

@@ -175,7 +175,8 @@ def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
 def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject | None) -> Iterator[str]:
     memory, cpu = job.pod_total("memory", parse_bytes), job.pod_total("cpu", parse_millicores)
     reserved_memory, reserved_cpu = kubelet_reserves(node_class, node_type)
-    memory_left = node_type.allocatable_memory_bytes - DAEMONSET_BYTES - reserved_memory
+    allocatable = node_type.schedulable_bytes(job.count(EFA) > 0)
+    memory_left = allocatable - DAEMONSET_BYTES - reserved_memory
     cpu_left = node_type.allocatable_cpu_millicores - DAEMONSET_MILLICORES - reserved_cpu
     if memory > memory_left:
         whole = node_type.memory_bytes / GIB

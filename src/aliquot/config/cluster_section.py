@@ -209,6 +209,11 @@ class ClusterSection(SectionWithNodes):
         """Return what the cluster costs beside the nodes of jobs: the control plane and the file system."""
         return _CONTROL_PLANE_USD + self.storage.usd_per_hour
 
+    @property
+    def may_use_efa(self) -> bool:
+        """Whether NCCL uses EFA if the instance types have it."""
+        return self.efa == "auto" and self.most_nodes > 1
+
     def pod_cpus(self, allocatable_millicores: int) -> int:
         """Return the whole CPUs that a pod can have beside the daemonsets of its node; 0 or less if there are none."""
         return (allocatable_millicores - self.daemonset_cpu_millicores) // 1000

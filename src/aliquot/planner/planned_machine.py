@@ -233,12 +233,13 @@ def _gpus() -> tuple[int, str | None, int | None]:
 
 def limit_to_pod(machine: Machine, config: RunConfig) -> Machine:
     """Reduce an EC2 node to the memory and cores of a pod, if `config` has a section `cluster`."""
-    if config.cluster is None or (node := machine.instance) is None:
+    if (section := config.cluster) is None or (node := machine.instance) is None:
         return machine
+    uses_efa = section.may_use_efa and node.gpus > 0
     return replace(
         machine,
-        cores=max(1, min(machine.cores, config.cluster.pod_cpus(node.allocatable_cpu_millicores))),
-        memory_bytes=max(1, config.cluster.pod_memory_bytes(node.allocatable_memory_bytes)),
+        cores=max(1, min(machine.cores, section.pod_cpus(node.allocatable_cpu_millicores))),
+        memory_bytes=max(1, section.pod_memory_bytes(node.schedulable_bytes(uses_efa))),
     )
 
 
