@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 CONSTRAINTS := $(VENV)/constraints.txt
 
-.PHONY: install demo seed test test-one test-long test-gpu test-apiserver crash bench docs lint clean
+.PHONY: install demo seed test test-one test-long test-fp8 test-gpu test-apiserver crash bench docs lint clean
 
 install: $(INSTALLED)
 
@@ -53,6 +53,12 @@ test-one: $(DEVELOPED)
 # All that `make test` leaves out, and more examples of what is random; says at its end how long it took.
 test-long: $(DEVELOPED)
 	$(BIN)/python -m pytest -m "(long or hypothesis) and not apiserver" --hypothesis-profile=full --durations=20
+	$(MAKE) test-fp8
+
+# Products in fp8, emulated. torchao is no part of the environment: transformers would import it in every process.
+test-fp8: $(DEVELOPED)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-deps --upgrade --target $(VENV)/fp8 torchao
+	PYTHONPATH=$(VENV)/fp8 $(BIN)/python -m pytest tests/engines/test_fp8_layers.py
 
 # On a machine with a GPU: the curves of the CPU lie in tests/gpu/cpu_curves.json, so that the GPU waits for none.
 test-gpu: $(DEVELOPED)

@@ -78,6 +78,11 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         Part("FSDP2", speed(PEER)),
         Part("aliquot, four rows", speed("aliquot", rows=4)),
         Part("aliquot, width of 8 B", speed("aliquot", wide)),
+        Part(
+            "aliquot, fp8, width of 8 B",
+            speed("aliquot, fp8", wide),
+            obstacle="" if "aliquot, fp8" in CONTESTANTS else "torchao is not installed",
+        ),
         Part("plan", gpu("plan", shape)),
         Part("plan, 125 M", gpu("plan", small)),
         Part("load", gpu("load", large), 90, 240),

@@ -69,8 +69,20 @@ def host(config: Mapping[str, Any], work: Work, device: str, offload: bool, reco
     _aliquot("host", config, work, device, False, recompute, between)
 
 
+def in_fp8(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
+    """Train with train.fp8."""
+    _aliquot("single_gpu", config, work, device, False, recompute, between, fp8=True)
+
+
 def _aliquot(
-    engine: str, config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between
+    engine: str,
+    config: Mapping[str, Any],
+    work: Work,
+    device: str,
+    offload: bool,
+    recompute: str,
+    between: Between,
+    **more: Any,
 ) -> None:
     from aliquot.distributed.topology import Topology
     from aliquot.engines.engine_plan import Unsharded
@@ -81,6 +93,7 @@ def _aliquot(
         "gradient_checkpointing": recompute,
         "compile": "layers" if device == "cuda" else "none",
         "unsharded": Unsharded(weights=not offload, gradients=not offload and work.rows > 1),
+        **more,
     }
     topology = Topology(0, 1, 0, 1, 0, 1, device, torch.get_num_threads(), ())  # type: ignore[arg-type]
     _until_told(aliquot_steps(engine, config, work, topology, settings), between)
@@ -197,6 +210,8 @@ CONTESTANTS: dict[str, Callable[..., None]] = {
     "HF Trainer": trainer,
     "DeepSpeed ZeRO-3": zero3,
 }
+if find_spec("torchao") is not None:
+    CONTESTANTS["aliquot, fp8"] = in_fp8
 # Kernels that torch can put into the place of its own, and the modules that they need.
 FLASH_MODULES = {"FA3": ("flash_attn_interface",), "FA4": ("flash_attn", "flash_attn.cute")}
 CONTESTANTS |= {

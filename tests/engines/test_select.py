@@ -67,6 +67,23 @@ def test_replicas_refuse_what_excludes_them() -> None:
         engine_class(config(shard=nodes | {"offload": "cpu"}), on("cuda", 2, 2), 1)
 
 
+def test_fp8_refuses_what_excludes_it() -> None:
+    fp8 = {"global_batch_size": 1, "fp8": True}
+    assert engine_class(config(train=fp8), on("cuda"), 1)[0] == "fsdp"
+    for train, shard, device, words in (
+        ({}, {}, "cpu", r"train\.fp8 is for GPUs"),
+        ({}, {"engine": "host"}, "cuda", r"needs shard\.engine: fsdp, not host"),
+        ({"optimizer_states": "int8"}, {}, "cuda", r"needs shard\.engine: fsdp, not host"),
+        ({}, {"engine": "deepspeed"}, "cuda", "fsdp, not deepspeed"),
+        ({}, {"offload": "cpu"}, "cuda", r"needs shard\.offload: none"),
+        ({"freeze": ["*norm*"]}, {}, "cuda", r"leave out train\.freeze or train\.fp8"),
+    ):
+        with pytest.raises(UserError, match=words):
+            engine_class(config(train=fp8 | train, shard=shard), on(device), 1)
+    with pytest.raises(ValueError, match=r"set train\.precision: bf16, or leave fp8 out"):
+        config(train=fp8 | {"precision": "fp32"})
+
+
 def test_compiling_without_a_compiler_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)

@@ -83,13 +83,15 @@ def test_targets_are_ratios_of_the_rows_that_they_name() -> None:
         speed("full", "aliquot", 100.0, of_attention=0.2),
         *({"part": "load", "device": "cuda", "shape": "8b", "who": who, "seconds": s} for who, s in (
             ("transformers", 9.0), ("aliquot", 4.5))),
+        speed("packed", "aliquot", 20.0, shape="8b-width", mfu=0.75),
+        speed("packed", "aliquot, fp8", 24.0, shape="8b-width"),
         {"part": "plan", "device": "cuda", "shape": "1b", "who": "aliquot", "memory_error": 0.04, "time_error": 0.2},
         {"part": "plan", "device": "cuda", "shape": "125m", "who": "aliquot", "note": "failed"},
     ]  # fmt: skip
     found = {each["name"]: (each["value"], each["met"]) for each in targets(rows)}
     assert found == {
-        "gpu_mfu_1b": (0.71, False), "gpu_mfu_1b_four_rows": (0.7, False), "gpu_mfu_8b_width": (None, None),
+        "gpu_mfu_1b": (0.71, False), "gpu_mfu_1b_four_rows": (0.7, False), "gpu_mfu_8b_width": (0.75, False),
         "gpu_speedup": (1.5, True),
-        "gpu_packed_of_full": (0.96, True), "gpu_load_8b": (2.0, True), "gpu_fp8": (None, None),
+        "gpu_packed_of_full": (0.96, True), "gpu_load_8b": (2.0, True), "gpu_fp8": (1.2, False),
         "gpu_memory_error": (0.04, True), "gpu_time_error": (0.2, False),
     }  # fmt: skip

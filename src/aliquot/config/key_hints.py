@@ -150,7 +150,7 @@ _UNSUPPORTED = {
     " optimizer_type optimizer_name optimizer.name optimizer.type",
     "bf16 needs no loss scaling; use train.precision: bf16": "fp16 float16 fp16_full_eval half",
     "products are computed in train.precision, bf16 or fp32": "tf32 allow_tf32 float32_matmul_precision",
-    "weights are trained in train.precision, never in 8 or 4 bits": "fp8 fp8_config load_in_8bit load_in_4bit"
+    "weights are trained in train.precision, never in 8 or 4 bits": "load_in_8bit load_in_4bit"
     " quantization quantization_bit quantization_method bnb_config_kwargs quantization_type double_quantization gptq"
     " qat loftq_config loftq_bits model_quantization_config",
     "an evaluation takes train.per_device_train_batch_size sequences at a time, in train.precision":

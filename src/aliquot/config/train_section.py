@@ -189,6 +189,8 @@ class TrainSection(Section):
     whole layers."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Precision of forward and backward pass; master weights and moments follow optimizer_states."""
+    fp8: bool = False
+    """Compute matrix products of large linear layers in fp8; GPUs from Ada and Hopper on, engine fsdp only."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype of moments. bf16, int8: compressed moments, and gradient sums in bf16; engine host only."""
     compile: Literal["auto", "none", "layers"] = "auto"
@@ -243,6 +245,12 @@ class TrainSection(Section):
             if not is_used and getattr(self, key) != type(self).model_fields[key].default:
                 kind = f" with loss_type: {self.loss_type}" if self.objective == "dpo" else ""
                 raise ValueError(f"train.{key} has no effect on train.objective: {self.objective}{kind}: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def check_precision(self) -> Self:
+        if self.fp8 and self.precision == "fp32":
+            raise ValueError("train.fp8 needs train.precision: bf16: set train.precision: bf16, or leave fp8 out")
         return self
 
     @model_validator(mode="after")

@@ -67,6 +67,8 @@ def chosen_engine(
         )
     if config.shard.replicate == "nodes":
         _check_replicate(config, name)
+    if config.train.fp8:
+        _check_fp8(config, device, name)
     return name
 
 
@@ -81,6 +83,19 @@ def _check_replicate(config: RunConfig, engine: str) -> None:
             "shard.replicate: nodes takes more memory of a GPU, and shard.offload: cpu is for too little of it: set one"
             " of the two to none"
         )
+
+
+def _check_fp8(config: RunConfig, device: str, engine: str) -> None:
+    """Raise EngineError for settings that exclude `train.fp8`."""
+    if device == "cpu":
+        raise EngineError("train.fp8 is for GPUs: CPUs do not multiply in fp8. Leave it out")
+    if engine != "fsdp":
+        raise EngineError(f"train.fp8 needs shard.engine: fsdp, not {engine}")
+    if config.shard.offload != "none":
+        raise EngineError("train.fp8 needs shard.offload: none: offloaded weights have no scales for fp8")
+    if config.adapter is not None or config.train.freeze:
+        frozen = "adapter" if config.adapter is not None else "train.freeze"
+        raise EngineError(f"train.fp8 trains all weights: leave out {frozen} or train.fp8")
 
 
 def engine_class(
@@ -150,6 +165,7 @@ def engine_spec(
         micro_batch_tokens=micro_batch_tokens(config, topology.world_size),
         document_tokens=config.data.sequence_length,
         compile="layers" if train.compile == "layers" else "none",
+        fp8=train.fp8,
         collectives=config.shard.collectives,
         fused_loss=model.traits.plain_head,
         packs=model.traits.packs,

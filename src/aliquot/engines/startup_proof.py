@@ -127,8 +127,8 @@ def _run_engine(
     rows = shown.rows
     rounds = -(-len(rows) // topology.world_size)
     exact = replace(
-        spec, precision="fp32", deepspeed=spec.deepspeed and {**spec.deepspeed, **_EXACT_DEEPSPEED}, on_disk=None,
-        optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
+        spec, precision="fp32", fp8=False, deepspeed=spec.deepspeed and {**spec.deepspeed, **_EXACT_DEEPSPEED},
+        on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
         micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds, hooks=PhaseHooks(),
     )  # fmt: skip
     engine = kind.build(on_meta.model, exact, topology)

@@ -29,9 +29,10 @@ def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -
     """Print model, engine and machine, then `lines`, then the plan."""
     machine, precision = record.machine, config.train.precision
     learned = "" if record.learned == record.parameters else f", of which {record.learned:,} learn"
+    computed = f"{precision} and fp8" if config.train.fp8 else precision
     compiled = ", compiled layers" if config.train.compile == "layers" else ""
     texts = (
-        f"{record.model}, {record.parameters:,} parameters{learned}, {precision}, engine {record.engine}{compiled}",
+        f"{record.model}, {record.parameters:,} parameters{learned}, {computed}, engine {record.engine}{compiled}",
         f"{record.placement}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
         *(foreseen(record.plan) if record.plan else ()),

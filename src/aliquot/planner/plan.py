@@ -91,6 +91,7 @@ class Plan:
     rates: str  # source of the machine's rates: measured on a date, or estimated
     usd_per_hour: float | None  # of all nodes, on demand
     compile: str = "none"  # layers | none
+    fp8: bool = False  # linear layers multiply in fp8; memory and time are planned as for bf16
     micro_batch: int = 1  # sequences of a rank's forward pass
     host_phases: tuple[PhaseMemory, ...] = ()  # phases of host memory, if ranks compute on GPUs
     host_limit_bytes_per_node: int = 0

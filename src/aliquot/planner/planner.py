@@ -88,7 +88,7 @@ class Planner(ModelOnMachine):
             return made
         if layout.device == "cuda":
             may_be_host = shard.offload == "none" and shard.collectives == "auto" and shard.replicate == "none"
-            if engine != "fsdp" or not may_be_host:
+            if engine != "fsdp" or config.train.fp8 or not may_be_host:
                 return made
             with_host = plan_with("host")
             helps = with_host.step_with_messages_s < made.step_with_messages_s or not fits(made)

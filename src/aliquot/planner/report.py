@@ -51,8 +51,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     ranks, threads = plan.ranks_per_node, plan.threads_per_rank
     placement = f"{plan.nodes} x {count_of(ranks, 'rank')} x {count_of(threads, 'thread')}"
     compiled = ", compiled layers" if plan.compile == "layers" else ""
+    fp8 = " and fp8 (planned as bf16)" if plan.fp8 else ""
     head = (
-        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}, engine {plan.engine}{compiled},"
+        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}{fp8}, engine {plan.engine}{compiled},"
         f" {placement} on {machine} ({plan.device})"
     )
     on_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"

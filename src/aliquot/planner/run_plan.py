@@ -146,6 +146,7 @@ class RunPlan:
             engine=self.engine,
             precision=config.train.precision,
             compile="layers" if config.train.compile == "layers" else "none",
+            fp8=config.train.fp8,
             micro_batch=size.micro,
             device=layout.device,
             nodes=layout.nodes,

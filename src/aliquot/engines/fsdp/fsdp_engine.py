@@ -26,6 +26,7 @@ from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.fsdp.fp8_layers import gathered_bytes, update_scales, use_fp8
 from aliquot.engines.fsdp.fsdp_collectives import (
     StagingBuffer,
     check_collectives,
@@ -77,7 +78,7 @@ class FsdpEngine:
         )
         self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
-        self._numel = sum(shard.parameter.numel() for shard in self._shards)
+        self._whole_bytes = sum(gathered_bytes(shard.parameter, spec.compute_dtype) for shard in self._shards)
         self._trainable_numel = sum(shard.parameter.numel() for shard in self._trainable)
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -89,16 +90,17 @@ class FsdpEngine:
         self._has_partial_sums = False  # whether gradients of this node wait for those of other nodes
         self._gathered = False  # whether unsharded weights are gathered now
         self._staging = staging  # None: gloo or nccl carries the collectives
-        groups = [_group_numel(module) for module in self._groups]
+        groups = [_group_bytes(module, spec.compute_dtype) for module in self._groups]
         # The root group stays gathered while any layer is gathered. A single rank also gathers a copy.
-        most = sum(groups) if self._spec.unsharded.weights else groups[0] + max(groups[1:], default=0)
-        self._gathered_bytes = spec.compute_dtype.itemsize * most
+        self._gathered_bytes = sum(groups) if spec.unsharded.weights else groups[0] + max(groups[1:], default=0)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
         division = Division.join(spec.replicates, topology)
         policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
+        if spec.fp8:
+            use_fp8(meta, device, gathers=True)
         backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
         # FSDP2 pins the shards when `materialise` allocates them, before the optimizer gets them. From pinned memory,
@@ -185,6 +187,8 @@ class FsdpEngine:
                 whole[shard.start : shard.stop] = shard.local
                 dist.all_reduce(whole)
                 shard.parameter.data.copy_(whole.view(shard.parameter.shape))
+        if self._spec.fp8:
+            update_scales(self._model)
 
     def resume_at(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
@@ -262,6 +266,8 @@ class FsdpEngine:
         # The GPU still updates the weights when the norm is known, and Python goes on with the next step.
         result = read_early(norm) if isinstance(norm, Tensor) else norm
         self._optimizer.step(learning_rate, norm, max_grad_norm)
+        if self._spec.fp8:
+            update_scales(self._model)
         if self._keeps_gradients:
             torch._foreach_zero_(gradients)
         return StepResult(float(result))
@@ -288,10 +294,9 @@ class FsdpEngine:
         Among N ranks that divide the weights, a rank sends (N - 1) / N of all weights per gather, and of trainable
         weights per reduce. Among R replicas, it sends 2 (R - 1) / R of its trainable shards per all-reduce.
         """
-        numel, trainable = self._numel, self._trainable_numel
-        shards, replicas = self._division.shards, self._division.replicas
+        trainable, shards, replicas = self._trainable_numel, self._division.shards, self._division.replicas
         if self._staging is None:
-            gathered = gathers * self._spec.compute_dtype.itemsize * numel
+            gathered = gathers * self._whole_bytes
             reduced = reduces * (2 if self._spec.reduce_dtype == "bf16" else 4) * trainable
             self._wire_bytes += int((shards - 1) / shards * (gathered + reduced))
         self._wire_bytes += int(2 * (replicas - 1) / replicas * all_reduces * 4 * trainable / shards)
@@ -327,15 +332,15 @@ def _groups_of(model: nn.Module) -> list[nn.Module]:
     return [*groups, model]
 
 
-def _group_numel(module: nn.Module) -> int:
-    """Return the number of parameters in the module's FSDP group, without those of inner groups."""
+def _group_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes that the module's FSDP group gathers, without those of inner groups."""
     inner = {
         id(parameter)
         for child in module.modules()
         if child is not module and isinstance(child, FSDPModule)
         for parameter in child.parameters()
     }
-    return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in inner)
+    return sum(gathered_bytes(weight, dtype) for weight in module.parameters() if id(weight) not in inner)
 
 
 def _add_fused_loss(model: nn.Module, head_loss: FusedLoss) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from aliquot.distributed.topology import Topology
 from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.fsdp.fp8_layers import use_fp8
 from aliquot.engines.model_kernels import compile_or_copy
 from aliquot.machine.device_copies import read_early
 from aliquot.machine.matmul import copies_transposed
@@ -77,6 +78,8 @@ class SingleGpuEngine:
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
+        if spec.fp8:
+            use_fp8(meta, device, gathers=False)
         backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
         compile_or_copy(meta, spec, topology)
         for name, parameter in meta.named_parameters():

@@ -1,0 +1,119 @@
+"""`train.fp8`: products in fp8 train about as bf16 does, and FSDP2 gathers half the bytes of the converted weights."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from aliquot.core.errors import EngineError, MissingToolError, SelfTestError
+from aliquot.distributed.topology import Topology
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.fsdp import fp8_layers
+from aliquot.engines.fsdp.fp8_layers import use_fp8
+from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
+from aliquot.models import initialize, meta
+from aliquot.models.micro_batch import MicroBatch
+from tests.engines.cases import FAR
+from tests.engines.fp8_worker import MODEL
+from tests.processes import run_ranks
+
+pytest.importorskip("torchao", reason="needs torchao: make test-fp8")
+CPU = torch.device("cpu")
+DOCS = Path(__file__).parents[2] / "docs"
+ROW = 127  # tokens; products need sizes that are multiples of 16
+CONVERTED = 2 * 2 * MODEL["hidden_size"] * MODEL["intermediate_size"]
+
+
+class Decoder(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, inner), nn.Linear(inner, 24))])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("fp8")
+    for ranks in (1, 2):
+        run_ranks(Path(__file__).parent / "fp8_worker.py", ranks, folder)
+    return {ranks: json.loads((folder / f"{ranks}-0.json").read_text()) for ranks in (1, 2)}
+
+
+def test_fp8_trains_about_as_bf16_does(trained: dict[int, dict[str, Any]]) -> None:
+    for ranks, runs in trained.items():
+        losses, exact = runs["fp8"]["losses"], runs["bf16"]["losses"]
+        assert losses != exact, ranks
+        assert losses == pytest.approx(exact, rel=0.02), ranks
+    assert trained[2]["fp8"]["losses"] == pytest.approx(trained[1]["fp8"]["losses"], rel=0.01)
+
+
+def test_two_ranks_gather_fp8(trained: dict[int, dict[str, Any]]) -> None:
+    bf16, fp8 = trained[2]["bf16"], trained[2]["fp8"]
+    assert fp8["names"] == bf16["names"] and fp8["weights_bytes"] == bf16["weights_bytes"]
+    assert bf16["gathered_bytes"] - fp8["gathered_bytes"] == CONVERTED // 2  # of the two layers, one at a time
+    gathers = FAR * 2 * 2  # of two micro-batches per step, for forward and backward passes
+    assert bf16["wire_bytes"] - fp8["wire_bytes"] == gathers * CONVERTED // 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_fp8_learns_text_as_well_as_bf16(seed: int) -> None:
+    exact, rounded = (losses_on_text(seed, fp8) for fp8 in (False, True))
+    print(
+        f"seed {seed}: mean loss of the last 50 steps {mean(exact[-50:]):.4f} in bf16, {mean(rounded[-50:]):.4f} in fp8"
+    )
+    assert mean(exact[-50:]) < 0.6 * exact[0]
+    assert mean(rounded[-50:]) == pytest.approx(mean(exact[-50:]), rel=0.01)
+
+
+def losses_on_text(seed: int, fp8: bool) -> list[float]:
+    """Train on bytes of the documentation, four rows a step."""
+    text = torch.tensor(list(b"".join(file.read_bytes() for file in sorted(DOCS.glob("*/*.md")))))
+    built = meta.build(AutoConfig.for_model("llama", **{**MODEL, "vocab_size": 256, "max_position_embeddings": ROW}))
+    engine = SingleGpuEngine.build(
+        built.model, EngineSpec("bf16", ROW, built.traits.plain_head, fp8=fp8), Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ())
+    )
+    initialize.initialize(engine, built.fills, seed)
+    engine.ready()
+    draw, losses = random.Random(seed), []
+    for _ in range(300):
+        total = 0.0
+        for row in range(4):
+            start = draw.randrange(len(text) - ROW)
+            ids = text[start : start + ROW]
+            labels = torch.cat([ids[1:], torch.tensor([-100])])
+            batch = MicroBatch(ids, labels, torch.arange(ROW), (0, ROW))
+            total += float(engine.backward(batch, 1 / (4 * ROW), last=row == 3)) / (4 * ROW)
+        engine.step(2e-3, 1.0)
+        losses.append(total)
+    engine.close()
+    return losses
+
+
+def test_converts_large_layers_whose_sizes_suit() -> None:
+    model = Decoder(inner=2048)
+    use_fp8(model, CPU, gathers=False)
+    first, second = model.layers[0]
+    assert type(first).__name__ == "Float8Linear" and type(second) is nn.Linear
+    with pytest.raises(EngineError, match="no linear layer that is large enough"):
+        use_fp8(Decoder(inner=1024), CPU, gathers=False)
+
+
+def test_a_device_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_layers, "_TOLERANCE", 1e-3)  # fp8 itself is less exact
+    with pytest.raises(SelfTestError, match="a product in fp8 on cpu is wrong: its output differs by"):
+        use_fp8(Decoder(inner=2048), CPU, gathers=False)
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(MissingToolError, match="pip install 'aliquot\\[fp8\\]'"):
+        use_fp8(Decoder(inner=2048), CPU, gathers=False)
