@@ -114,6 +114,12 @@ def test_all_in_order() -> None:
         ("describe_file_systems", {"FileSystems": [FILE_SYSTEM | {"StorageCapacity": 2400}]}, "aws-resource", "2400"),
         (
             "describe_file_systems",
+            {"FileSystems": [FILE_SYSTEM | {"FileSystemTypeVersion": "2.10"}]},
+            "aws-resource",
+            "Lustre 2.10, which Amazon Linux 2023 cannot mount",
+        ),
+        (
+            "describe_file_systems",
             {"FileSystems": [FILE_SYSTEM | {"LustreConfiguration": {"MountName": "abcdefgh"}}]},
             "aws-resource",
             "fsx, but FSx says abcdefgh",

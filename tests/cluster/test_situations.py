@@ -150,6 +150,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         d, perUnitStoragethroughput="250")),
     "a throughput that FSx does not sell": ("storage-parameters", dynamic_job, lambda d: parameters(
         d, perUnitStorageThroughput="300")),
+    "FSx's default version of Lustre": ("storage-parameters", dynamic_job, lambda d: (
+        parameters(d, deploymentType="SCRATCH_2"), d["storage-class.yaml"]["parameters"].pop("fileSystemTypeVersion"))),
     "a space between security groups": ("storage-parameters", dynamic_job, lambda d: parameters(
         d, securityGroupIds="sg-0a, sg-0b")),
     "checkpoints deleted with their claim": ("storage-safety", dynamic_job, lambda d: d["storage-class.yaml"].pop(

@@ -11,6 +11,7 @@ from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.manifests import dig, listed, mapping
 from aliquot.cluster.quantity import GIB
+from aliquot.cluster.rules_volumes import TOO_OLD_LUSTRE
 from aliquot.config.cluster_section import ClusterSection
 
 # Quotas of running vCPUs by the letter of a family, (on demand, spot). Source: EC2's user guide, "Service quotas".
@@ -176,6 +177,10 @@ def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]
         for key, (written, value) in facts.items():
             if value is not None and written != value:
                 yield finding("aws-resource", f"{where}.{key}", f"{written}, but FSx says {value}", f"{key}: {value}")
+        if actual.get("FileSystemTypeVersion") == TOO_OLD_LUSTRE:
+            message = f"the file system has Lustre {TOO_OLD_LUSTRE}, which Amazon Linux 2023 cannot mount"
+            update = f"aws fsx update-file-system --file-system-id {storage.file_system_id}"
+            yield finding("aws-resource", where, message, f"{update} --file-system-type-version 2.15")
         if (state := actual.get("Lifecycle")) != "AVAILABLE":
             yield finding("aws-resource", where, f"the file system is {state}", "wait until it is AVAILABLE")
         if section.zone is not None and (subnets := actual.get("SubnetIds")):

@@ -110,7 +110,7 @@ RULES: dict[str, Rule] = {
     "network-policy": Rule("error", "without a rule that allows them, the ranks of the job never meet"),
     "storage-address": Rule("error", "the driver mounts DNSNAME:/MOUNTNAME as the volume names them"),
     "storage-parameters": Rule(
-        "error", "the driver ignores unknown names, and FSx refuses values that it does not offer"
+        "error", "the driver ignores unknown names, FSx refuses values that it does not offer, nodes need a new Lustre"
     ),
     "storage-subnet": Rule("error", "FSx creates a file system in one subnet, behind security groups"),
     "storage-safety": Rule("warning", "checkpoints are lost with the only file system that holds them"),

@@ -12,6 +12,9 @@ from aliquot.cluster.quantity import GIB, parse_bytes
 
 _DRIVER = "fsx.csi.aws.com"
 _ONE_NODE_DRIVERS = ("ebs.csi.aws.com", "ebs.csi.eks.amazonaws.com", "kubernetes.io/aws-ebs")
+# The version of a file system that no kernel of Amazon Linux 2023 can mount; FSx makes it by default, except for
+# PERSISTENT_2. Sources: FSx for Lustre's guide, "Lustre file system and client kernel compatibility"; CreateFileSystem.
+TOO_OLD_LUSTRE = "2.10"
 _SMALLEST_BYTES, _MULTIPLE_BYTES = 1200 * GIB, 2400 * GIB
 # The attributes of a volume by which the driver mounts it: pattern, and the effect if the attribute is missing.
 _ATTRIBUTES = {
@@ -83,6 +86,10 @@ def _storage_class(storage_class: ManifestObject) -> Iterator[RuleFinding]:
             yield finding("storage-parameters", storage_class, f"the driver does not know parameters.{key}", fix)
         elif not re.fullmatch(pattern, str(value)):
             yield finding("storage-parameters", storage_class, f"parameters.{key} is {value!r}", f"text like {pattern}")
+    default = "2.12" if parameters.get("deploymentType") == "PERSISTENT_2" else TOO_OLD_LUSTRE
+    if parameters.get("fileSystemTypeVersion", default) == TOO_OLD_LUSTRE:
+        message = f"FSx makes a file system of Lustre {TOO_OLD_LUSTRE}, which Amazon Linux 2023 cannot mount"
+        yield finding("storage-parameters", storage_class, message, 'fileSystemTypeVersion: "2.15"')
     yield from _reclaimed(storage_class, storage_class.get("reclaimPolicy") or "Delete")
     if "flock" not in listed(storage_class.get("mountOptions")):
         yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
