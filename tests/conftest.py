@@ -6,8 +6,10 @@ import gc
 import importlib
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +56,19 @@ gc.disable()  # what is imported and collected stays until the end; to look thro
 def pytest_collection_finish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # the other worker has the other core
         importlib.import_module("torch").set_num_threads(1)
+    if "botocore.loaders" in sys.modules:
+        _read_aws_models_once()
     gc.freeze()
     gc.enable()
+
+
+def _read_aws_models_once() -> None:
+    """Without this, each session of boto3 reads them anew: JSON that takes a second."""
+    from botocore.loaders import JSONFileLoader
+
+    load = JSONFileLoader.load_file
+    load_once = cache(lambda path: load(JSONFileLoader(), path))
+    JSONFileLoader.load_file = lambda _, path: load_once(path)
 
 
 def pytest_configure() -> None:

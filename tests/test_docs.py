@@ -267,8 +267,13 @@ def check(words: list[str]) -> None:
                 assert file.exists(), words
 
 
+@cache
+def command_tree() -> Any:
+    return typer.main.get_command(app)
+
+
 def check_aliquot(words: list[str]) -> None:
-    command: Any = typer.main.get_command(app)
+    command = command_tree()
     if words[0].startswith("-"):
         assert any(words[0] in option.opts for option in command.params), words
         return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,22 @@ def trained(folder: Path, ranks: int, replicas: int, source: str = "none", whole
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+Begun = Callable[[int, int, str], tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    """The folder and the counts of a run without a source: of each layout one run for all tests."""
+    runs = tmp_path_factory.mktemp("begun")
+
+    @cache
+    def begin(ranks: int, replicas: int, whole: str) -> tuple[Path, list[dict[str, Any]]]:
+        folder = runs / f"{ranks}-{replicas}-{whole}"
+        return folder, trained(folder, ranks, replicas, whole=whole)
+
+    return begin
+
+
 def files(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
@@ -109,10 +127,9 @@ def files(directory: Path) -> dict[str, bytes]:
     ],
 )
 def test_checkpoints_do_not_depend_on_replicas(
-    tmp_path: Path, ranks: int, replicas: int, others: list[tuple[int, int]]
+    begun: Begun, tmp_path: Path, ranks: int, replicas: int, others: list[tuple[int, int]]
 ) -> None:
-    trained(tmp_path / "first", ranks, replicas)
-    source = tmp_path / "first/trained/step-00000002"
+    source = begun(ranks, replicas, "")[0] / "trained/step-00000002"
     expected = trained(tmp_path / "same", ranks, replicas, str(source))[0]["norms"]
     for other_ranks, other_replicas in others:
         folder = tmp_path / f"{other_ranks} ranks, {other_replicas} replicas"
@@ -131,10 +148,10 @@ def test_checkpoints_do_not_depend_on_replicas(
     ],
 )
 def test_planned_bytes_between_nodes_are_those_counted(
-    tmp_path: Path, nodes: int, ranks_per_node: int, whole: str
+    begun: Begun, nodes: int, ranks_per_node: int, whole: str
 ) -> None:
     layout = RankLayout(nodes, ranks_per_node, 1, "cpu")
-    counted = trained(tmp_path / "run", layout.world_size, nodes, whole=whole)
+    _, counted = begun(layout.world_size, nodes, whole)
     config = planned_config(
         {"model_type": "llama", **MODEL}, train={"precision": "fp32"}, data={"sequence_length": 64},
         shard={"engine": "fsdp", "replicate": "nodes"},

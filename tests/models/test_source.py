@@ -5,11 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +45,7 @@ def test_a_hub_id_goes_to_the_hub() -> None:
     )
 
 
-def test_files_fetched_from_the_hub(tmp_path: Path) -> None:
+def test_files_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the weights a second time: Mistral's repositories have them in one file for another program, too."""
     wanted = [
         "config.json",
@@ -58,12 +55,12 @@ def test_files_fetched_from_the_hub(tmp_path: Path) -> None:
     ]
     others = ["consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "modeling_strange.py"]
     with hub_with({name: name.encode() for name in wanted + others}) as (address, fetched):
-        environ = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        code = "from aliquot.models.source import local_directory; print(local_directory('owner/name'))"
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environ, check=True, stdout=subprocess.PIPE, text=True
-        )
-    directory = Path(result.stdout.strip())
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        directory = source.local_directory("owner/name")
     assert sorted(fetched) == sorted(wanted)
     assert all((directory / name).read_text() == name for name in wanted)
 
