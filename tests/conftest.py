@@ -44,9 +44,11 @@ RATES = {  # no machine's
 
 # Files that take longest: begun first, so that of several workers none has much to do when the others are done.
 LONGEST = (
-    "test_train.py", "test_host_engine.py", "test_engines.py", "test_docs.py", "test_observed.py", "test_adapter.py",
-    "test_checkpoint.py", "test_elastic.py", "test_stages.py", "test_house.py", "test_compatibility.py",
-    "test_preferences.py", "test_check.py", "test_rendezvous.py", "test_launcher.py",
+    "test_train.py", "test_host_engine.py", "test_engines.py", "test_planner.py", "test_elastic.py", "test_adapter.py",
+    "test_observed.py", "test_rendezvous.py", "test_launcher.py", "test_settings_search.py", "test_shutdown.py",
+    "test_offers.py", "test_check.py", "test_docs.py", "test_checkpoint.py", "test_remote_checkpoints.py",
+    "test_deepspeed.py", "test_preferences.py", "test_watchdog.py", "test_stages.py", "test_architectures.py",
+    "test_once_a_step.py", "test_aws_account.py", "test_compatibility.py", "test_house.py",
 )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def test_a_flipped_bit_anywhere_is_damage(name: str, tmp_path: Path) -> None:
     file, store, draw = directory / name, FakeStore(SMALL, zeros=True), random.Random(name)
     size_bits = 8 * file.stat().st_size
     header_bits = 8 * min(file.stat().st_size, 8 + int.from_bytes(file.read_bytes()[:8], "little"))
-    bits = {0, size_bits - 1, *(draw.randrange(header_bits) for _ in range(25)), draw.randrange(size_bits)}
+    bits = {0, size_bits - 1, *(draw.randrange(header_bits) for _ in range(examples(25))), draw.randrange(size_bits)}
     for bit in bits:
         flip(file, bit)
         with pytest.raises(DamagedCheckpoint):

@@ -17,12 +17,12 @@ from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from tests.processes import as_ranks
 
-# Llama 3 8B, scaled down: a sixteenth of its width and vocabulary, a quarter of its layers.
+# Llama 3 8B, scaled down: a sixteenth of its width and vocabulary, an eighth of its layers.
 MODEL = {
     "model_type": "llama",
     "hidden_size": 256,
     "intermediate_size": 896,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "vocab_size": 8016,

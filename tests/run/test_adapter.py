@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def base(folder: Path) -> Path:
     """A model after a few training steps."""
-    trained(write_config(folder, "base", train={"max_steps": 3}))
+    aliquot.train(aliquot.read_config(write_config(folder, "base", train={"max_steps": 3})))
     return folder / "base" / "export"
 
 

@@ -224,14 +224,18 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
         assert (directory / "checkpoints" / "step-00000006" / file.name).read_bytes() == file.read_bytes()
 
 
-def told_to_stop(number: signal.Signals, directory: Path, *arguments: str | Path, steps: int = 2) -> str:
-    """Signal a run after some steps, check its exit code, and return its stderr."""
+def told_to_stop(
+    number: signal.Signals, directory: Path, *arguments: str | Path, steps: int = 2, with_ranks: bool = False
+) -> str:
+    """Signal a run after some steps, `with_ranks` its ranks first; check its exit code, and return its stderr."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = warm.popen("-m", "aliquot", "train", *arguments, **streams)
     while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < steps:
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(number)
+    ranks = psutil.Process(process.pid).children(recursive=True) if with_ranks else []
+    for each in (*ranks, process):
+        each.send_signal(number)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + number, errors
     assert f"stopped by {number.name} after step" in errors and "Traceback" not in errors
@@ -266,22 +270,6 @@ def test_closed_terminal_saves_and_nohup_ignores_it(folder: Path) -> None:
     _, errors = launcher.communicate(timeout=100)
     assert launcher.returncode == 0, errors
     assert len(curve(directory)) == 12
-
-
-def test_a_signal_to_the_launcher_and_all_ranks_saves(folder: Path) -> None:
-    """A stopped control group signals the launcher and the ranks, and the launcher signals the ranks again."""
-    directory = folder / "control-group"
-    config = write_config(folder, "control-group", launch={"ranks": 2})
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    launcher = warm.popen("-m", "aliquot", "train", config, "train.max_steps=100000", **streams)
-    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
-        assert launcher.poll() is None
-        time.sleep(0.01)
-    for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
-        process.send_signal(signal.SIGTERM)
-    _, errors = launcher.communicate(timeout=100)
-    assert launcher.returncode == 143 and "stopped by SIGTERM after step" in errors, errors
-    assert sorted(curve(directory))[-1] == max(int(path.name[5:]) for path in (directory / "checkpoints").iterdir())
 
 
 def test_signal_during_evaluation_saves_and_skips_it(folder: Path) -> None:
@@ -323,8 +311,11 @@ def test_sigterm_saves_and_exits_143(folder: Path, two_ranks: Path) -> None:
     (saved,) = (directory / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert list(curve(directory)) == list(range(1, step + 1))
-    trained(config, f"train.max_steps={step + 2}", "train.lr_scheduler_type=constant")
-    assert list(curve(directory)) == list(range(1, step + 3))
+    # A stopped control group signals the launcher and the ranks, and the launcher signals the ranks again.
+    told_to_stop(signal.SIGTERM, directory, *endless, steps=step + 2, with_ranks=True)
+    steps = list(curve(directory))
+    assert steps == list(range(1, len(steps) + 1))
+    assert steps[-1] == max(int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
@@ -370,7 +361,8 @@ def test_export_loads_in_transformers_and_trains_with_same_loss(folder: Path, al
 
     again = write_config(folder, "again", train={"max_steps": 1, "warmup_steps": 1})
     # One step at learning rate 0: the evaluation sees the exported weights.
-    trained(again, "model.config=null", f"model.path={directory}", "data.tokenizer_vocab_size=null")
+    source = ["model.config=null", f"model.path={directory}", "data.tokenizer_vocab_size=null"]
+    aliquot.train(aliquot.read_config(again, source))
     assert curve(folder / "again", "eval_loss")[1] == pytest.approx(curve(alone, "eval_loss")[6], rel=1e-6)
 
 
@@ -584,10 +576,9 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
     values = yaml.safe_load(file.read_text())
     del values["train"]["per_device_train_batch_size"]
     file.write_text(yaml.safe_dump(values))
-    trained(file)
-    trained(
-        write_config(tmp_path, "same", train={"max_steps": 2, "global_batch_size": 8, "per_device_train_batch_size": 4})
-    )
+    train = {"max_steps": 2, "global_batch_size": 8, "per_device_train_batch_size": 4}
+    for config in (file, write_config(tmp_path, "same", train=train)):
+        aliquot.train(aliquot.read_config(config))
     assert curve(tmp_path / "run") == curve(tmp_path / "same")
     again = read_config(tmp_path / "run" / "config.yaml")
     assert batch_size(again.train, 1) == BatchSize(8, 4)
