@@ -58,7 +58,7 @@ test-long: $(DEVELOPED)
 # Products in fp8, emulated. torchao is no part of the environment: transformers would import it in every process.
 test-fp8: $(DEVELOPED)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-deps --upgrade --target $(VENV)/fp8 torchao
-	PYTHONPATH=$(VENV)/fp8 $(BIN)/python -m pytest tests/engines/test_fp8_layers.py
+	PYTHONPATH=$(VENV)/fp8 $(BIN)/python -m pytest tests/engines/test_fp8_layers.py -rP
 
 # On a machine with a GPU: the curves of the CPU lie in tests/gpu/cpu_curves.json, so that the GPU waits for none.
 test-gpu: $(DEVELOPED)

@@ -71,18 +71,11 @@ def host(config: Mapping[str, Any], work: Work, device: str, offload: bool, reco
 
 def in_fp8(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
     """Train with train.fp8."""
-    _aliquot("single_gpu", config, work, device, False, recompute, between, fp8=True)
+    _aliquot("fp8", config, work, device, False, recompute, between)
 
 
 def _aliquot(
-    engine: str,
-    config: Mapping[str, Any],
-    work: Work,
-    device: str,
-    offload: bool,
-    recompute: str,
-    between: Between,
-    **more: Any,
+    engine: str, config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between
 ) -> None:
     from aliquot.distributed.topology import Topology
     from aliquot.engines.engine_plan import Unsharded
@@ -90,13 +83,14 @@ def _aliquot(
     settings = {
         "offload": offload and device == "cuda",
         "copies_weights": engine == "host",
+        "fp8": engine == "fp8",
         "gradient_checkpointing": recompute,
         "compile": "layers" if device == "cuda" else "none",
         "unsharded": Unsharded(weights=not offload, gradients=not offload and work.rows > 1),
-        **more,
     }
     topology = Topology(0, 1, 0, 1, 0, 1, device, torch.get_num_threads(), ())  # type: ignore[arg-type]
-    _until_told(aliquot_steps(engine, config, work, topology, settings), between)
+    name = "single_gpu" if engine == "fp8" else engine
+    _until_told(aliquot_steps(name, config, work, topology, settings), between)
 
 
 def fsdp2(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.engine_plan import Unsharded
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
 from aliquot.models import initialize, meta
@@ -52,7 +53,11 @@ def train(rank: int, world_size: int, **settings: Any) -> dict[str, Any]:
 
 
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
-    told = {name: train(rank, world_size, fp8=name == "fp8") for name in ("bf16", "fp8")}
+    variants: dict[str, dict[str, Any]] = {
+        "bf16": {"fp8": False}, "fp8": {}, "compiled": {"compile": "layers"},
+        "recomputed": {"gradient_checkpointing": "full"}, "kept whole": {"unsharded": Unsharded(True, True)},
+    }  # fmt: skip
+    told = {name: train(rank, world_size, **{"fp8": True, **settings}) for name, settings in variants.items()}
     (folder / f"{world_size}-{rank}.json").write_text(json.dumps(told))
 
 

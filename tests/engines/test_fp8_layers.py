@@ -52,7 +52,9 @@ def test_fp8_trains_about_as_bf16_does(trained: dict[int, dict[str, Any]]) -> No
         losses, exact = runs["fp8"]["losses"], runs["bf16"]["losses"]
         assert losses != exact, ranks
         assert losses == pytest.approx(exact, rel=0.02), ranks
-    assert trained[2]["fp8"]["losses"] == pytest.approx(trained[1]["fp8"]["losses"], rel=0.01)
+    for runs in trained.values():
+        for name in runs.keys() - {"bf16"}:
+            assert runs[name]["losses"] == pytest.approx(trained[1]["fp8"]["losses"], rel=0.01), name
 
 
 def test_two_ranks_gather_fp8(trained: dict[int, dict[str, Any]]) -> None:

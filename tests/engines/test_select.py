@@ -76,6 +76,7 @@ def test_fp8_refuses_what_excludes_it() -> None:
         ({"optimizer_states": "int8"}, {}, "cuda", r"needs shard\.engine: fsdp, not host"),
         ({}, {"engine": "deepspeed"}, "cuda", "fsdp, not deepspeed"),
         ({}, {"offload": "cpu"}, "cuda", r"needs shard\.offload: none"),
+        ({}, {"engine": "fsdp", "replicate": "nodes"}, "cuda", r"needs shard\.replicate: none"),
         ({"freeze": ["*norm*"]}, {}, "cuda", r"leave out train\.freeze or train\.fp8"),
     ):
         with pytest.raises(UserError, match=words):

@@ -93,6 +93,9 @@ def _check_fp8(config: RunConfig, device: str, engine: str) -> None:
         raise EngineError(f"train.fp8 needs shard.engine: fsdp, not {engine}")
     if config.shard.offload != "none":
         raise EngineError("train.fp8 needs shard.offload: none: offloaded weights have no scales for fp8")
+    if config.shard.replicate == "nodes":
+        # torch's DTensor would compute scales through process groups of the start-up proof, which are destroyed.
+        raise EngineError("train.fp8 needs shard.replicate: none: weights of replicas have no scales for fp8")
     if config.adapter is not None or config.train.freeze:
         frozen = "adapter" if config.adapter is not None else "train.freeze"
         raise EngineError(f"train.fp8 trains all weights: leave out {frozen} or train.fp8")

@@ -73,7 +73,7 @@ class Planner(ModelOnMachine):
         if config.train.compile == "auto":
             return plan_compiled_if_it_pays(config, self.machine.can_compile, plan_of)
         if config.shard.replicate == "auto":
-            can_replicate = layout.nodes > 1 and layout.ranks_per_node > 1
+            can_replicate = layout.nodes > 1 and layout.ranks_per_node > 1 and not config.train.fp8
             return plan_replicated_if_faster(config, can_replicate, plan_of)
 
         def plan_with(engine: str) -> Plan:
