@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.optim.moments import Int8Moment, Noise, block_numel, moment
+from aliquot.optim.moments import Int8Moment, Noise, moment
 from tests.examples import examples
 
 
@@ -37,10 +37,6 @@ def test_int8_moments_survive_a_checkpoint_in_any_pieces(row: int, rows: int, se
         error = (loaded - values).view(-1, first.block).abs() / scale.clamp(min=1e-30)
         assert error.max() <= 1.01 / (127 if not squared else 64)
         assert not ((loaded == 0) & (values > 0)).any() or not squared
-
-
-def test_int8_blocks_divide_rows() -> None:
-    assert [block_numel(n) for n in (1, 50, 256, 768, 11008, 14336, 67, 5003)] == [1, 50, 256, 256, 256, 256, 67, 5003]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
