@@ -63,8 +63,8 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
     from aliquot.distributed.collectives.wire import Wire
     from aliquot.distributed.rank_process import die_with_parent
     from aliquot.planner.compute_ceiling import Ceiling
-    from aliquot.run import train
-    from aliquot.run.run_context import Activity, Stage
+    from aliquot.run import resolved_run, trainer
+    from aliquot.run.activity import Activity, Stage
 
     die_with_parent()
     torch.set_num_threads(1)
@@ -83,8 +83,9 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
 
     Activity.enter = enter_and_mark  # type: ignore[method-assign, assignment]
     Wire.send = count_and_send  # type: ignore[method-assign, assignment]
-    train.ceiling = lambda *_, **__: Ceiling(1e9, True)  # type: ignore[attr-defined]
-    train.train(validate(values, {}, "scale"))
+    for module in (resolved_run, trainer):
+        module.ceiling = lambda *_, **__: Ceiling(1e9, True)  # type: ignore[attr-defined]
+    trainer.train(validate(values, {}, "scale"))
 
 
 class Probe:

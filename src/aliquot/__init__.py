@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from aliquot.planner.planner import plan
     from aliquot.run.callbacks import Callback, RunState
     from aliquot.run.evaluate import Evaluation, evaluate_model
-    from aliquot.run.run_context import Result
-    from aliquot.run.train import train
+    from aliquot.run.trainer import Result, train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,7 +48,7 @@ _MODULES = {
     "Callback": "aliquot.run.callbacks",
     "Evaluation": "aliquot.run.evaluate",
     "Plan": "aliquot.planner.plan",
-    "Result": "aliquot.run.run_context",
+    "Result": "aliquot.run.trainer",
     "RunConfig": "aliquot.config.schema",
     "RunState": "aliquot.run.callbacks",
     "TrainingError": "aliquot.core.errors",
@@ -62,7 +61,7 @@ _MODULES = {
     "plan": "aliquot.planner.planner",
     "read_config": "aliquot.config.read_config",
     "read_evaluation_config": "aliquot.config.evaluation_config",
-    "train": "aliquot.run.train",
+    "train": "aliquot.run.trainer",
 }
 
 

@@ -13,7 +13,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from aliquot.config.read_config import read_config
-from aliquot.run.train import train
+from aliquot.run.trainer import train
 
 def name_of(task):
     try:

@@ -54,7 +54,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     shard = {"offload": "disk", "memory": 0.1, "offload_directory": str(folder / "scratch")}
     on_disk.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "shard": shard}))
     for name in (
-        "aliquot.run.train",
+        "aliquot.run.trainer",
         "transformers.models.llama.modeling_llama",
     ):  # once, before ranks are forked, which
         importlib.import_module(name)  # must find no thread of OpenMP: nothing may be computed here

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 # Modules that the ranks of a node share if they are forked from a process that has imported them.
-RANK_MODULES = ("aliquot.run.train", "aliquot.engines.fsdp.fsdp_engine", "aliquot.engines.host.host_engine")
+RANK_MODULES = ("aliquot.run.trainer", "aliquot.engines.fsdp.fsdp_engine", "aliquot.engines.host.host_engine")
 
 
 def command(
@@ -67,7 +67,7 @@ def command(
             raise typer.Exit(code)
 
     restart_with_allocator()
-    from aliquot.run.train import train
+    from aliquot.run.trainer import train
 
     def rank() -> None:
         with locate_errors(locations):

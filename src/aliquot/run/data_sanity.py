@@ -1,81 +1,82 @@
-"""Check data and model before the first step: same on all ranks, plausible examples, plausible loss of a batch."""
+"""Describe a run before its first step, and check its data and model: plausible examples, plausible loss."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from aliquot.data.data_summary import first_samples, warnings
-from aliquot.distributed.config_consistency import check_equal_on_ranks
-from aliquot.distributed.ranks import Ranks
+from aliquot.data.data_summary import day_line, first_samples, header, warnings
+from aliquot.distributed.launcher import torchrun_advice
+from aliquot.distributed.ranks import Ranks, group_lines
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.stored_weights import fingerprint
 from aliquot.nn.head_loss import IGNORE
-from aliquot.run.run_context import Inputs, Model, RunContext
+from aliquot.observe import run_summary
+from aliquot.observe.events import RunRecord
+
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
 
 _MUCH_BETTER = 0.5  # a difference of losses, in nats per token
 
 
-def check_inputs(run: RunContext, inputs: Inputs) -> None:
-    """Check that data and model are the same on all ranks; the paths of their files may differ. Collective.
-
-    Raises NodesDifferError on every rank.
-    """
-    adapter = None if run.config.adapter is None else run.config.adapter.directory
-
-    def identities() -> dict[str, Any]:
-        data, config = inputs.data, inputs.source.config.to_dict()
-        return {
-            **{f"{name or 'data'} (hash of the tokens)": Path(path).name for name, path in data.train.items()},
-            **{f"held-out {name or 'data'} (hash of the tokens)": Path(path).name for name, path in data.eval.items()},
-            "tokenizer (hash of its files)": Path(data.tokenizer).name,
-            "model.config": {key: value for key, value in config.items() if not key.startswith("_")},
-            "weights (hash of samples)": inputs.source.fingerprint,
-            "adapter (hash of samples)": None if adapter is None else fingerprint(adapter),
-        }
-
-    check_equal_on_ranks(run.ranks, identities)
+def introduce(trainer: Trainer) -> RunRecord:
+    """Print what the run trains, on which data and how, and return these facts for the records. Collective."""
+    run, ranks, built = trainer.resolved, trainer.ranks, trainer.model.built
+    data = header(trainer.batches, trainer.total_steps, trainer.held_out) if ranks.rank == 0 else []
+    data += [day_line(run.data.day)] if run.data.day else []
+    samples = first_samples(trainer.batches, run.tokenizer, text=True) if ranks.rank == 0 else []
+    resumed_from = trainer.start.resumed_from
+    record = RunRecord(
+        trainer.placement, trainer.machine, *run.ceiling,
+        resumed_from=None if resumed_from is None else str(resumed_from),
+        model=built.name, parameters=built.numel, learned=built.learned_numel,
+        engine=trainer.model.engine_name, plan=trainer.ledger.plan, data={"summary": data, "samples": samples},
+    )  # fmt: skip
+    connections = group_lines(ranks, trainer.model.engine.transport)
+    notes = (*trainer.model.notes, *torchrun_advice(os.environ, trainer.config.checkpoint.grace_s))
+    run_summary.begin(trainer.display, trainer.config, record, *data, *connections, *notes)
+    return record
 
 
-def show_data(run: RunContext, inputs: Inputs) -> None:
+def show_data(trainer: Trainer) -> None:
     """Show the labels of the first examples, unless all tokens are labels, and warn of doubtful data. Rank 0 only."""
-    for line in first_samples(inputs.batches, inputs.tokenizer):
-        run.display.line(line)
-    for text in warnings(inputs.batches, inputs.total_steps, run.config.train.max_steps is not None):
-        run.display.warning(text)
+    for line in first_samples(trainer.batches, trainer.resolved.tokenizer):
+        trainer.display.line(line)
+    for text in warnings(trainer.batches, trainer.total_steps, trainer.config.train.max_steps is not None):
+        trainer.display.warning(text)
 
 
-def check_first_batch(run: RunContext, inputs: Inputs, model: Model) -> None:
+def check_first_batch(trainer: Trainer) -> None:
     """Warn if a pretrained model predicts the first batch badly, or much better with a bos token. Collective."""
-    batch = inputs.batches.step_batch(0, run.ranks.rank, run.ranks.world_size).micro_batches[0]
+    batch = trainer.batches.step_batch(0, trainer.ranks.rank, trainer.ranks.world_size).micro_batches[0]
     batch = batch and replace(batch, answers=None)  # the cross-entropy of all answers
-    vocabulary = inputs.source.config.get_text_config(decoder=True).vocab_size
-    has_masks = {stream.source.store.mask is not None for stream in inputs.batches.streams}
+    vocabulary = trainer.resolved.source.config.get_text_config(decoder=True).vocab_size
+    has_masks = {stream.source.store.mask is not None for stream in trainer.batches.streams}
     # In a mixture of data sources, ranks may see sources with and without loss masks. So the chat prefix is used only
     # if all sources are chat data.
-    prefix = inputs.data.chat_prefix if has_masks == {True} else inputs.data.prefix
-    tokenizer, ranks = inputs.tokenizer, run.ranks
-    loss, guess = _mean_loss(model.engine, batch, ranks), math.log(vocabulary)
+    prefix = trainer.resolved.data.chat_prefix if has_masks == {True} else trainer.resolved.data.prefix
+    tokenizer, ranks = trainer.resolved.tokenizer, trainer.ranks
+    loss, guess = _mean_loss(trainer.model.engine, batch, ranks), math.log(vocabulary)
     advice = ""
     if not prefix and tokenizer.bos_token_id is not None:
         batch_with_bos = None if batch is None else with_prefix(batch, [tokenizer.bos_token_id])
-        loss_with_bos = _mean_loss(model.engine, batch_with_bos, ranks)
+        loss_with_bos = _mean_loss(trainer.model.engine, batch_with_bos, ranks)
         if loss_with_bos < loss - _MUCH_BETTER:
-            run.display.warning(
+            trainer.display.warning(
                 f"the documents begin at a loss of {loss:.2f}, and at {loss_with_bos:.2f} with {tokenizer.bos_token}"
                 " before each document: set data.add_bos=true"
             )
             return
         advice = "; the model may have been trained with data.add_bos=true"
     if loss > guess:
-        run.display.warning(
+        trainer.display.warning(
             f"the documents begin at a loss of {loss:.2f}, and guessing gives {guess:.2f}: are model, tokenizer and"
             f" text made for each other?{advice}"
         )

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,14 +15,14 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due
 from aliquot.data.data_summary import irregularities
 from aliquot.data.eval_batches import EvalBatches
-from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.preference_loss import RatedAnswers
-from aliquot.run import setup, starting_point
-from aliquot.run.data_sanity import check_inputs
-from aliquot.run.run_context import RunContext, Stage, TrainingContext, join_run
+from aliquot.run.activity import Stage
+
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
 
 _ASK_INTERVAL_S = 1.0  # time between two collective checks for a stop signal
 _MAX_GROWTH = 4  # the number of micro-batches between two checks grows at most by this factor
@@ -100,68 +101,68 @@ def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
 class Evaluator:
     """The evaluations during a run. Every method is a collective."""
 
-    def __init__(self, training: TrainingContext) -> None:
-        self._training = training
-        self._engine = training.model.engine
-        self._sets = training.inputs.held_out
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._engine = trainer.model.engine
+        self._sets = trainer.held_out
 
     @property
     def is_due(self) -> bool:
         """Whether the `train` section asks for an evaluation after the last finished step."""
-        settings, progress = self._training.run.config.train, self._training.progress
+        settings, progress = self._trainer.config.train, self._trainer.progress
         if progress.step == 0:
             return settings.eval_on_start
         return progress.step == progress.last_step or is_due(settings.eval_steps, progress.step)
 
     def compile(self) -> None:
         """With train.compile, compile the evaluation for every length of packed sequences."""
-        run, ranks = self._training.run, self._training.run.ranks
-        if run.config.train.compile != "layers" or not self._sets:
+        trainer, ranks = self._trainer, self._trainer.ranks
+        if trainer.config.train.compile != "layers" or not self._sets:
             return
-        run.display.line("compiling the evaluation before the second step")
-        run.activity.enter(Stage.COMPILE_EVALUATION)
+        trainer.display.line("compiling the evaluation before the second step")
+        trainer.activity.enter(Stage.COMPILE_EVALUATION)
         for batches in self._sets.values():
             for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):
                 self._engine.evaluate(micro_batch)
-            self._training.watchdog.beat()
+            self._trainer.watchdog.beat()
 
     def evaluate(self) -> int:
         """Evaluate on every set, and compare the first set's metric with the best evaluation.
 
         Returns the stop signal for which the evaluation was given up, or 0.
         """
-        training, ranks = self._training, self._training.run.ranks
+        trainer, ranks = self._trainer, self._trainer.ranks
         if not self._sets:
             return 0
-        training.run.activity.enter(Stage.EVALUATE)
+        trainer.activity.enter(Stage.EVALUATE)
         total, done_before = sum(batches.count(ranks.world_size) for batches in self._sets.values()), 0
 
         def progress(done: int, _: int) -> None:
-            training.watchdog.beat()
-            training.recorder.evaluating(done_before + done, total)
+            trainer.watchdog.beat()
+            trainer.recorder.evaluating(done_before + done, total)
 
         results = {}
         for name, batches in self._sets.items():
-            result = evaluate(self._engine, batches, ranks, progress, training.requested_signal)
+            result = evaluate(self._engine, batches, ranks, progress, trainer.requested_signal)
             if result is None:
-                return training.requested_signal()
+                return trainer.requested_signal()
             results[name] = result
             done_before += batches.count(ranks.world_size)
-        metrics = training.recorder.evaluated(results)
-        training.progress.perplexity = results.get("", next(iter(results.values()))).get("perplexity")
+        metrics = trainer.recorder.evaluated(results)
+        trainer.progress.perplexity = results.get("", next(iter(results.values()))).get("perplexity")
         # The allocator holds blocks of the evaluation's sizes, which would fragment the memory of the steps.
-        training.memory_release.release(training.progress.step)
-        if training.progress.step > 0:
-            self._compare(next(iter(results.values()))[training.progress.evaluations.metric])
-        training.call_back("on_evaluate", metrics)
+        trainer.memory_release.release(trainer.progress.step)
+        if trainer.progress.step > 0:
+            self._compare(next(iter(results.values()))[trainer.progress.evaluations.metric])
+        trainer.call_back("on_evaluate", metrics)
         return 0
 
     def _compare(self, value: float) -> None:
         """Add the evaluation to the history, and end training at this step if early stopping asks for it."""
-        settings, progress = self._training.run.config.train, self._training.progress
+        settings, progress = self._trainer.config.train, self._trainer.progress
         progress.evaluations = progress.evaluations.after(progress.step, value, settings.early_stopping_threshold)
         if progress.evaluations.exhausts(settings.early_stopping_patience):
-            self._training.end_early(progress.evaluations.summary())
+            self._trainer.end_early(progress.evaluations.summary())
 
 
 @dataclass(frozen=True)
@@ -203,27 +204,18 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     Raises:
         UserError: on every rank, for bad input.
     """
-    with join_run(config, trains=False) as run:
-        run.activity.enter(Stage.EVALUATE_MODEL)
-        try:
-            return _evaluate_model(run)
-        finally:
-            run.display.finish()
+    from aliquot.run.trainer import Trainer
+
+    with Trainer(config, trains=False) as trainer:
+        return _evaluate_sets(trainer)
 
 
-def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
-    ranks, display = run.ranks, run.display
-    check_configs(ranks, run.config)
-    run = setup.fetch_model(run)
-    inputs = setup.read_inputs(run, trains=False)
-    check_inputs(run, inputs)
-    model = setup.build_model(run, inputs)
-    starting_point.fill_model(run, inputs, model)
-    model.engine.ready()
+def _evaluate_sets(trainer: Trainer) -> dict[str, Evaluation]:
+    ranks, display, run, model = trainer.ranks, trainer.display, trainer.resolved, trainer.model
     facts = (f"{model.built.numel:,} parameters", run.config.train.precision, f"engine {model.engine_name}")
     display.line(", ".join((model.built.name, *facts)))
-    display.line(run.placement)
-    for name, batches in inputs.held_out.items():
+    display.line(trainer.placement)
+    for name, batches in run.held_out.items():
         for line in irregularities(batches.store):
             display.line(f"{name}: {line}" if name else line)
     start = time.perf_counter()
@@ -234,7 +226,7 @@ def _evaluate_model(run: RunContext) -> dict[str, Evaluation]:
         display.evaluating(done, total, time.perf_counter() - start)
 
     results = {}
-    for name, batches in inputs.held_out.items():
+    for name, batches in run.held_out.items():
         result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda: 0)
         assert result is not None  # because nothing stops the evaluation
         documents, length = batches.store.documents, batches.format.length

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,121 +23,127 @@ from aliquot.models.model_files import export_dtype, exported_step, older_transf
 from aliquot.observe import run_summary
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import STEADY_PEAK
-from aliquot.run.run_checkpoints import RunCheckpoints
-from aliquot.run.run_context import Inputs, Model, Result, RunContext, Stage, Start, TrainingContext
+from aliquot.run.activity import Stage
 from aliquot.run.shutdown import Phase
+
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
 
 _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
 
-def finish_run(training: TrainingContext, checkpoints: RunCheckpoints) -> Result:
+def finish_run(trainer: Trainer) -> Path | None:
     """Finish the save in progress, export, generate the sample, and show the summary. Collective.
+
+    Returns the export, if `checkpoint.export` is true.
 
     If a rank has received a stop signal, save first if possible, then raise Terminated.
     """
-    run, progress, shutdown = training.run, training.progress, training.shutdown
+    checkpoints, progress, shutdown = trainer.checkpoints, trainer.progress, trainer.shutdown
     checkpoints.finish()
-    stop_signal = training.requested_signal()
+    stop_signal = trainer.requested_signal()
     if stop_signal and not progress.is_saved:  # the export is given up, so a checkpoint must hold the last step
         checkpoints.save_now()
-    training.watchdog.stop()
+    trainer.watchdog.stop()
     if stop_signal:
         raise shutdown.stopped(stop_signal, progress.step, progress.saved_step)
     if progress.is_saved:
         shutdown.enter(Phase.EXPORT, progress.step)
     else:
-        shutdown.enter(Phase.SOLE_EXPORT if run.config.checkpoint.export else Phase.UNSAVED, progress.step)
-    run.ledger.mark(STEADY_PEAK, training.model.engine.counters().memory())
-    training.recorder.finish()
-    run_on_rank_0(run.ranks, run.directory.check_publish)
-    exported = _export_or_save(training, checkpoints) if run.config.checkpoint.export else None
-    run.activity.enter(Stage.SAMPLE)
-    text = sample(run, training.inputs, training.model)
+        shutdown.enter(Phase.SOLE_EXPORT if trainer.config.checkpoint.export else Phase.UNSAVED, progress.step)
+    trainer.ledger.mark(STEADY_PEAK, trainer.model.engine.counters().memory())
+    trainer.recorder.finish()
+    run_on_rank_0(trainer.ranks, trainer.directory.check_publish)
+    exported = _export_or_save(trainer) if trainer.config.checkpoint.export else None
+    trainer.activity.enter(Stage.SAMPLE)
+    text = sample(trainer)
     # A process that has trained no step has not measured the memory that training needs.
-    has_steps = progress.step > training.start.step
-    rows = run.ledger.publish(run.directory.ledger, run.ranks, training.record.as_json()) if has_steps else []
-    run.heartbeat.stop()
-    if run.ranks.rank == 0:
-        speed = training.recorder.meter.overall()
-        outcome = run_summary.Outcome(rows, speed, text, exported, _is_chat(training.inputs))
-        run_summary.finish(run.display, run.directory, outcome)
-    training.model.engine.close()
-    return Result(run.directory.path, progress.step, progress.loss, progress.perplexity, exported)
+    has_steps = progress.step > trainer.start.step
+    rows = trainer.publish_ledger() if has_steps else []
+    trainer.heartbeat.stop()
+    if trainer.ranks.rank == 0:
+        speed = trainer.recorder.meter.overall()
+        outcome = run_summary.Outcome(rows, speed, text, exported, trainer.resolved.is_chat)
+        run_summary.finish(trainer.display, trainer.directory, outcome)
+    trainer.model.engine.close()
+    return exported
 
 
-def _export_or_save(training: TrainingContext, checkpoints: RunCheckpoints) -> Path:
+def _export_or_save(trainer: Trainer) -> Path:
     """Export; if the export fails and no checkpoint holds the last step, save a checkpoint.
 
     Raises UserError and Terminated.
     """
-    run, progress, shutdown = training.run, training.progress, training.shutdown
+    checkpoints, progress, shutdown = trainer.checkpoints, trainer.progress, trainer.shutdown
 
     def check_stop(_: object) -> None:
         """Give up the export after a stop signal, so that enough time is left to save a checkpoint."""
         if shutdown.requested:
             raise TrainingError("a signal came before the export was complete")
-        if (lost := run.directory.why_lost()) is not None:
+        if (lost := trainer.directory.why_lost()) is not None:
             raise RunDirectoryError(lost)
 
-    run.activity.enter(Stage.EXPORT)
+    trainer.activity.enter(Stage.EXPORT)
     try:
-        exported = _export(training, ExportOptions(replace=True, watch=check_stop))
+        exported = _export(trainer, ExportOptions(replace=True, watch=check_stop))
     except UserError:  # every rank raises the same error
         if not progress.is_saved:
             checkpoints.save_now()
-        if stop_signal := training.requested_signal():
+        if stop_signal := trainer.requested_signal():
             raise shutdown.stopped(stop_signal, progress.step, progress.saved_step) from None
         raise
     shutdown.enter(Phase.DONE, progress.step)
-    if stop_signal := training.requested_signal():  # the signal arrived when the export was almost complete
+    if stop_signal := trainer.requested_signal():  # the signal arrived when the export was almost complete
         raise shutdown.stopped_after_export(stop_signal, progress.step)
     return exported
 
 
-def is_exported(run: RunContext, start: Start) -> bool:
+def is_exported(trainer: Trainer) -> bool:
     """Whether the existing export of a complete run holds the weights of the right step. Collective."""
-    best, target = start.evaluations.retained_step(run.config.checkpoint), run.directory.export
+    start = trainer.start
+    best, target = start.evaluations.retained_step(trainer.config.checkpoint), trainer.directory.export
     step = start.step if best is None else best
-    exists, step_of_export = run_on_rank_0(run.ranks, lambda: (target.exists(), exported_step(target)))
+    exists, step_of_export = run_on_rank_0(trainer.ranks, lambda: (target.exists(), exported_step(target)))
     if exists and step_of_export != step:
-        run.display.line(f"{target} does not hold the weights of step {step}: exporting again")
+        trainer.display.line(f"{target} does not hold the weights of step {step}: exporting again")
     return bool(step_of_export == step)
 
 
-def _export(training: TrainingContext, options: ExportOptions) -> Path:
+def _export(trainer: Trainer, options: ExportOptions) -> Path:
     """Export the weights that evaluated best, or the last ones; return the directory. Collective.
 
     `options.watch` may raise an exception to end the export; all ranks then raise a UserError.
     """
-    run, model, progress = training.run, training.model, training.progress
-    target, root, adapter = run.directory.export, run.directory.checkpoints, model.built.adapter
+    model, progress = trainer.model, trainer.progress
+    target, root, adapter = trainer.directory.export, trainer.directory.checkpoints, model.built.adapter
     # An adapter is exported in fp32: it is small, and merging adds it to much larger weights.
-    source_dtype = training.inputs.source.dtype if adapter is None else torch.float32
-    dtype = export_dtype(run.config.model.dtype, source_dtype, run.config.train.precision)
-    best = progress.evaluations.retained_step(run.config.checkpoint)
+    source_dtype = trainer.resolved.source.dtype if adapter is None else torch.float32
+    dtype = export_dtype(trainer.config.model.dtype, source_dtype, trainer.config.train.precision)
+    best = progress.evaluations.retained_step(trainer.config.checkpoint)
     checkpoint = None if best is None else directory_of(root, best)
-    if checkpoint is not None and run_on_rank_0(run.ranks, lambda: checkpoint not in complete_directories(root)):
-        run.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
+    if checkpoint is not None and run_on_rank_0(trainer.ranks, lambda: checkpoint not in complete_directories(root)):
+        trainer.display.warning(f"step {best} evaluated best, but could not be saved: the last weights are exported")
         checkpoint = None
-    if adapter is None and (warning := older_transformers(training.inputs.source.config.model_type)) is not None:
-        run.display.warning(warning)
-    options = replace(options, keep_former=partial(_keep_foreign_files, target.resolve(), training.files, run.display))
+    if adapter is None and (warning := older_transformers(trainer.resolved.source.config.model_type)) is not None:
+        trainer.display.warning(warning)
+    keep_former = partial(_keep_foreign_files, target.resolve(), trainer.files, trainer.display)
+    options = replace(options, keep_former=keep_former)
     if checkpoint is not None and best is not None and best != progress.step:
-        files = with_step(training.files, best)
-        if _export_checkpoint(run, checkpoint, dtype, replace(options, config_files=files)):
-            run.display.line(f"the export holds the weights that evaluated best: {progress.evaluations.summary()}")
+        files = with_step(trainer.files, best)
+        if _export_checkpoint(trainer, checkpoint, dtype, replace(options, config_files=files)):
+            trainer.display.line(f"the export holds the weights that evaluated best: {progress.evaluations.summary()}")
             return target
-    files = with_step(training.files, progress.step)
+    files = with_step(trainer.files, progress.step)
     if adapter is None:
         options = replace(options, published=model.published, exact=model.built.exact)
-        export(model.engine, model.built.tensors, target, dtype, files, run.ranks, options)
+        export(model.engine, model.built.tensors, target, dtype, files, trainer.ranks, options)
     else:
         options = replace(options, published=adapter.saves, stem=STEM)
-        export(model.saved, model.built.saved, target, dtype, files, run.ranks, options)
+        export(model.saved, model.built.saved, target, dtype, files, trainer.ranks, options)
     return target
 
 
-def _export_checkpoint(run: RunContext, checkpoint: Path, dtype: torch.dtype, options: ExportOptions) -> bool:
+def _export_checkpoint(trainer: Trainer, checkpoint: Path, dtype: torch.dtype, options: ExportOptions) -> bool:
     """Export a checkpoint of this run. Collective.
 
     Returns False if both the checkpoint and its copy in the mirror are damaged.
@@ -144,41 +151,36 @@ def _export_checkpoint(run: RunContext, checkpoint: Path, dtype: torch.dtype, op
 
     def attempt() -> DamagedCheckpoint | None:
         try:
-            export_checkpoint(checkpoint, run.directory.export, dtype, run.ranks, options=options)
+            export_checkpoint(checkpoint, trainer.directory.export, dtype, trainer.ranks, options=options)
         except DamagedCheckpoint as damage:
             return damage
         return None
 
-    damage, warn = attempt(), run.display.warning
-    if damage is not None and fetch_best(run.config.mirror, checkpoint, run.ranks, warn):
+    damage, warn = attempt(), trainer.display.warning
+    if damage is not None and fetch_best(trainer.config.mirror, checkpoint, trainer.ranks, warn):
         damage = attempt()
     if damage is not None:
         warn(f"{damage}: the last weights are exported, not those that evaluated best")
     return damage is None
 
 
-def sample(run: RunContext, inputs: Inputs, model: Model) -> str | None:
+def sample(trainer: Trainer) -> str | None:
     """Generate a continuation of `observe.sample_prompt`; None without a usable prompt. Collective.
 
     If the training data has answers (chat data), the prompt is a message of the user.
     """
-    prompt, tokenizer, is_chat = run.config.observe.sample_prompt, inputs.tokenizer, _is_chat(inputs)
-    if prompt is None:
+    run, observe = trainer.resolved, trainer.config.observe
+    if observe.sample_prompt is None:
         return None
-    tokens, prefix = run.config.observe.sample_tokens, inputs.data.chat_prefix if is_chat else inputs.data.prefix
+    prefix, sampling = run.data.chat_prefix if run.is_chat else run.data.prefix, Sampling(observe.sample_tokens)
     try:
         return continuation(
-            model.engine.generate, tokenizer, prompt, prefix, inputs.source.positions, Sampling(tokens), chat=is_chat
-        )
+            trainer.model.engine.generate, run.tokenizer, observe.sample_prompt, prefix, run.source.positions, sampling,
+            chat=run.is_chat,
+        )  # fmt: skip
     except UserError as error:  # raised on all ranks; a bad prompt must not fail a run after its training
-        run.display.warning(f"observe.sample_prompt: {error}")
+        trainer.display.warning(f"observe.sample_prompt: {error}")
         return None
-
-
-def _is_chat(inputs: Inputs) -> bool:
-    """Whether the training data has answers (chat data), and the tokenizer has a chat template."""
-    has_answers = any(store.mask is not None for store in inputs.data.open_train().values())
-    return has_answers and inputs.tokenizer.chat_template is not None
 
 
 def _keep_foreign_files(target: Path, files: Collection[str], display: Display, replaced: Path) -> bool:

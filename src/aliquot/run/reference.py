@@ -13,89 +13,95 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from aliquot.config.schema import RunConfig
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.core.small_files import publish_bytes, read_small_file
+from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.token_store import Reference, TokenStore
-from aliquot.engines.base import Engine
 from aliquot.models.stored_weights import fingerprint
-from aliquot.run.run_context import Inputs, RunContext, Stage
+from aliquot.run.activity import Stage
+from aliquot.run.resolved_run import ResolvedRun
+
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
 
 _BETWEEN_WRITES = 16  # micro-batches of each rank
 _DIGEST_BYTES = 32
 _LARGEST_FILE = 1 << 34
 
 
-def with_reference(run: RunContext, inputs: Inputs, engine: Engine, begin: Callable[[], None]) -> tuple[Inputs, bool]:
-    """Return the inputs with the log-probabilities before training, and whether `begin` was called. Collective.
+def with_reference(trainer: Trainer, begin: Callable[[], None]) -> tuple[Batches, dict[str, EvalBatches], bool]:
+    """Return the batches with the log-probabilities before training, and whether `begin` was called. Collective.
 
     Args:
         begin: gives the engine the weights with which the run begins; called only if results are missing.
 
     Raises WeightsFileError if a log-probability is not finite.
     """
-    objective, ranks = inputs.batches.format.objective, run.ranks
+    run, ranks = trainer.resolved, trainer.ranks
+    objective = run.batches.format.objective
     if objective is None or not objective.needs_reference:
-        return inputs, False
-    weights = weights_key(run.config, inputs)
+        return run.batches, run.held_out, False
+    weights = weights_key(run)
     # The longest mismatched answer to the prompt of a rated answer depends on the length of sequences.
-    length = [inputs.batches.format.length] if objective.rates_answers else []
+    length = [run.batches.format.length] if objective.rates_answers else []
     files = {
-        key: _ReferenceFile(run.directory.reference / f"{_hash([store.path.name, weights, *length])}.bin", store)
-        for key, store in _stores(inputs).items()
+        key: _ReferenceFile(trainer.directory.reference / f"{_hash([store.path.name, weights, *length])}.bin", store)
+        for key, store in _stores(run).items()
     }
     if ranks.rank == 0:
         for file in files.values():
             file.read()
     passes = {
-        (kind, name): inputs.held_out[name]
+        (kind, name): run.held_out[name]
         if kind == "eval"
-        else EvalBatches(file.store, inputs.batches.format, inputs.size.micro)
+        else EvalBatches(file.store, run.batches.format, run.batches.micro_batch_size)
         for (kind, name), file in files.items()
     }
     starts = run_on_rank_0(ranks, lambda: [files[key].first_missing(batches) for key, batches in passes.items()])
     stops = [batches.epoch.packing.sequences for batches in passes.values()]
     if missing := starts != stops:
-        run_on_rank_0(ranks, lambda: run.directory.begin(run.config))  # so that a killed run may continue here
+        run_on_rank_0(ranks, lambda: trainer.directory.begin(run.config))  # so that a killed run may continue here
         begin()
-        run.activity.enter(Stage.REFERENCE)
+        trainer.activity.enter(Stage.REFERENCE)
         for start, (key, batches) in zip(starts, passes.items(), strict=True):
-            _compute(run, engine, batches, files[key], start)
-        run.activity.enter(Stage.LOAD_WEIGHTS)
+            _compute(trainer, batches, files[key], start)
+        trainer.activity.enter(Stage.LOAD_WEIGHTS)
     for file in files.values():
         ranks.broadcast_into(torch.from_numpy(file.values))
     train = {name: file.values for (kind, name), file in files.items() if kind == "train"}
     held_out = {
-        name: batches.with_objective(objective, files["eval", name].values) for name, batches in inputs.held_out.items()
+        name: batches.with_objective(objective, files["eval", name].values) for name, batches in run.held_out.items()
     }
-    return replace(inputs, batches=inputs.batches.with_objective(objective, train), held_out=held_out), missing
+    return run.batches.with_objective(objective, train), held_out, missing
 
 
-def weights_key(config: RunConfig, inputs: Inputs) -> str:
+def weights_key(run: ResolvedRun) -> str:
     """Return the hash of all that determines the weights before training."""
+    config = run.config
     adapter = None if config.adapter is None else config.adapter.directory
     adds_tokens = [config.model.add_tokens, config.model.add_special_tokens]
     seed = config.run.seed if any(adds_tokens) else None  # rows of added tokens are drawn
     trained_adapter = None if adapter is None else fingerprint(adapter)
-    return _hash([inputs.source.fingerprint, trained_adapter, adds_tokens, seed, config.train.precision])
+    return _hash([run.source.fingerprint, trained_adapter, adds_tokens, seed, config.train.precision])
 
 
 def _hash(values: list[object]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 
-def _stores(inputs: Inputs) -> dict[tuple[str, str], TokenStore]:
-    train = {("train", source.name): source.store for source in inputs.batches.sources}
-    return train | {("eval", name): batches.store for name, batches in inputs.held_out.items()}
+def _stores(run: ResolvedRun) -> dict[tuple[str, str], TokenStore]:
+    train = {("train", source.name): source.store for source in run.batches.sources}
+    return train | {("eval", name): batches.store for name, batches in run.held_out.items()}
 
 
 @dataclass
@@ -137,9 +143,9 @@ class _ReferenceFile:
         return next((at for at in range(count) if np.isnan(self.values[batches.places(at)]).any()), count)
 
 
-def _compute(run: RunContext, engine: Engine, batches: EvalBatches, file: _ReferenceFile, start: int) -> None:
+def _compute(trainer: Trainer, batches: EvalBatches, file: _ReferenceFile, start: int) -> None:
     """Compute the log-probabilities from sequence `start` on; rank 0 receives and writes them. Collective."""
-    ranks, total = run.ranks, batches.count(run.ranks.world_size)
+    ranks, engine, total = trainer.ranks, trainer.model.engine, batches.count(trainer.ranks.world_size)
     first = start // (ranks.world_size * batches.micro_batch_size)
     started_s, results = time.perf_counter(), list[tuple[list[int], list[float]]]()
     for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size, first), first + 1):
@@ -155,4 +161,4 @@ def _compute(run: RunContext, engine: Engine, batches: EvalBatches, file: _Refer
         gathered = [result for rank_results in ranks.gather(results) for result in rank_results]
         results = []
         run_on_rank_0(ranks, partial(file.add, gathered))
-        run.display.evaluating(done, total, time.perf_counter() - started_s, "reference log-probabilities")
+        trainer.display.evaluating(done, total, time.perf_counter() - started_s, "reference log-probabilities")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.background_task import SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
@@ -11,18 +11,19 @@ from aliquot.checkpoint.live_parts import copier_for
 from aliquot.checkpoint.mirror import Uploader
 from aliquot.checkpoint.save import Saver
 from aliquot.models.model_config import computation_settings
+from aliquot.run.activity import Stage
 from aliquot.run.hub_upload import names_on_hub
-from aliquot.run.run_context import RunContext, Stage, Start, TrainingContext
 from aliquot.run.shutdown import Phase
 
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
 
-def start_uploads(
-    run: RunContext, start: Start, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None
-) -> Uploader:
+
+def start_uploads(trainer: Trainer, warn: Callable[[str], None], beat: Callable[[], None] = lambda: None) -> Uploader:
     """Return the uploader of this run, and re-queue uploads that a killed process left unfinished."""
-    config, root = run.config, run.directory.checkpoints
-    events = SaveEvents(warn, run.display.line, heartbeat=beat, check_directory=run.directory.check_publish)
-    uploader = Uploader(config.mirror, root, run.ranks, config.checkpoint, events)
+    config, root, start = trainer.config, trainer.directory.checkpoints, trainer.start
+    events = SaveEvents(warn, trainer.display.line, heartbeat=beat, check_directory=trainer.directory.check_publish)
+    uploader = Uploader(config.mirror, root, trainer.ranks, config.checkpoint, events)
     if start.resumed_from is not None and start.resumed_from.parent.resolve() == root.resolve():
         best = start.evaluations.retained_step(config.checkpoint)
         for step in sorted({start.step, *([] if best is None else [best])}):
@@ -33,24 +34,24 @@ def start_uploads(
 class RunCheckpoints:
     """Saves checkpoints of a run, one at a time, in the background of training. Every method is a collective."""
 
-    def __init__(self, training: TrainingContext) -> None:
-        run, model, recorder = training.run, training.model, training.recorder
-        self._training = training
-        self._uploader = start_uploads(run, training.start, recorder.warn, training.watchdog.beat)
-        settings = run.config.checkpoint
-        if model.plan is not None and model.plan.scratch_bytes_per_node:
+    def __init__(self, trainer: Trainer) -> None:
+        model, recorder = trainer.model, trainer.recorder
+        self._trainer = trainer
+        self._uploader = start_uploads(trainer, recorder.warn, trainer.watchdog.beat)
+        settings = trainer.config.checkpoint
+        if trainer.resolved.plan is not None and trainer.resolved.plan.scratch_bytes_per_node:
             # The model does not fit into memory, so copies for a save would not fit either.
             settings = settings.model_copy(update={"buffer_bytes": 0})
-        states = run.config.train.optimizer_states
+        states = trainer.config.train.optimizer_states
         self._saver = Saver(
-            run.directory.checkpoints, model.saved,
-            CheckpointSpec(model.built.saved, training.files, states, model.built.learned), run.ranks, settings,
+            trainer.directory.checkpoints, model.saved,
+            CheckpointSpec(model.built.saved, trainer.files, states, model.built.learned), trainer.ranks, settings,
             SaveEvents(
-                recorder.warn, on_saved=self._on_saved, on_failed=self._on_failed, heartbeat=training.watchdog.beat,
-                check_directory=run.directory.check_publish,
+                recorder.warn, on_saved=self._on_saved, on_failed=self._on_failed, heartbeat=trainer.watchdog.beat,
+                check_directory=trainer.directory.check_publish,
                 protected_steps=lambda: self._uploader.protected_steps,
             ),
-            copier_for(run.ranks.topology.device),
+            copier_for(trainer.ranks.topology.device),
         )  # fmt: skip
 
     @property
@@ -61,7 +62,7 @@ class RunCheckpoints:
     @property
     def best_step(self) -> int | None:
         """The step of the best evaluation, whose checkpoint is retained; None without `checkpoint.best`."""
-        return self._training.progress.evaluations.retained_step(self._training.run.config.checkpoint)
+        return self._trainer.progress.evaluations.retained_step(self._trainer.config.checkpoint)
 
     def report(self) -> dict[str, Any]:
         """Return this rank's progress with the save and the upload. `poll` takes the reports of all ranks."""
@@ -78,9 +79,9 @@ class RunCheckpoints:
 
     def save(self) -> None:
         """Wait for the save in progress, then begin to save the last finished step."""
-        training = self._training
-        training.run.activity.enter(Stage.SAVE, training.progress.step)
-        with training.recorder.between_steps("checkpoint"):
+        trainer = self._trainer
+        trainer.activity.enter(Stage.SAVE, trainer.progress.step)
+        with trainer.recorder.between_steps("checkpoint"):
             self._saver.finish()
             self.start_save()  # after `finish`, because a failed save changes the best step
 
@@ -91,21 +92,21 @@ class RunCheckpoints:
 
     def start_save(self) -> None:
         """Begin to save the last finished step."""
-        self._saver.start(self._training.progress.step, self._state(), self.best_step)
+        self._saver.start(self._trainer.progress.step, self._state(), self.best_step)
 
     def finish_save(self) -> None:
         """Wait for the save in progress."""
-        self._training.run.activity.enter(Stage.SAVE, self._saver.current_step or 0)
+        self._trainer.activity.enter(Stage.SAVE, self._saver.current_step or 0)
         self._saver.finish()
 
     def finish(self) -> None:
         """Wait for the save in progress, then for the copies to the mirror."""
-        training = self._training
-        training.run.activity.enter(Stage.FINISH_SAVE)
+        trainer = self._trainer
+        trainer.activity.enter(Stage.FINISH_SAVE)
         self._saver.finish()
-        if training.progress.is_saved and training.shutdown.phase is not Phase.SETUP:
-            training.shutdown.enter(Phase.COPYING, training.progress.step)
-        training.run.activity.enter(Stage.COPY_TO_MIRROR)
+        if trainer.progress.is_saved and trainer.shutdown.phase is not Phase.SETUP:
+            trainer.shutdown.enter(Phase.COPYING, trainer.progress.step)
+        trainer.activity.enter(Stage.COPY_TO_MIRROR)
         self._uploader.finish()
 
     def finish_if_late(self) -> bool:
@@ -114,33 +115,32 @@ class RunCheckpoints:
         Returns whether `finish` was called. If the save in progress has failed, another save is worth a try in any
         case, so `finish` is not called.
         """
-        before = self._training.progress.saved_step
+        before = self._trainer.progress.saved_step
         self._saver.finish()
-        left_s = self._training.run.ranks.gather(self._training.shutdown.left_s - self._saver.worked_s)
-        if min(left_s) > 0 or self._training.progress.saved_step == before:
+        left_s = self._trainer.ranks.gather(self._trainer.shutdown.left_s - self._saver.worked_s)
+        if min(left_s) > 0 or self._trainer.progress.saved_step == before:
             return False
         self.finish()
         return True
 
     def _on_saved(self, step: int, seconds: float, stall_s: float) -> None:
-        self._training.recorder.saved(step, seconds, stall_s)
-        self._training.progress.saved_step = step
+        self._trainer.recorder.saved(step, seconds, stall_s)
+        self._trainer.progress.saved_step = step
         self._uploader.start(step, self._saver.best, just_saved=True)
-        self._training.memory_release.release(self._training.progress.step)
-        self._training.call_back("on_save", {"seconds": seconds, "stall_s": stall_s})
+        self._trainer.memory_release.release(self._trainer.progress.step)
+        self._trainer.call_back("on_save", {"seconds": seconds, "stall_s": stall_s})
 
     def _on_failed(self, step: int) -> None:
         """Restore the previous best step, unless this is the last step, whose weights can be exported from memory."""
-        progress = self._training.progress
-        if self._training.run.config.checkpoint.best and step != progress.last_step:
+        progress = self._trainer.progress
+        if self._trainer.config.checkpoint.best and step != progress.last_step:
             progress.evaluations = progress.evaluations.without_checkpoint(step)
 
     def _state(self) -> dict[str, Any]:
         """The state of a checkpoint: everything but weights, moments and files."""
-        run, inputs, start, progress = (
-            self._training.run, self._training.inputs, self._training.start, self._training.progress,
-        )  # fmt: skip
-        position, ends = inputs.batches.position(progress.step), inputs.batches.steps.ends
+        trainer, batches = self._trainer, self._trainer.batches
+        run, start, progress = trainer.resolved, trainer.start, trainer.progress
+        position, ends = batches.position(progress.step), batches.steps.ends
         if progress.step == start.step:  # an earlier run trained this step, perhaps on other data
             position, ends = start.position, start.ends
         return {
@@ -149,13 +149,13 @@ class RunCheckpoints:
             "position": vars(position),
             "ends": ends,
             "evaluations": progress.evaluations.to_json(),
-            "evaluated": inputs.evaluated,
+            "evaluated": run.evaluated,
             # All random numbers depend only on the seed and a name or epoch, so the seed is the whole random state.
             "rng": {"seed": run.config.run.seed},
-            "determinants": inputs.determinants(run.config),
-            "sizes": inputs.batches.sizes(),
-            "model": computation_settings(inputs.source.config),
-            "engine": self._training.model.engine_name,
+            "determinants": run.determinants(),
+            "sizes": batches.sizes(),
+            "model": computation_settings(run.source.config),
+            "engine": self._trainer.model.engine_name,
             "config": run.config.model_dump(mode="json", by_alias=True),
             "hub_ids": names_on_hub(run.config),
         }

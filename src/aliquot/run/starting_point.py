@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import STATE, complete_directories, directory_of
 from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
-from aliquot.config.schema import RunConfig
 from aliquot.core.number_format import count_of
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.batches import Position
@@ -22,96 +21,110 @@ from aliquot.machine.allocator import release_free_memory
 from aliquot.models import initialize
 from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_config import computation_settings
-from aliquot.run.run_context import Inputs, Model, RunContext, Start
+
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
 
 _MAX_FILES = 3  # changed files that an error names
 
 
-def fetch_newest(run: RunContext) -> None:
+@dataclass(frozen=True)
+class Start:
+    """The point where training begins: after the steps and tokens (without padding) of earlier runs, if it resumes."""
+
+    step: int = 0
+    tokens: int = 0
+    resumed_from: Path | None = None
+    position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
+    ends: tuple[int, ...] = ()  # where earlier runs ended within a batch (data/data_order.py)
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+
+
+def fetch_newest(trainer: Trainer) -> None:
     """Fetch the checkpoint from which this run continues, if a store has it and the run directory does not. Collective.
 
     Call this before planning, because the plan depends on the checkpoint.
     """
-    checkpoint, root = run.config.checkpoint, run.directory.checkpoints
-    fetch_newer(checkpoint, run.config.mirror, root, run.ranks, run.display.warning)
+    config, root = trainer.requested, trainer.directory.checkpoints
+    fetch_newer(config.checkpoint, config.mirror, root, trainer.ranks, trainer.display.warning)
 
 
-def fill_model(run: RunContext, inputs: Inputs, model: Model, has_begun: bool = False) -> Start:
+def fill_model(trainer: Trainer, has_begun: bool = False) -> Start:
     """Load the weights from a checkpoint of this run, or else those with which the run begins. Collective.
 
     `has_begun`: `begin_model` has been called, so that the model has the latter already.
     """
-    if model.built.adapter is not None and not has_begun:
-        _load_pretrained(run, inputs, model)
-    start = _resume(run, inputs, model)
+    if trainer.model.built.adapter is not None and not has_begun:
+        _load_pretrained(trainer)
+    start = _resume(trainer)
     if start is None:
-        start = Start(evaluations=EvaluationHistory(metric=run.config.train.metric_for_best_model))
+        start = Start(evaluations=EvaluationHistory(metric=trainer.config.train.metric_for_best_model))
         if not has_begun:
-            _load_initial(run, inputs, model)
-    run.ledger.mark("weights loaded", model.engine.counters().memory())
+            _load_initial(trainer)
+    trainer.ledger.mark("weights loaded", trainer.model.engine.counters().memory())
     release_free_memory()  # initialisation draws whole tensors, although this rank keeps only its rows
     return start
 
 
-def begin_model(run: RunContext, inputs: Inputs, model: Model) -> None:
+def begin_model(trainer: Trainer) -> None:
     """Load the weights with which the run begins, and get the engine ready to compute with them. Collective."""
-    if model.built.adapter is not None:
-        _load_pretrained(run, inputs, model)
-    _load_initial(run, inputs, model)
-    model.engine.ready()
+    if trainer.model.built.adapter is not None:
+        _load_pretrained(trainer)
+    _load_initial(trainer)
+    trainer.model.engine.ready()
 
 
-def _load_initial(run: RunContext, inputs: Inputs, model: Model) -> None:
+def _load_initial(trainer: Trainer) -> None:
     """Load the pretrained model, or the adapter, with which the run begins, or initialise the weights randomly."""
-    config, built = run.config, model.built
+    config, built = trainer.config, trainer.model.built
     if built.adapter is not None and config.adapter is not None and config.adapter.directory is not None:
-        fingerprint = inputs.source.fingerprint
-        load_adapter(model.saved, config.adapter.directory, built.adapter.saves, fingerprint, run.ranks)
-    elif built.adapter is not None or inputs.source.directory is None:
-        initialize.initialize(model.engine, built.fills, config.run.seed)
+        fingerprint = trainer.resolved.source.fingerprint
+        load_adapter(trainer.model.saved, config.adapter.directory, built.adapter.saves, fingerprint, trainer.ranks)
+    elif built.adapter is not None or trainer.resolved.source.directory is None:
+        initialize.initialize(trainer.model.engine, built.fills, config.run.seed)
     else:
-        _load_pretrained(run, inputs, model)
+        _load_pretrained(trainer)
 
 
-def _load_pretrained(run: RunContext, inputs: Inputs, model: Model) -> None:
-    config, built = run.config, model.built
-    assert inputs.source.directory is not None
+def _load_pretrained(trainer: Trainer) -> None:
+    config, model, built = trainer.config, trainer.model, trainer.model.built
+    assert trainer.resolved.source.directory is not None
     may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
     load_weights(
-        model.engine, inputs.source.directory, built.tensors, built.tied, run.ranks,
+        model.engine, trainer.resolved.source.directory, built.tensors, built.tied, trainer.ranks,
         LoadOptions(
             published=model.published, may_grow=may_grow, seed=config.run.seed, names=model.names,
-            inform=run.display.line,
+            inform=trainer.display.line,
         ),
     )  # fmt: skip
 
 
-def _resume(run: RunContext, inputs: Inputs, model: Model) -> Start | None:
+def _resume(trainer: Trainer) -> Start | None:
     """Load the checkpoint from which this run continues; return None if there is no such checkpoint."""
-    config, ranks, warn = run.config, run.ranks, run.display.warning
-    root = run.directory.checkpoints
+    config, ranks, model, warn = trainer.config, trainer.ranks, trainer.model, trainer.display.warning
     settings = config.model_dump(mode="json", by_alias=True)
     resumed = resume(
-        config.checkpoint, root, model.saved, CheckpointSpec(model.built.saved, trained=model.built.learned), ranks,
-        settings, lambda damaged: fetch_replacement(config.checkpoint, config.mirror, damaged, ranks, warn),
+        config.checkpoint, trainer.directory.checkpoints, model.saved,
+        CheckpointSpec(model.built.saved, trained=model.built.learned), ranks, settings,
+        lambda damaged: fetch_replacement(config.checkpoint, config.mirror, damaged, ranks, warn),
     )  # fmt: skip
     if resumed is None:
         return None
     checkpoint, state = resumed
-    explain = partial(_changed_data, config, inputs, state, checkpoint)
-    check_continuity(state, inputs.determinants(config), checkpoint, explain)
-    if (difference := check_model(state, computation_settings(inputs.source.config), checkpoint)) is not None:
+    explain = partial(_changed_data, trainer, state, checkpoint)
+    check_continuity(state, trainer.resolved.determinants(), checkpoint, explain)
+    if (difference := check_model(state, computation_settings(trainer.resolved.source.config), checkpoint)) is not None:
         warn(difference)
     model.engine.resume_at(state["step"])
-    evaluations = _resume_evaluations(run, inputs, checkpoint, state)
-    run.display.line(f"resuming from {checkpoint}")
+    evaluations = _resume_evaluations(trainer, checkpoint, state)
+    trainer.display.line(f"resuming from {checkpoint}")
     if (former_engine := state.get("engine")) not in (None, model.engine_name):
         warn(
             f"the engine is {model.engine_name}, but this checkpoint was saved by {former_engine}: losses agree up to"
             f" rounding, not bit for bit. Set shard.engine={former_engine} to continue exactly"
         )
     for change in changed_settings(state, settings):
-        run.display.line(f"changed since: {change}")
+        trainer.display.line(f"changed since: {change}")
     position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
     return Start(state["step"], state["tokens"], checkpoint, position, ends, evaluations)
 
@@ -121,11 +134,9 @@ def _size(documents_and_tokens: Sequence[int]) -> str:
     return f"{count_of(documents, 'document')} with {count_of(tokens, 'token')}"
 
 
-def _changed_data(
-    config: RunConfig, inputs: Inputs, state: dict[str, Any], checkpoint: Path, determinant: str
-) -> str | None:
+def _changed_data(trainer: Trainer, state: dict[str, Any], checkpoint: Path, determinant: str) -> str | None:
     """Describe how training data have changed since a checkpoint; None if `determinant` is not a hash of data."""
-    if determinant not in (sizes := inputs.batches.sizes()):
+    if determinant not in (sizes := trainer.resolved.batches.sizes()):
         return None
     name = determinant.removeprefix("data").partition(" (")[0].removeprefix(".sources, ").rstrip(":")
     subject = f"the training data {name}".strip()
@@ -136,47 +147,47 @@ def _changed_data(
         change = f"{subject} have as many documents and tokens as before, but another content"
     else:
         change = f"{subject} had {_size(before)} and have {_size(now)} now"
-    settings = config.model_dump(mode="json", by_alias=True)
+    settings = trainer.config.model_dump(mode="json", by_alias=True)
     causes = [line for line in changed_settings(state, settings) if line.startswith(("data.", "model."))]
     saved_s = (checkpoint / STATE).stat().st_mtime
-    files = files_written_after((path for _, path in config.data.every_path()), saved_s)
+    files = files_written_after((path for _, path in trainer.config.data.every_path()), saved_s)
     causes += [f"{', '.join(map(str, files[:_MAX_FILES]))} changed after the checkpoint"] if files else []
     return f"{change} ({'; '.join(causes)})" if causes else change
 
 
-def _resume_evaluations(run: RunContext, inputs: Inputs, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:
+def _resume_evaluations(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:
     """Return the history of evaluations in the state of `checkpoint`.
 
     The history is empty if the state belongs to another run, or if the evaluation data or the metric have changed. The
     history has no best step if the checkpoint of that step is neither in the run directory nor in the mirror.
     """
-    root, mirror, history = run.directory.checkpoints, run.config.mirror, EvaluationHistory.from_state(state)
-    empty = EvaluationHistory(metric=run.config.train.metric_for_best_model)
-    if is_from_another_run(run.config.checkpoint, mirror, root, checkpoint):
+    root, mirror, history = trainer.directory.checkpoints, trainer.config.mirror, EvaluationHistory.from_state(state)
+    empty = EvaluationHistory(metric=trainer.config.train.metric_for_best_model)
+    if is_from_another_run(trainer.config.checkpoint, mirror, root, checkpoint):
         return empty
-    if None not in (before := state.get("evaluated"), now := inputs.evaluated) and before != now:
-        run.display.warning("the evaluation data have changed: the best evaluation is forgotten")
+    if None not in (before := state.get("evaluated"), now := trainer.resolved.evaluated) and before != now:
+        trainer.display.warning("the evaluation data have changed: the best evaluation is forgotten")
         return empty
     if history.metric != empty.metric:
         if history.best_step is not None:
-            run.display.warning("train.metric_for_best_model has changed: the best evaluation is forgotten")
+            trainer.display.warning("train.metric_for_best_model has changed: the best evaluation is forgotten")
         return empty
-    if not run.config.checkpoint.best or history.best_step is None:
+    if not trainer.config.checkpoint.best or history.best_step is None:
         return history
     best = directory_of(root, history.best_step)
-    if run_on_rank_0(run.ranks, lambda: best in complete_directories(root)):
+    if run_on_rank_0(trainer.ranks, lambda: best in complete_directories(root)):
         return history
-    if fetch_best(mirror, best, run.ranks, run.display.warning):
+    if fetch_best(mirror, best, trainer.ranks, trainer.display.warning):
         return history
-    run.display.warning(f"the checkpoint of step {history.best_step}, which evaluated best, is missing")
+    trainer.display.warning(f"the checkpoint of step {history.best_step}, which evaluated best, is missing")
     return replace(history, best_step=None)
 
 
-def continuation_advice(run: RunContext, inputs: Inputs, start: Start) -> str | None:
+def continuation_advice(trainer: Trainer) -> str | None:
     """Return how the user can continue a run that has no steps left; None if steps are left."""
-    train = run.config.train
+    train, start = trainer.config.train, trainer.start
     if start.evaluations.exhausts(train.early_stopping_patience):
         return f"it stopped early, {start.evaluations.summary()}; raise train.early_stopping_patience"
-    if start.step < inputs.total_steps:
+    if start.step < trainer.total_steps:
         return None
     return f"raise {'train.max_steps' if train.max_steps else 'train.num_train_epochs'}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.directories import newest
+from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.core.errors import DivergedError, RunDirectoryError
 from aliquot.core.intervals import is_due
 from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
@@ -19,10 +21,29 @@ from aliquot.models.meta import attention_widths
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
 from aliquot.observe.throughput import model_flops
+from aliquot.run.activity import Stage
 from aliquot.run.evaluate import Evaluator, mismatched_ratios
-from aliquot.run.run_checkpoints import RunCheckpoints
-from aliquot.run.run_context import Stage, TrainingContext
 from aliquot.run.shutdown import Phase
+
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
+
+
+@dataclass
+class TrainingProgress:
+    """The progress of training. Steps, evaluations and saves update the progress; all ranks hold the same values."""
+
+    step: int  # optimizer steps done, including the steps of earlier runs that this run continues
+    last_step: int  # the run ends after this step; early stopping lowers it
+    tokens: int
+    saved_step: int  # the step of the newest checkpoint
+    evaluations: EvaluationHistory
+    loss: float | None = None  # of the last step
+    perplexity: float | None = None  # of the last evaluation
+
+    @property
+    def is_saved(self) -> bool:
+        return self.saved_step == self.step
 
 
 class LossWatch:
@@ -52,17 +73,16 @@ class LossWatch:
 class TrainingLoop:
     """Runs the optimizer steps of a run; all ranks call the same methods in the same order."""
 
-    def __init__(self, training: TrainingContext, checkpoints: RunCheckpoints) -> None:
-        self._training = training
-        self._run = training.run
-        self._engine = training.model.engine
-        self._recorder = training.recorder
-        self._progress = training.progress
-        self._checkpoints = checkpoints
-        self._evaluator = Evaluator(training)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._engine = trainer.model.engine
+        self._recorder = trainer.recorder
+        self._progress = trainer.progress
+        self._checkpoints = trainer.checkpoints
+        self._evaluator = Evaluator(trainer)
         self._loss_watch = LossWatch()
-        self._irregularities = StreamedIrregularities(training.inputs.batches)
-        self._attention_widths = attention_widths(training.inputs.source.config)
+        self._irregularities = StreamedIrregularities(trainer.batches)
+        self._attention_widths = attention_widths(trainer.resolved.source.config)
 
     def run(self) -> None:
         """Train until the last step.
@@ -73,7 +93,7 @@ class TrainingLoop:
         self._evaluate_before_steps()
         with self._prefetch() as batches:
             while self._progress.step < self._progress.last_step:
-                self._run.activity.enter(Stage.STEP, self._progress.step + 1, saving=self._checkpoints.current_step)
+                self._trainer.activity.enter(Stage.STEP, self._progress.step + 1, saving=self._checkpoints.current_step)
                 self._recorder.begin()
                 batch = batches.take(self._progress.step)
                 for line in self._irregularities.news():
@@ -81,20 +101,21 @@ class TrainingLoop:
                 sums = self._backward(batch)
                 reports = self._exchange_reports(batch, sums)
                 metrics = self._update(batch, reports)
-                stop_signal = self._training.agreed_signal(report["stop"] for report in reports)
-                self._training.call_back("on_step_end", metrics)
+                stop_signal = self._trainer.agreed_signal(report["stop"] for report in reports)
+                self._trainer.call_back("on_step_end", metrics)
                 self._log(metrics)
                 if not stop_signal:
                     stop_signal = self._evaluate_after_step()
                 self._save_after_step(stop_signal)
         for line in self._irregularities.totals():
-            self._run.display.line(line)
+            self._trainer.display.line(line)
 
     def _prefetch(self) -> BatchPrefetcher:
-        ranks, inputs = self._run.ranks, self._training.inputs
+        trainer, ranks = self._trainer, self._trainer.ranks
         gpu_copier = BatchCopier() if ranks.topology.device == "cuda" else None
-        first, stop = self._progress.step, inputs.total_steps
-        return BatchPrefetcher(inputs.batches, ranks.rank, ranks.world_size, first, stop, gpu_copier)
+        return BatchPrefetcher(
+            trainer.batches, ranks.rank, ranks.world_size, self._progress.step, trainer.total_steps, gpu_copier
+        )
 
     def _evaluate_before_steps(self) -> None:
         """Evaluate the initial weights, or catch up on an evaluation that a stop signal prevented in an earlier run."""
@@ -102,7 +123,7 @@ class TrainingLoop:
         if not self._evaluator.is_due or evaluations.last_step == first:
             return
         if stop_signal := self._evaluator.evaluate():
-            raise self._training.shutdown.stopped_before(stop_signal, first + 1)
+            raise self._trainer.shutdown.stopped_before(stop_signal, first + 1)
         if 0 < first == self._progress.evaluations.last_step:
             # The checkpoint must hold this evaluation. The best evaluation in the checkpoint may be of another run.
             self._checkpoints.start_save()
@@ -126,11 +147,11 @@ class TrainingLoop:
 
         As in TRL, the divergence is the mean log-ratio of mismatched answers, at least 0, without a gradient.
         """
-        objective = self._training.inputs.batches.format.objective
+        objective = self._trainer.batches.format.objective
         if objective is None or not objective.rates_answers:
             return batch.micro_batches
         summed = math.fsum(mismatched_ratios(self._engine, micro_batch) for micro_batch in batch.micro_batches)
-        divergence = max(0.0, math.fsum(self._run.ranks.gather(summed)) / max(1, batch.predicted))
+        divergence = max(0.0, math.fsum(self._trainer.ranks.gather(summed)) / max(1, batch.predicted))
         return [micro_batch and micro_batch.with_divergence(divergence) for micro_batch in batch.micro_batches]
 
     def _exchange_reports(self, batch: StepBatch, sums: list[dict[str, float]]) -> list[dict[str, Any]]:
@@ -141,10 +162,10 @@ class TrainingLoop:
         report = {
             "loss": [source_sums.pop("loss") for source_sums in sums],
             "preference": sums,
-            "stop": self._training.shutdown.requested,
+            "stop": self._trainer.shutdown.requested,
             **self._checkpoints.report(),
-            "freed": self._training.memory_release.is_due(self._progress.step),
-            "lost": self._run.directory.why_lost(),
+            "freed": self._trainer.memory_release.is_due(self._progress.step),
+            "lost": self._trainer.directory.why_lost(),
         }
         reports = self._recorder.gather(report, batch.rank_tokens)
         if (lost := reports[0]["lost"]) is not None:
@@ -153,7 +174,7 @@ class TrainingLoop:
 
     def _update(self, batch: StepBatch, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Update the weights with the optimizer, and return the metrics of the step."""
-        training, progress, recorder = self._training, self._progress, self._recorder
+        trainer, progress, recorder = self._trainer, self._progress, self._recorder
         step = progress.step
         recorder.enter("checkpoint")
         progress.loss = self._mean_loss([math.fsum(report["loss"]) for report in reports], batch.predicted)
@@ -161,20 +182,20 @@ class TrainingLoop:
         self._checkpoints.before_update()
 
         recorder.enter("optimizer")
-        rate = training.inputs.schedule.rate(step)
-        grad_norm = self._engine.step(rate, self._run.config.train.max_grad_norm or None).grad_norm
+        rate = trainer.schedule.rate(step)
+        grad_norm = self._engine.step(rate, self._trainer.config.train.max_grad_norm or None).grad_norm
         if not math.isfinite(grad_norm):
             raise self._diverged(f"the gradient norm is {grad_norm}")
         progress.step = step + 1
-        training.shutdown.enter(Phase.STEPS, progress.step)
+        trainer.shutdown.enter(Phase.STEPS, progress.step)
         progress.tokens += batch.tokens
-        flops = model_flops(training.model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
+        flops = model_flops(trainer.model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
         recorder.end(batch.tokens, flops, self._checkpoints.current_step)
-        training.watchdog.beat()
+        trainer.watchdog.beat()
         if self._loss_watch.explodes(progress.loss):
             self._warn_of_explosion()
         if any(report["freed"] for report in reports):
-            training.memory_release.release(progress.step)
+            trainer.memory_release.release(progress.step)
         return {
             "loss": progress.loss,
             **self._preference_metrics([report["preference"] for report in reports], batch.predicted),
@@ -189,23 +210,23 @@ class TrainingLoop:
         watch, first = self._loss_watch, self._progress.step - self._loss_watch.steps + 1
         self._recorder.warn(
             f"since step {first} the loss is above {watch.factor} times its usual value of {watch.usual:.4g}:"
-            f" train.learning_rate ({self._run.config.train.learning_rate:g}) is probably too high. Stop the run, and"
-            f" continue with a lower one from a checkpoint before step {first}"
+            f" train.learning_rate ({self._trainer.config.train.learning_rate:g}) is probably too high. Stop the run,"
+            f" and continue with a lower one from a checkpoint before step {first}"
         )
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        if self._run.ledger.mark("first step", lambda: self._engine.counters().memory()):
-            self._run.ledger.publish(self._run.directory.ledger, self._run.ranks, self._training.record.as_json())
+        if self._trainer.ledger.mark("first step", lambda: self._engine.counters().memory()):
+            self._trainer.publish_ledger()
         if self._recorder.is_due(self._progress.step):
             line = self._recorder.log({**metrics, **self._expert_metrics(), **self._engine.counters().traffic()})
-            self._training.call_back("on_log", line)
+            self._trainer.call_back("on_log", line)
 
     def _evaluate_after_step(self) -> int:
         """Evaluate if an evaluation is due. Returns the signal for which the evaluation was given up, or 0."""
         # Compile the evaluation right after the first step. A stop signal has to wait for the long compilation, and
         # later it would find many unsaved steps. Before the first step, the compilation would make torch.compile use
         # dynamic lengths in the training graph, which is slower.
-        if self._progress.step == self._training.start.step + 1 < self._progress.last_step:
+        if self._progress.step == self._trainer.start.step + 1 < self._progress.last_step:
             self._evaluator.compile()
         if not self._evaluator.is_due:
             return 0
@@ -215,7 +236,7 @@ class TrainingLoop:
 
     def _save_after_step(self, stop_signal: int) -> None:
         """Save if a save is due. After a stop signal, save in any case, and end the run if it has steps left."""
-        settings, progress, checkpoints = self._run.config.checkpoint, self._progress, self._checkpoints
+        settings, progress, checkpoints = self._trainer.config.checkpoint, self._progress, self._checkpoints
         is_last = progress.step == progress.last_step
         is_best = progress.step == checkpoints.best_step
         if stop_signal and checkpoints.current_step is not None and checkpoints.finish_if_late():
@@ -228,7 +249,7 @@ class TrainingLoop:
 
     def _stopped(self, stop_signal: int, *obstacle: str) -> Terminated:
         progress = self._progress
-        return self._training.shutdown.stopped(stop_signal, progress.step, progress.saved_step, *obstacle)
+        return self._trainer.shutdown.stopped(stop_signal, progress.step, progress.saved_step, *obstacle)
 
     def _mean_loss(self, sums: list[float], predicted: int) -> float:
         """The mean loss over all predicted tokens of the global batch."""
@@ -239,7 +260,7 @@ class TrainingLoop:
 
     def _preference_metrics(self, sums: list[list[dict[str, float]]], count: int) -> dict[str, float]:
         """The mean of each metric of `count` pairs or rated answers in the global batch; empty for other data."""
-        objective = self._training.inputs.batches.format.objective
+        objective = self._trainer.batches.format.objective
         parts = [source_sums for rank_sums in sums for source_sums in rank_sums if source_sums]
         if objective is None or not parts:
             return {}
@@ -247,7 +268,7 @@ class TrainingLoop:
 
     def _source_losses(self, sums: list[list[float]], batch: StepBatch) -> dict[str, float]:
         """The mean loss of each named data source in the batch, over its predicted tokens."""
-        sources = zip(self._training.inputs.batches.names, zip(*sums, strict=True), batch.predicted_of, strict=True)
+        sources = zip(self._trainer.batches.names, zip(*sums, strict=True), batch.predicted_of, strict=True)
         return {
             f"loss_{name}": math.fsum(rank_sums) / predicted
             for name, rank_sums, predicted in sources
@@ -256,16 +277,16 @@ class TrainingLoop:
 
     def _expert_metrics(self) -> dict[str, object]:
         """How evenly tokens are routed to experts, and the balance loss; empty for models without experts."""
-        model = self._training.model.built.model
+        model = self._trainer.model.built.model
         if not has_experts(model):
             return {}
-        reports = self._run.ranks.gather([take_counts(model), take_balance(model)])
+        reports = self._trainer.ranks.gather([take_counts(model), take_balance(model)])
         return spread([counts for counts, _ in reports]) | mean_balance([balance for _, balance in reports])
 
     def _diverged(self, reason: str) -> DivergedError:
         """Return the error that ends the run on every rank. Finish the save in progress first: its weights are good."""
         step = self._progress.step + 1
         self._checkpoints.finish()
-        checkpoint = newest(self._run.directory.checkpoints)
+        checkpoint = newest(self._trainer.directory.checkpoints)
         where = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
         return DivergedError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")

@@ -1,0 +1,356 @@
+"""A run from beginning to end: join the ranks, resolve the run, build and fill the model, train, export."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.config.schema import RunConfig
+from aliquot.core.errors import CallbackError
+from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
+from aliquot.distributed.config_consistency import check_configs
+from aliquot.distributed.flight_recorder import CollectiveWatchdog, record_collectives
+from aliquot.distributed.heartbeat import SILENT_S, Heartbeat
+from aliquot.distributed.idle_watchdog import IdleWatchdog
+from aliquot.distributed.launcher import launch_mode
+from aliquot.distributed.ranks import Ranks
+from aliquot.distributed.rendezvous import infer_local_ranks
+from aliquot.distributed.topology import choose_device, place_rank
+from aliquot.distributed.watchdog import Watchdog
+from aliquot.machine.allocator import PeriodicRelease
+from aliquot.machine.cpu import read_cpu
+from aliquot.machine.facts import machine_facts
+from aliquot.machine.memory import current_gpu
+from aliquot.observe.console import Display
+from aliquot.observe.dashboards import check_installed
+from aliquot.observe.ledger import Ledger, Row
+from aliquot.observe.metrics import Exporter
+from aliquot.observe.recorder import RecordedRun, Recorder
+from aliquot.observe.run_directory import RunDirectory
+from aliquot.optim.schedule import Schedule
+from aliquot.planner.compute_ceiling import ceiling
+from aliquot.run.activity import Activity, Stage
+from aliquot.run.built_model import build_model, files_beside_weights
+from aliquot.run.callbacks import Callback, Callbacks, Event, check_callbacks
+from aliquot.run.data_sanity import check_first_batch, introduce, show_data
+from aliquot.run.export_run import finish_run, is_exported
+from aliquot.run.reference import with_reference
+from aliquot.run.resolved_run import read_inputs, resolve_run
+from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
+from aliquot.run.shutdown import Shutdown
+from aliquot.run.starting_point import begin_model, continuation_advice, fetch_newest, fill_model
+from aliquot.run.training_loop import TrainingLoop, TrainingProgress
+from aliquot.stores.store import open_store
+from aliquot.tensor_io.publish import restore_former
+
+# gloo's collectives may wait this long, because reading a terabyte of text takes more than a day. Other mechanisms end
+# a failed run earlier. The exit of a rank ends all ranks. The heartbeat ends a run with a lost node. The idle watchdog
+# ends a run that does nothing, and the watchdog ends a run whose training step takes too long. NCCL's collectives have
+# a watchdog and a timeout of their own, because a rank that waits for NCCL looks busy.
+_COLLECTIVE_TIMEOUT_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run.
+
+    Attributes:
+        directory: The run directory.
+        steps: The number of finished optimizer steps, including the steps of earlier starts of this run.
+        loss: The training loss of the last step, in nats per token. None if this process has trained no step.
+        perplexity: The perplexity of the last evaluation. None without an evaluation.
+        export: The directory of the exported model. None if `checkpoint.export` is false.
+    """
+
+    directory: Path
+    steps: int
+    loss: float | None
+    perplexity: float | None
+    export: Path | None
+
+
+def train(config: RunConfig, force: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
+    """Train a model in this process, and return the result of the run.
+
+    This process is one rank: the only rank, or one of many if torchrun has started the script. The function starts no
+    other ranks, so `launch.ranks` and `launch.nodes` have no effect. Every rank calls the function with the same
+    config, from the main thread. A run that has checkpoints in its run directory continues after the newest one.
+
+    Args:
+        config: the run configuration.
+        force: train even if the plan says that the run does not fit into memory.
+        callbacks: called on rank 0 after steps, log lines, evaluations and saves.
+
+    Raises:
+        UserError: on every rank, for bad input, or if a callback fails.
+        TrainingError: a run with good input had to stop, for example after a stop signal (`Terminated`).
+    """
+    with Trainer(config, force, callbacks) as trainer:
+        return trainer.run()
+
+
+class Trainer:
+    """One rank of a run. Every rank enters the context and calls the same methods in the same order."""
+
+    def __init__(
+        self, config: RunConfig, force: bool = False, callbacks: Sequence[Callback] = (), trains: bool = True
+    ) -> None:
+        """Prepare to enter the context.
+
+        Args:
+            config: the run configuration, whose settings may be `auto`.
+            force: start even if the plan says that the run does not fit into memory.
+            callbacks: see `train`.
+            trains: False for a stand-alone evaluation, which writes no files.
+        """
+        check_callbacks(callbacks)
+        self.requested, self.force = config, force
+        self.activity = Activity()
+        self._user_callbacks, self._trains = callbacks, trains
+
+    def __enter__(self) -> Self:
+        """Join the other ranks, plan, build the model, and load the weights with which training begins. Collective."""
+        with ExitStack() as stack:
+            self._join(stack)
+            if self._trains:
+                self._open(stack)
+            self._resolve(stack)
+            self.activity.enter(Stage.BUILD_MODEL)
+            self.model = build_model(self)
+            self._fill()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration with a value for each setting that may be `auto`."""
+        return self.resolved.config
+
+    def _join(self, stack: ExitStack) -> None:
+        """Join the ranks of this run; run the heartbeat and the watchdogs until the context ends."""
+        launch = self.requested.launch
+        with infer_local_ranks(os.environ, launch.join_timeout_s) as bound:
+            topology, self.placement = place_rank(launch, os.environ, read_cpu(), choose_device(launch.device), bound)
+            # Facts of the machine must be read before `join` pins this process to its cores.
+            machine = machine_facts() if self._trains and topology.is_first else None
+            self.directory, timeout_s = RunDirectory(self.requested.run.directory), launch.step_timeout_s
+            logs = self.directory.logs if self._trains else None
+            if topology.device == "cuda":
+                record_collectives(logs)
+            self.ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, launch.join_timeout_s, timeout_s)
+        stack.enter_context(self.ranks.closing())
+        describe, store = self.activity.describe, self.ranks.store
+        self.heartbeat = stack.enter_context(Heartbeat(topology, store, min(SILENT_S, timeout_s), describe))
+        stack.enter_context(CollectiveWatchdog(topology, timeout_s, logs, describe))
+        stack_file = None if logs is None else logs / f"still-rank-{topology.rank}.txt"
+        stack.enter_context(IdleWatchdog(topology, store, timeout_s, stack_file, describe, self.heartbeat.explain_hang))
+        gpu = current_gpu(topology.device) if self._trains else None
+        self.machine = self.ranks.broadcast(machine) or {}
+        self.display = Display(self.requested.observe.console, enabled=topology.is_first)
+        self.ledger = Ledger(topology.rank, gpu, offloads=self.requested.shard.offload == "cpu")
+        self.callbacks = Callbacks(self._user_callbacks, self.ranks)
+        stack.callback(self.display.finish)
+        check_configs(self.ranks, self.requested)
+
+    def _open(self, stack: ExitStack) -> None:
+        """Lock the run directory and check it, handle signals, and open what receives metrics."""
+        config, ranks = self.requested, self.ranks
+        self.exporter = Exporter(config.observe, config.run.name)
+        self.shutdown = stack.enter_context(
+            Shutdown(
+                config.checkpoint.grace_s,
+                speaks=ranks.rank == 0,
+                describe_loss=partial(_describe_loss, self.directory),
+                announce_end=self.heartbeat.announce_end,
+                has_mirror=config.checkpoint.mirror is not None,
+            )
+        )
+        stack.callback(self.exporter.close)
+        if ranks.rank == 0:
+            stack.enter_context(self.directory.locked())
+        run_on_rank_0(ranks, partial(check_installed, config.observe.report_to))
+        run_on_rank_0(ranks, partial(_check_mirror, config))
+        run_on_rank_0(ranks, self.exporter.listen)
+        if launch_mode(config.launch, os.environ) == "launcher":
+            self.display.warning(_advise_torchrun(config))
+        self.ledger.mark("process start", {})
+        run_on_rank_0(ranks, lambda: restore_former(self.directory.checkpoints))
+        run_on_rank_0(ranks, lambda: self.directory.check(config))
+        if ranks.world_size > 1:
+            _check_is_shared(self.directory, ranks)
+
+    def _resolve(self, stack: ExitStack) -> None:
+        """Read the inputs and choose each setting that is `auto`."""
+        if not self._trains:
+            self.activity.enter(Stage.EVALUATE_MODEL)
+            self.resolved = read_inputs(self, trains=False)
+            return
+        self.activity.enter(Stage.READ_DATA)
+        inputs = read_inputs(self)
+        stack.enter_context(closing(inputs.batches))  # data may be tokenised until the end of training
+        self.activity.enter(Stage.FETCH_CHECKPOINT)
+        fetch_newest(self)
+        self.activity.enter(Stage.PLAN)
+        self.resolved = resolve_run(self, inputs)
+        self.ledger.plan = {} if self.resolved.plan is None else self.resolved.plan.as_record()
+
+    def _fill(self) -> None:
+        """Load the weights with which the run begins or resumes, and lay out the steps that are left."""
+        if not self._trains:
+            self.start = fill_model(self)
+            self.model.engine.ready()
+            return
+        config, engine = self.config, self.model.engine
+        self.activity.enter(Stage.LOAD_WEIGHTS)
+        batches, self.held_out, has_begun = with_reference(self, partial(begin_model, self))
+        self.start = fill_model(self, has_begun)
+        self.batches = batches.continued_at(self.start.step, self.start.position, self.start.ends)
+        self.total_steps = self.batches.total_steps(config.train.max_steps)
+        self.schedule = Schedule.of(config.train, self.total_steps)
+        self._wait_for_data()
+        run_on_rank_0(self.ranks, lambda: self.directory.begin(config))
+        run_on_rank_0(self.ranks, lambda: self.directory.write_day(self.resolved.data.day))
+        self.activity.enter(Stage.START_ENGINE)
+        engine.ready()
+        self.ledger.mark("optimizer state", engine.counters().memory())
+        self.record = introduce(self)
+        if self.start.step == 0:
+            run_on_rank_0(self.ranks, lambda: show_data(self))
+            if self.resolved.source.directory is not None:
+                check_first_batch(self)
+
+    def _wait_for_data(self) -> None:
+        """Return when the data of the next step are tokenised: a new node begins to tokenise a stream anew."""
+        step, streams = min(self.start.step + 1, self.total_steps), self.resolved.data.streams
+        if streams:
+            self.activity.enter(Stage.READ_DATA)
+            is_maker = any(stream.maker is not None for stream in streams.values())
+            run_on_all_ranks(self.ranks, lambda: self.batches.wait_for(step) if is_maker else None)
+
+    def run(self) -> Result:
+        """Train the steps that are left, with evaluations and saves between them, then export. Collective."""
+        start, config = self.start, self.config
+        if advice := continuation_advice(self):
+            self.display.line(f"this run is complete at step {start.step}: {advice}, or choose another run.name")
+            uploader = start_uploads(self, self.display.warning)
+            self.activity.enter(Stage.COPY_TO_MIRROR)
+            uploader.finish()
+            is_evaluated = not self.held_out or start.evaluations.last_step == start.step
+            if is_evaluated and (not config.checkpoint.export or is_exported(self)):
+                return Result(self.directory.path, start.step, None, None, self.directory.export)
+            self.total_steps = start.step  # only the evaluation or the export is left
+        self.files = files_beside_weights(self.resolved, self.model)
+        self.memory_release = PeriodicRelease(start.step)
+        self.progress = TrainingProgress(start.step, self.total_steps, start.tokens, start.step, start.evaluations)
+        with self._recorder() as self.recorder, self._watchdog() as self.watchdog:
+            self.shutdown.on_request = self.watchdog.hurry
+            self.checkpoints = RunCheckpoints(self)
+            try:
+                TrainingLoop(self).run()
+                exported = finish_run(self)
+            except CallbackError:  # the same on all ranks; the weights in the save in progress are good
+                self.checkpoints.finish()
+                raise
+        return Result(
+            self.directory.path, self.progress.step, self.progress.loss, self.progress.perplexity, exported
+        )  # fmt: skip
+
+    def _recorder(self) -> Recorder:
+        ranks, precision = self.ranks, self.config.train.precision
+        return Recorder(
+            RecordedRun(
+                self.config, self.directory, ranks, self.display, self.exporter, self.record, self.ledger.gpu
+            ),
+            self.model.clock, lambda: ceiling(ranks, precision, again=True).flops_per_s,
+            steps_before=self.start.step, total_steps=self.total_steps,
+        )  # fmt: skip
+
+    def _watchdog(self) -> Watchdog:
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        stack_file = self.directory.logs / f"stacks-rank-{rank}.txt"
+        return Watchdog(
+            self.config.launch.step_timeout_s, stack_file, rank, world_size, self.activity.describe,
+            self.heartbeat.explain_hang,
+        )  # fmt: skip
+
+    def requested_signal(self) -> int:
+        """Return the stop signal that any rank has received, or 0. Collective."""
+        return self.agreed_signal(self.ranks.gather(self.shutdown.requested))
+
+    def agreed_signal(self, signals: Iterable[int]) -> int:
+        """Return the stop signal among the signals of all ranks, or 0."""
+        agreed = max(signals)
+        if agreed:
+            self.watchdog.relax()
+        return agreed
+
+    def call_back(self, event: Event, metrics: Mapping[str, Any]) -> None:
+        """Call the user's callbacks, and end the run early if one asks to stop. Collective. Raises CallbackError."""
+        start, progress, batches = self.start, self.progress, self.batches
+        if self.callbacks.is_empty:
+            return
+        saved = directory_of(self.directory.checkpoints, progress.saved_step)
+        self.callbacks.call(
+            event, directory=self.directory.path, step=progress.step, last_step=progress.last_step,
+            epoch=batches.sequences_until(progress.step) / batches.epoch_sequences, tokens=progress.tokens,
+            metrics=MappingProxyType(dict(metrics)),
+            checkpoint=saved if progress.saved_step > start.step else start.resumed_from,
+        )  # fmt: skip
+        self.watchdog.beat()
+        # A save may complete in the middle of a step, which must end first. Without any step, there is nothing to save.
+        if self.callbacks.stopped_by is not None and event != "on_save" and progress.step > start.step:
+            self.end_early(f"callback {self.callbacks.stopped_by} called stop()")
+
+    def publish_ledger(self) -> list[Row]:
+        """Write the memory of all ranks to the run directory, and return the rows for the console. Collective."""
+        return self.ledger.publish(self.directory.ledger, self.ranks, self.record.as_json())
+
+    def end_early(self, reason: str) -> None:
+        """Make the last finished step the last step of the run."""
+        if self.progress.step < self.progress.last_step:
+            self.progress.last_step = self.progress.step
+            self.recorder.stopped_early(reason)
+
+
+def _check_is_shared(directory: RunDirectory, ranks: Ranks) -> None:
+    """Check that all ranks see the same run directory. Collective. Raises NodesDifferError on every rank.
+
+    Even containers on one host may have different file systems.
+    """
+    name = run_on_rank_0(ranks, directory.create_marker)
+    try:
+        gather_results(ranks, lambda: directory.find_marker(name) if ranks.rank > 0 else None)
+    finally:
+        if ranks.rank == 0:
+            directory.remove_marker(name)
+
+
+def _advise_torchrun(config: RunConfig) -> str:
+    ranks, nodes = config.launch.ranks, config.launch.nodes
+    return (
+        f"launch.ranks is {ranks} and launch.nodes is {nodes}, but this process trains as the only rank, because"
+        f" aliquot.train starts no other ranks: start the script with `torchrun --nproc-per-node N {sys.argv[0]}`"
+    )
+
+
+def _check_mirror(config: RunConfig) -> None:
+    """Raise UserError if a package for the mirror's store is missing; send no request to the store."""
+    if config.mirror is not None:
+        open_store(config.mirror)
+
+
+def _describe_loss(directory: RunDirectory) -> str:
+    """Return, as text, which steps an immediate end of the run would lose."""
+    checkpoints = complete_directories(directory.checkpoints)
+    return f"losing the steps after {checkpoints[-1].name}" if checkpoints else "losing all steps"
