@@ -1,11 +1,12 @@
-"""Kill a real two-rank run, or tell it to stop, at random moments, and compare what is left with an undisturbed run.
+"""Kill real two-rank runs, or tell them to stop, at random moments, and compare what is left with undisturbed runs.
 
     python -m tests.tools.crash --kills 300          (make crash KILLS=300)
 
-Saves happen at every step; fsync, rename and removal are slowed down by random pauses, so that kills fall into saving,
-publishing and retention too. After each kill every directory that is named like a checkpoint is verified byte by byte,
-and the run is started again, with its states in memory or on disk as chance has it; at its end the loss curve must
-equal the undisturbed one bit for bit, and nothing may be left of what was on disk.
+The runs train on texts, on pairs of answers (with a reference pass) and on a stream. Saves happen at every step; fsync,
+rename and removal are slowed down by random pauses, so that kills fall into saving, publishing and retention, too.
+After each kill every directory that is named like a checkpoint is verified byte by byte, and the run is started again,
+with its states in memory or on disk as chance has it. At its end its curves must equal the undisturbed ones bit for
+bit, and nothing may be left of what was on disk.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import multiprocessing
 import os
 import random
 import shutil
@@ -21,8 +23,9 @@ import socket
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -30,47 +33,108 @@ import aliquot
 from aliquot.checkpoint.directories import directories
 from aliquot.distributed.signals import Terminated
 from aliquot.tensor_io.manifest import verify
+from tests import plain
+from tests.run.test_preferences import write_pairs
+from tests.run.test_streaming_run import corpus
 from tests.runs import OVERFITTING, curve, other_text, write_config
 
 STEPS = 12
 RANKS = 2
 PAUSE_S = 0.005
 TERMINATED = 143
+CURVES = ("loss", "grad_norm", "eval_loss")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is killed again and again, and the curves of the same run when nothing disturbs it."""
+
+    folder: Path
+    configs: tuple[Path, ...]  # of the killed run: chance chooses one for each start
+    curves: dict[str, dict[int, float]]
+    best: int  # the step that evaluates best
+    seconds: float
+
+    @classmethod
+    def undisturbed(cls, folder: Path, sections: dict[str, dict[str, Any]]) -> Self:
+        config = write_config(folder, "undisturbed", **sections)
+        configs = [write_config(folder, "killed", **sections)]
+        if "streaming" not in sections["data"]:  # a plan for a disk needs the length of the data
+            shard = {"offload": "disk", "memory": 0.1, "offload_directory": str(folder / "scratch")}
+            configs.append(folder / "on-disk.yaml")
+            configs[1].write_text(yaml.safe_dump({**yaml.safe_load(configs[0].read_text()), "shard": shard}))
+        began = time.monotonic()
+        assert _wait(_start(config, None)) == [0] * RANKS
+        curves = {key: curve(folder / "undisturbed", key) for key in CURVES}
+        best = min(curves["eval_loss"], key=lambda step: curves["eval_loss"][step])
+        return cls(folder, tuple(configs), curves, best, time.monotonic() - began)
+
+    def check_checkpoints(self) -> int:
+        """Verify every directory that is named like a checkpoint; return their number."""
+        saved = directories(self.folder / "killed" / "checkpoints")
+        for directory in saved:
+            verify(directory)
+        return len(saved)
+
+    def check_end(self) -> None:
+        """Compare a complete run with the undisturbed one, then delete it."""
+        killed = self.folder / "killed"
+        assert {key: curve(killed, key) for key in CURVES} == self.curves
+        left = {path.name for path in (killed / "checkpoints").iterdir()}
+        assert left == {"best", *(f"step-{step:08d}" for step in (self.best, STEPS - 1, STEPS))}, left
+        assert (killed / "checkpoints" / "best").readlink().name == f"step-{self.best:08d}"
+        shutil.rmtree(killed)
+
+
+def _settings(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Write the data of all runs, and return the sections of their configs, by name."""
+    for name in ("texts", "preferences", "stream"):
+        (folder / name).mkdir()
+    plain.save_llama(folder / "model")
+    write_pairs(folder / "preferences")
+    path = corpus(folder / "stream")
+    held_out = {"eval_path": str(other_text(folder)), "eval_fraction": 0.0}
+    tokenizer = {"tokenizer": str(folder / "stream/tokenizer"), "tokenizer_vocab_size": None}
+    pairs = {"path": str(folder / "preferences/pairs.jsonl"), "document": None, "sequence_length": 64}
+    return {
+        "texts": {"data": held_out, "train": OVERFITTING},
+        "preferences": {
+            "model": {"path": str(folder / "model"), "config": None}, "data": {**pairs, "eval_fraction": 0.2},
+            "train": {"objective": "dpo", "beta": 0.3, "learning_rate": 1e-2},
+        },
+        "stream": {"data": {"path": str(path), "streaming": True, "shuffle_buffer": 16, **tokenizer, **held_out}},
+    }  # fmt: skip
 
 
 def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     """Counts of what happened. Raises AssertionError where anything was lost."""
     os.environ["ALIQUOT_CACHE"] = str(folder / "cache")
     draw = random.Random(seed)
-    settings: dict[str, Any] = {
+    # Once, before ranks are forked. Forking must find no thread of OpenMP, so a child computes what the runs need.
+    for name in ("aliquot.run.trainer", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        settings = pool.apply(_settings, (folder,))
+    common: dict[str, dict[str, Any]] = {
         "checkpoint": {"every": 1, "best": True, "export": False},
-        "train": {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 2, **OVERFITTING},
-        "data": {"eval_path": str(other_text(folder)), "eval_fraction": 0.0},
+        "train": {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 2},
         "observe": {"report_to": [], "console": "quiet"},
     }
-    undisturbed = write_config(folder, "undisturbed", **settings)
-    config = write_config(folder, "killed", **settings)
-    on_disk = folder / "on-disk.yaml"
-    shard = {"offload": "disk", "memory": 0.1, "offload_directory": str(folder / "scratch")}
-    on_disk.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "shard": shard}))
-    for name in (
-        "aliquot.run.trainer",
-        "transformers.models.llama.modeling_llama",
-    ):  # once, before ranks are forked, which
-        importlib.import_module(name)  # must find no thread of OpenMP: nothing may be computed here
-    began = time.monotonic()
-    assert _wait(_start(undisturbed, None)) == [0] * RANKS
-    run_s = time.monotonic() - began
-    expected, expected_norms = curve(folder / "undisturbed"), curve(folder / "undisturbed", "grad_norm")
-    evaluations = curve(folder / "undisturbed", "eval_loss")
-    best = min(evaluations, key=lambda step: evaluations[step])
-    assert best < STEPS - 1, "the best checkpoint is kept although it is old"
+    runs = [
+        Run.undisturbed(
+            folder / name,
+            {key: {**common.get(key, {}), **sections.get(key, {})} for key in {**common, **sections}},
+        )
+        for name, sections in settings.items()
+    ]
+    assert runs[0].best < STEPS - 1, "the best checkpoint is kept although it is old"
 
     kinds = ("kills", "of all ranks", "of one rank", "by SIGTERM", "runs completed", "checkpoints verified")
     counts = dict.fromkeys(kinds, 0)
     while counts["kills"] < kills:
-        children = _start(draw.choice((config, on_disk)), draw.randrange(1 << 30))
-        time.sleep(draw.uniform(0, 1.3 * run_s))
+        run = draw.choice(runs)
+        children = _start(draw.choice(run.configs), draw.randrange(1 << 30))
+        time.sleep(draw.uniform(0, 1.3 * run.seconds))
         kind = draw.choice(("of all ranks", "of one rank", "by SIGTERM"))
         victims = [draw.choice(children)] if kind == "of one rank" else children
         alive = [child for child in victims if _kill(child, signal.SIGTERM if kind == "by SIGTERM" else signal.SIGKILL)]
@@ -87,18 +151,12 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
         if alive:
             counts["kills"] += 1
             counts[kind] += 1
-        assert not (folder / "scratch").exists() or not list((folder / "scratch").iterdir())
-        for directory in directories(folder / "killed" / "checkpoints"):
-            verify(directory)
-            counts["checkpoints verified"] += 1
+        scratch = run.folder / "scratch"
+        assert not scratch.exists() or not list(scratch.iterdir())
+        counts["checkpoints verified"] += run.check_checkpoints()
         if codes == [0] * RANKS:
-            assert curve(folder / "killed") == expected
-            assert curve(folder / "killed", "grad_norm") == expected_norms
-            left = {path.name for path in (folder / "killed" / "checkpoints").iterdir()}
-            assert left == {"best", *(f"step-{step:08d}" for step in (best, STEPS - 1, STEPS))}, left
-            assert (folder / "killed" / "checkpoints" / "best").readlink().name == f"step-{best:08d}"
+            run.check_end()
             counts["runs completed"] += 1
-            shutil.rmtree(folder / "killed")
         if alive and counts["kills"] % 50 == 0:
             print(f"{counts['kills']} kills", file=sys.stderr, flush=True)
     return counts
