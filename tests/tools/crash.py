@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import json
 import multiprocessing
 import os
 import random
@@ -34,9 +35,8 @@ from aliquot.checkpoint.directories import directories
 from aliquot.distributed.signals import Terminated
 from aliquot.tensor_io.manifest import verify
 from tests import plain
-from tests.run.test_preferences import write_pairs
 from tests.run.test_streaming_run import corpus
-from tests.runs import OVERFITTING, curve, other_text, write_config
+from tests.runs import OVERFITTING, WORDS, curve, other_text, write_config
 
 STEPS = 12
 RANKS = 2
@@ -91,15 +91,17 @@ def _settings(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     for name in ("texts", "preferences", "stream"):
         (folder / name).mkdir()
     plain.save_llama(folder / "model")
-    write_pairs(folder / "preferences")
+    words = [" ".join(random.Random(n).choices(WORDS, k=9)) for n in range(40)]
+    pairs = [{"prompt": text[:9], "chosen": text[9:], "rejected": text[20:]} for text in words]
+    (folder / "preferences/pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     path = corpus(folder / "stream")
     held_out = {"eval_path": str(other_text(folder)), "eval_fraction": 0.0}
     tokenizer = {"tokenizer": str(folder / "stream/tokenizer"), "tokenizer_vocab_size": None}
-    pairs = {"path": str(folder / "preferences/pairs.jsonl"), "document": None, "sequence_length": 64}
+    data = {"path": str(folder / "preferences/pairs.jsonl"), "document": None, "sequence_length": 64}
     return {
         "texts": {"data": held_out, "train": OVERFITTING},
         "preferences": {
-            "model": {"path": str(folder / "model"), "config": None}, "data": {**pairs, "eval_fraction": 0.2},
+            "model": {"path": str(folder / "model"), "config": None}, "data": {**data, "eval_fraction": 0.2},
             "train": {"objective": "dpo", "beta": 0.3, "learning_rate": 1e-2},
         },
         "stream": {"data": {"path": str(path), "streaming": True, "shuffle_buffer": 16, **tokenizer, **held_out}},
