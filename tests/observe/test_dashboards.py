@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
@@ -18,7 +17,7 @@ import pytest
 from aliquot.config.read_config import dump_config, read_config
 from aliquot.config.schema import ObserveSection, RunConfig
 from aliquot.core.errors import UserError
-from aliquot.observe.dashboards import check_installed, wait_for_idleness
+from aliquot.observe.dashboards import check_installed
 from aliquot.observe.events import Events
 from aliquot.observe.metrics import MetricsTargets, MetricsWriter
 from tests import runs
@@ -148,23 +147,17 @@ def test_wandb_offline_joins_two_attempts(run: Path, monkeypatch: pytest.MonkeyP
     assert {"config.yaml", "ledger.json"} <= {file.name for file in (second / "files").iterdir()}
 
 
-def test_start_of_a_client_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may need minutes for the imports of a client."""
+@pytest.mark.long
+def test_wandb_without_its_server_writes_for_a_later_upload(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
 
-    class Starting:
-        looks = 0
-
-        @property
-        def is_connected(self) -> bool:
-            self.looks += 1
-            if self.looks % 3 == 0 and self.looks <= 90:
-                monkeypatch.setitem(sys.modules, f"imported_{self.looks}", sys)
-            return self.looks > 92
-
-    client, signs_of_life = Starting(), io.StringIO()
-    monkeypatch.setattr("aliquot.observe.dashboards._person", signs_of_life)
-    wait_for_idleness(client, 4, 0)  # type: ignore[arg-type]
-    assert client.looks == len(signs_of_life.getvalue()) == 93 + 4
+    wandb.teardown()  # of another test, with its environment
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr("aliquot.observe.dashboards._RETRY_S", 1.0)
+    (warning,) = attempt(run, "wandb", range(1, 4))
+    assert warning.endswith(f"written to {run}/wandb, for `wandb sync`; training goes on")
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
 
 
 def test_missing_client_is_refused_before_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ def test_plan_survives_json(sections: dict[str, Any]) -> None:
 
 def test_dashboards_take_memory_beside_the_ranks() -> None:
     alone, watched = (planned(observe={"report_to": services}) for services in ([], ["tensorboard", "wandb", "mlflow"]))
-    assert watched.beside_bytes - alone.beside_bytes == 274 << 20
-    assert watched.limit_bytes == alone.limit_bytes - (137 << 20)
+    assert watched.beside_bytes - alone.beside_bytes == 186 << 20
+    assert watched.limit_bytes == alone.limit_bytes - (93 << 20)
 
 
 def test_evaluation_sets_take_memory() -> None:

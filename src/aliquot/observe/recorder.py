@@ -109,7 +109,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         full_disk = None
-        try:  # write the last event first, because dashboards read it
+        try:  # write the last event before the end of the dashboards, which read it
             call_all([partial(self._write_end, error), self._metrics.close])
         except StorageError as storage_error:
             full_disk = storage_error

@@ -25,8 +25,8 @@ START_PRIVATE_BYTES, START_SHARED_BYTES = 164 * MIB, 88 * MIB
 PROCESS_PRIVATE_BYTES, PROCESS_SHARED_BYTES = 308 * MIB, 116 * MIB
 # The launcher of a node: a process with Python and torch.
 LAUNCHER_BYTES = 182 * MIB
-# A process that sends metrics to a dashboard, with its client (wandb 0.31 offline, mlflow 3.17 over a database).
-DASHBOARD_BYTES = {"wandb": 86 * MIB, "mlflow": 188 * MIB}
+# The client of a dashboard in rank 0, with its own processes (wandb 0.31 offline, mlflow 3.17 over a database).
+DASHBOARD_BYTES = {"wandb": 54 * MIB, "mlflow": 132 * MIB}
 # Memory that glibc cannot reuse, per byte of activations and gathered weights: 0.1 to 0.9, 0.37 on average (12 runs of
 # 40 steps, benchmarks/foresight.py). tcmalloc and jemalloc stay within the slack for the largest block.
 _GLIBC_HOLES = 0.37
