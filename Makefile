@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 CONSTRAINTS := $(VENV)/constraints.txt
 
-.PHONY: install demo seed test test-one test-long test-fp8 test-gpu test-apiserver crash bench docs lint clean
+.PHONY: install demo seed test test-one test-long test-fp8 test-gpu test-apiserver crash bench wheel docs lint clean
 
 install: $(INSTALLED)
 
@@ -105,6 +105,18 @@ ifneq ($(and $(MODEL),$(TEXT)),)
 endif
 	$(BIN)/aliquot plan --calibrate
 	$(BIN)/python benchmarks/foresight.py --json benchmarks/foresight.json
+
+# The wheel, installed into an empty environment, examines the machine and trains.
+WHEEL := build/wheel
+wheel:
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/env
+	$(WHEEL)/env/bin/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
+	$(WHEEL)/env/bin/pip install --quiet --constraint constraints.txt --retries 1 --timeout 20 \
+	  $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") $(WHEEL)/aliquot-*.whl
+	cp examples/quickstart.yaml $(WHEEL)
+	cd $(WHEEL) && env/bin/aliquot doctor && env/bin/aliquot plan quickstart.yaml --instance m7i.8xlarge && \
+	  env/bin/aliquot train quickstart.yaml train.max_steps=3
 
 # build/site/index.html: every page, every link checked.
 docs: $(INSTALLED)
