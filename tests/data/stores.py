@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from aliquot.data.batches import Batches
 from aliquot.data.data_order import TrainStore
 from aliquot.data.micro_batch_rows import SequenceFormat
+from aliquot.data.text_encoder import EncoderSpec, encode_records
 from aliquot.data.token_store import TokenStore
 
 TEXT = "The quick brown fox jumps over the lazy dog.\nIt didn't stop; it's 12345 now:\n\n  def f(x):\n\treturn x\n"
@@ -46,6 +47,12 @@ def byte_level(bos: bool = True, eos: str | None = "</s>", vocabulary: int = 300
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos)
+
+
+def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], dict[str, str]]:
+    """Return (token ids, mask, notes) of one record."""
+    [([(ids, mask)], notes)] = encode_records(tokenizer, [text], spec)
+    return ids, mask, notes
 
 
 def gemma_like() -> PreTrainedTokenizerFast:

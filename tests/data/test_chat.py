@@ -14,22 +14,21 @@ from transformers import PreTrainedTokenizerFast
 from aliquot.core.errors import UserError
 from aliquot.data.chat import (
     ANSWERS_NOT_WRITTEN,
+    AS_TEXT,
+    AS_TOKENS,
     EMPTY_ANSWER,
     LONGEST_BYTES,
     NO_ANSWER,
-    NO_END,
     NOT_RENDERED,
-    NOTHING_LEARNED,
     TEMPLATE_LEAVES_OUT,
     TOO_LONG,
     UNREAD_FLAG,
-    encode_chat,
-    encode_record,
+    locate_answers,
 )
 from aliquot.data.chat_messages import has_words
-from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut
-from aliquot.data.text_encoder import AS_TEXT, AS_TOKENS, EncoderSpec, TextEncoder
-from tests.data.stores import byte_level
+from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut, TokenizerFacts
+from aliquot.data.text_encoder import NO_END, NOTHING_LEARNED, EncoderSpec, TextEncoder
+from tests.data.stores import byte_level, encode_record
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
@@ -66,9 +65,7 @@ def _answers(messages: list[dict[str, Any]]) -> list[int]:
 def said(template: str, messages: list[dict[str, str]]) -> list[str]:
     """The stretches under the mask, as text."""
     made = tokenizer(template)
-    text, ids, mask, _ = encode_chat(
-        ChatTemplate.of(made, {}), messages, _answers(messages), TextEncoder(made, "", False)
-    )
+    text, ids, mask, _ = encoded(made, messages)
     assert len(ids) == len(mask)
     assert text == made.decode(ids) == made.apply_chat_template(messages, tokenize=False)
     stretches: list[list[int]] = [[]]
@@ -340,7 +337,11 @@ def call(arguments: object = None) -> dict[str, Any]:
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> tuple[Any, ...]:
-    return encode_chat(ChatTemplate.of(tokenizer, {}), messages, _answers(messages), TextEncoder(tokenizer, "", False))
+    """(the whole text, its tokens, their mask, how the messages were changed)."""
+    template = ChatTemplate.of(TokenizerFacts.of(tokenizer), {})
+    _, text, spans, changed = locate_answers(template, messages, _answers(messages))
+    ids, mask = TextEncoder(tokenizer, EncoderSpec("unused", True, (), ())).encode(text, spans, [])
+    return text, ids, mask, changed
 
 
 def test_leading_answer_is_learned_without_its_prefix() -> None:

@@ -10,11 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from aliquot.config.data_section import CHAT_TEMPLATES, DataSection
 from aliquot.core.errors import TokenizerError
-from aliquot.data.chat import encode_record
 from aliquot.data.formats import format_of
 from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.tokenizer import give_template
-from tests.data.stores import byte_level
+from tests.data.stores import byte_level, encode_record
 from tests.tools.chat_shapes import SHAPES, SYSTEM, TEMPLATES, TOOLS, calls, said, stretches, tool, user
 
 TALK = ["one answer", "two answers", "system", "last is a question", "blanks around"]

@@ -23,11 +23,12 @@ from aliquot.core.errors import TrainingError, UserError
 from aliquot.core.small_files import cache_root
 from aliquot.data import tokenize
 from aliquot.data.cache import publishing
+from aliquot.data.chat import AS_TEXT, AS_TOKENS
 from aliquot.data.cuts import pieces
 from aliquot.data.documents import UNKNOWN_ROLE
 from aliquot.data.encoder import HOLDS_SPECIAL, Encoded, Encoder, EncoderProcess, Texts
 from aliquot.data.prepare import Prepared, prepare
-from aliquot.data.text_encoder import AS_TEXT, AS_TOKENS, EncoderSpec
+from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
 from aliquot.machine.cpu import read_cpu

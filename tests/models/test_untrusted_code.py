@@ -6,19 +6,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aliquot.config.data_section import DataSection
-from aliquot.core import template_time_limit
+from aliquot.core import template_process
 from aliquot.core.errors import TokenizerError, UserError
-from aliquot.data.chat_template import ChatTemplate, fit_messages
+from aliquot.data.chat_template import ChatTemplate, TokenizerFacts
 from aliquot.data.prepare import prepare
+from aliquot.data.text_encoder import EncoderSpec, encode_records
 from aliquot.data.tokenizer import load_tokenizer
 from aliquot.models.generate import chat_ids
 from aliquot.tensor_io.manifest import checksum, manifest_bytes, read_manifest
@@ -136,30 +138,61 @@ def test_export_drops_the_named_code(tmp_path: Path, model_type: str) -> None:
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-RECURSES = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-NO_RANGE = "{% for a in s %}".replace("s", "'" + 99 * "x" + "'") * 8 + "{% endfor %}" * 8
+POWER = "{% set x = 7**(10**8) %}"  # one operation, which Jinja begins when it compiles the template
+WIDE = "{{ 'a'.center(3000000000) }}"
 MARKED = "{% generation %}x{% endgeneration %}"
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-@pytest.mark.parametrize("template", [LOOPS, RECURSES, NO_RANGE, MARKED + LOOPS])
+def encoded(tokenizer: Any) -> None:
+    text = json.dumps({"messages": TALK, "context": 0})
+    next(encode_records(tokenizer, [text], EncoderSpec("unused", True, (), (), answers=True, templated=True)))
+
+
+def encoded_in_a_thread(tokenizer: Any) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(encoded, tokenizer).result()
+
+
+def chat_with(tokenizer: Any) -> None:
+    chat_ids(tokenizer, TALK[:1], None)
+
+
 @pytest.mark.parametrize(
-    "render",
+    "template, render, reason",
     [
-        lambda tokenizer, talk: fit_messages(ChatTemplate.of(tokenizer, {}), talk),
-        lambda tokenizer, talk: ChatTemplate.of(tokenizer, {}).render_marked(talk),
-        lambda tokenizer, talk: chat_ids(tokenizer, talk[:1], None),
+        (LOOPS, encoded, "loops for ever"),
+        (LOOPS, encoded_in_a_thread, "loops for ever"),
+        (MARKED + LOOPS, encoded, "loops for ever"),
+        (LOOPS, chat_with, "loops for ever"),
+        (POWER, encoded, "loops for ever"),
+        (WIDE, encoded, "more than 256 MiB"),
+        (WIDE, chat_with, "more than 256 MiB"),
     ],
-    ids=["data", "marked data", "chat"],
 )
-def test_endless_template_ends(monkeypatch: pytest.MonkeyPatch, template: str, render: Callable[..., Any]) -> None:
-    monkeypatch.setattr(template_time_limit, "TEMPLATE_CPU_S", 0.05)
+def test_limits_of_a_template(
+    monkeypatch: pytest.MonkeyPatch, template: str, render: Callable[[Any], None], reason: str
+) -> None:
+    monkeypatch.setattr(template_process.limits, "cpu_s", 0.05)
+    monkeypatch.setattr(template_process.limits, "memory_bytes", 256 << 20)
+    monkeypatch.setattr(template_process, "_processes", processes := {})
     tokenizer = byte_level()
     tokenizer.chat_template = template
-    with pytest.raises(UserError, match=r"the chat template fails.* loops for ever") as error:
-        render(tokenizer, TALK)
+    with pytest.raises(UserError, match=f"the chat template fails: .*{reason}") as error:
+        render(tokenizer)
     assert "\n" not in error.value.line
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    tokenizer.chat_template = MARKED
+    encoded(tokenizer)  # a process is there for the next template
+    for process in processes.values():
+        process.close()
+
+
+def test_many_quotes_and_percent_signs_in_a_template() -> None:
+    """The time to look for the formats of dates grows with the length of the template, not with its square."""
+    facts = TokenizerFacts.of(byte_level())
+    source = "{# strftime_now('%d') 'a' \"%j\" it's #}" + "'%" * 200_000
+    times = ChatTemplate.of(replace(facts, chat_template=source), {}, "2024-02-03").times
+    assert (times["%d"], times["%j"]) == ("03", "034")
 
 
 @pytest.mark.long

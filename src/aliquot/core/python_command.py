@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
 
 
 def python_command(*arguments: str) -> list[str]:
@@ -20,3 +27,41 @@ def python_command(*arguments: str) -> list[str]:
 def become_python(arguments: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Replace this process by `python_command(*arguments)` with the environment `environ`; the process id stays."""
     os.execve(sys.executable, python_command(*arguments), environ)
+
+
+def start_worker(function: str, **settings: str) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start a fresh interpreter that calls `function` (`module:name`) with its end of a pipe; return the other end.
+
+    A fork would inherit the threads of this process, and multiprocessing's spawn would import the user's script again.
+    The worker ends when this process dies, because its end of the pipe then closes.
+
+    Args:
+        settings: environment variables of the worker, in addition to those of this process.
+    """
+    connection, theirs = Pipe()
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        python_command("-c", f"from {__name__} import serve; serve({theirs.fileno()}, {function!r})"),
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **settings},
+    )
+    theirs.close()
+    return connection, process
+
+
+def serve(descriptor: int, function: str) -> None:
+    """Call `function` in a worker, with the end of the pipe that `descriptor` is, until the parent dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    module, _, name = function.partition(":")
+    with suppress(BrokenPipeError, ConnectionResetError):  # the parent has died
+        getattr(importlib.import_module(module), name)(Connection(descriptor))
+
+
+def requests(connection: Connection) -> Iterator[Any]:
+    """Yield the messages that a worker receives, until its parent closes the pipe or dies."""
+    while True:
+        try:
+            yield connection.recv()
+        except (EOFError, OSError):  # OSError: the parent has died within a message
+            return

@@ -1,6 +1,6 @@
-"""Encode a record with answers as token ids, with a loss mask that is 1 at the tokens of answers.
+"""Lay out a record with answers: render its text, and find the span of each answer in the text.
 
-The mask needs the span of each answer in the text that the chat template renders. Some templates mark these spans with
+Only the template process calls this file for records that a chat template renders. Some templates mark these spans with
 {% generation %}. For other templates, this file finds a span by rendering the chat again: cut off after a message, or
 with a message reworded.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aliquot.core.errors import TokenizerError
@@ -22,8 +24,7 @@ from aliquot.data.chat_messages import (
     leaves_out,
     unread_flags,
 )  # fmt: skip
-from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, fit_messages
-from aliquot.data.text_encoder import TextEncoder
+from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, TokenizerFacts, fit_messages
 
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
@@ -35,15 +36,14 @@ ENCODING = 8  # part of the cache key; increase it whenever a record gets other 
 LONGEST_BYTES = 4 << 20
 TOO_LONG = f"a record with answers of more than {LONGEST_BYTES >> 20} MiB, left out"
 NO_ANSWER = "a record without an answer, left out"
-NOTHING_LEARNED = "a record in which nothing is learned, left out"
 ANSWERS_NOT_WRITTEN = "a record whose answers the chat template does not write, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
-NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
 UNREAD_FLAG = "a record with true or false in a message, for which neither aliquot nor the chat template has a use"
 NOT_RENDERED = "a record with tools or chat_template_kwargs, which only a chat template can render: there is none"
-EQUAL_ANSWERS = "a pair of two equal answers, left out"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
+AS_TEXT = "a record whose texts hold special tokens, encoded as text"
+AS_TOKENS = "a record with special tokens in its texts, encoded as special tokens"
 UNKNOWN_PLACE = (
     "a record with answers of unknown place, because the chat template renders earlier turns differently once later"
     " turns follow, left out: set data.chat_template to a template that marks answers with {% generation %}"
@@ -62,93 +62,78 @@ _ALPACA = (
 Notes = dict[str, str]  # remarks on a record: reason -> details; all records share the wording of a reason
 
 
-def encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:
-    """Return (token ids, mask, notes) of a record; `text` is the JSON object that record_answers.py made of the record.
+@dataclass(frozen=True)
+class RecordLayout:
+    """The text of a record with an answer, and the spans of the text that are encoded or learned in their own way."""
 
-    The mask is 1 at tokens to learn. Notes say why a record has no tokens, which parts of the record the tokens omit,
-    and which parts were changed.
-    """
-    try:
-        return _encode_record(tokenizer, text, spec)
-    except LeftOut as error:
-        return [], [], {error.reason: error.detail}
-
-
-def encode_pair(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[tuple[list[int], list[int]]], Notes]:
-    """Return (token ids, mask) of both answers of a pair, each with the prompt, and notes as `encode_record` does.
-
-    If one answer is left out, both are.
-    """
-    pair: dict[str, Any] = json.loads(text)
-    try:
-        encoded = [_encode_record(tokenizer, json.dumps(pair[name], ensure_ascii=False), spec) for name in pair]
-        if encoded[0][:2] == encoded[1][:2]:
-            raise LeftOut(EQUAL_ANSWERS)
-    except LeftOut as error:
-        return [([], []), ([], [])], {error.reason: error.detail}
-    # The first token of a document is no label, because nothing precedes it.
-    return [(ids, [0, *mask[1:]]) for ids, mask, _ in encoded], encoded[0][2] | encoded[1][2]
+    text: str
+    learned: list[Span] | None  # None: all of it
+    as_text: list[Span]  # their special tokens are encoded as ordinary text
+    notes: Notes
+    learns_end: bool  # whether the suffix of EncoderSpec is learned
 
 
-def _encode_record(tokenizer: Any, text: str, spec: EncoderSpec) -> tuple[list[int], list[int], Notes]:
+def lay_out(texts: list[str], tokenizer: TokenizerFacts, spec: EncoderSpec) -> list[list[RecordLayout] | LeftOut]:
+    """Return the layout of each record, or of both answers of a pair; for a record that is left out, the reason."""
+    layouts: list[list[RecordLayout] | LeftOut] = []
+    for text in texts:
+        pair = json.loads(text) if spec.pairs else None
+        parts = [text] if pair is None else [json.dumps(pair[name], ensure_ascii=False) for name in pair]
+        try:
+            layouts.append([_lay_out(part, tokenizer, spec) for part in parts])
+        except LeftOut as error:
+            layouts.append(error)
+    return layouts
+
+
+def _lay_out(text: str, tokenizer: TokenizerFacts, spec: EncoderSpec) -> RecordLayout:
     if len(text.encode()) > LONGEST_BYTES:
         raise LeftOut(TOO_LONG)
     record: dict[str, Any] = json.loads(text)
     if "left_out" in record:
         raise LeftOut(record["left_out"])
     everything, notes = spec.train_on == "all", Notes()
-    encoder = TextEncoder(tokenizer, text, spec.special_tokens_as_text)
-    if spec.templated:
-        messages, context = _messages(record)
-        learned = _learned_messages(messages, context, spec)
-        if not everything and not learned:
-            raise LeftOut(NO_ANSWER)
-        template = ChatTemplate.of(tokenizer, record, spec.day)
-        rendered, ids, mask, changed = encode_chat(template, messages, None if everything else learned, encoder)
-        empty = any(message["role"] == "assistant" and not has_words(message) for message in messages[context:])
-        notes |= {changed: ""} if changed else {}
-        notes |= {EMPTY_ANSWER: ""} if empty and not everything else {}
-        notes |= {TEMPLATE_LEAVES_OUT: ""} if leaves_out(messages, template.tools or [], rendered) else {}
-        unread = sorted({flag for message in messages for flag in unread_flags(message, template.source)})
-        notes |= {UNREAD_FLAG: ", ".join(unread)} if unread else {}
-        if spec.prefix and tuple(ids[: len(spec.prefix)]) != spec.prefix:
-            ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
-        if spec.suffix and tuple(ids[-len(spec.suffix) :]) != spec.suffix:
-            learns_end = int(len(messages) - 1 in learned)
-            ids, mask = [*ids, *spec.suffix], mask + [learns_end] * len(spec.suffix)
-    else:
+    special = tokenizer.special_pattern.search(text)
+    as_text = spec.special_tokens_as_text and special is not None and tokenizer.is_fast
+    special_notes = {} if special is None else {AS_TEXT if as_text else AS_TOKENS: repr(special[0])}
+    if not spec.templated:
         prompt, completion = _prompt_and_completion(record)
         if not everything and not completion.strip():
             raise LeftOut(NO_ANSWER)
         notes |= {NOT_RENDERED: ""} if {"tools", "chat_template_kwargs"} & record.keys() else {}
-        text_ids, text_mask = encoder.encode(prompt + completion, [(len(prompt), len(prompt + completion))])
-        ids, mask = [*spec.prefix, *text_ids, *spec.suffix], [0] * len(spec.prefix)
-        mask += text_mask + [1] * len(spec.suffix)
-    notes |= encoder.notes
-    if everything:
-        mask = [1] * len(ids)
-    elif not encoder.ends(ids, mask):
-        notes[NO_END] = ""
-    if not any(mask[1:]):
-        raise LeftOut(ANSWERS_NOT_WRITTEN if TEMPLATE_LEAVES_OUT in notes else NOTHING_LEARNED)
-    return ids, mask, notes
+        whole = prompt + completion
+        stretches = [(0, len(whole))] if as_text else []
+        return RecordLayout(whole, [(len(prompt), len(whole))], stretches, notes | special_notes, learns_end=True)
+    messages, context = _messages(record)
+    learned = _learned_messages(messages, context, spec)
+    if not everything and not learned:
+        raise LeftOut(NO_ANSWER)
+    template = ChatTemplate.of(tokenizer, record, spec.day)
+    form, whole, spans, changed = locate_answers(template, messages, None if everything else learned)
+    empty = any(message["role"] == "assistant" and not has_words(message) for message in messages[context:])
+    notes |= {changed: ""} if changed else {}
+    notes |= {EMPTY_ANSWER: ""} if empty and not everything else {}
+    notes |= {TEMPLATE_LEAVES_OUT: ""} if leaves_out(messages, template.tools or [], whole) else {}
+    unread = sorted({flag for message in messages for flag in unread_flags(message, template.source)})
+    notes |= {UNREAD_FLAG: ", ".join(unread)} if unread else {}
+    stretches = template.stretches_as_text(whole, form) if as_text else []
+    return RecordLayout(whole, spans, stretches, notes | special_notes, learns_end=len(messages) - 1 in learned)
 
 
-def encode_chat(
-    template: ChatTemplate, messages: Messages, turns: Sequence[int] | None, encoder: TextEncoder
-) -> tuple[str, list[int], list[int], str | None]:
-    """Return (text, token ids, mask, changes) of `messages`, rendered by the chat template.
+def locate_answers(
+    template: ChatTemplate, messages: Messages, turns: Sequence[int] | None
+) -> tuple[Messages, str, list[Span] | None, str | None]:
+    """Return (form, text, spans, changes) of `messages`, rendered by the chat template.
 
-    The mask is 1 at tokens of the messages with the indices `turns`; if `turns` is None, at all tokens. The
-    {% generation %} marks of the template delimit the turns of the assistant; without marks, a turn extends from its
-    generation prompt to the next message. The mask is 0 at turns whose words the template omits. `changes` describes
-    how the messages were changed to fit the template, or is None.
+    The spans are those of the messages with the indices `turns`; None if `turns` is None. The {% generation %} marks of
+    the template delimit the turns of the assistant; without marks, a turn extends from its generation prompt to the
+    next message. Turns whose words the template omits have no span. `form` are the messages as changed to fit the
+    template, and `changes` describes how, or is None.
     """
     form, changed = fit_messages(template, messages)
     detailed = any(has_detail(messages[index]) for index in turns or ())
     if turns is None:
-        whole = template.render(form)
-        return whole, *encoder.encode_chat(whole, None, template, form), changed
+        return form, template.render(form), None, changed
     if template.is_marked:
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         whole, marks = template.render_marked(form)
@@ -157,7 +142,7 @@ def encode_chat(
             marked = dict(zip(assistants, spans, strict=True))
             spans = [marked.get(index) or _rendered_span(template, form, whole, index) for index in turns]
         elif set(turns) == {index for index in assistants if has_words(messages[index])} and not detailed:
-            return whole, *encoder.encode_chat(whole, marks, template, form), changed
+            return form, whole, marks, changed
         else:
             raise LeftOut(
                 "a record with answers, or parts of answers, that are excluded from learning, whose chat template does"
@@ -168,13 +153,14 @@ def encode_chat(
         spans = [_rendered_span(template, form, whole, index) for index in turns]
     learned: list[Span] = []
     for index, (start, stop) in zip(turns, spans, strict=True):
-        if is_silent(messages[index], whole[start:stop], encoder.without_special):
+        turn = whole[start:stop]
+        if is_silent(messages[index], turn, partial(template.tokenizer.special_pattern.sub, "")):
             continue
-        parts = learned_parts(messages[index], whole[start:stop])
+        parts = learned_parts(messages[index], turn)
         if parts is None:
             raise LeftOut("a record with train_detail for a content that the chat template changes, left out")
         learned += [(start + low, start + high) for low, high in parts]
-    return whole, *encoder.encode_chat(whole, learned, template, form), changed
+    return form, whole, learned, changed
 
 
 def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
@@ -342,5 +328,5 @@ def _prompt(template: ChatTemplate) -> str:
     if bare is None or asked is None:
         return ""
     if not asked.startswith(bare):
-        bare = bare.removesuffix(template.tokenizer.eos_token or "")
+        bare = bare.removesuffix(template.tokenizer.variables.get("eos_token", ""))
     return asked[len(bare) :] if asked.startswith(bare) else ""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 from aliquot.core.decode import decode_json
-from aliquot.core.errors import TokenizerError, UserError
-from aliquot.core.template_time_limit import limit_template_time
+from aliquot.core.errors import TokenizerError
+from aliquot.core.template_process import TemplateFailure, in_template_process, render_chat
 from aliquot.data.chat_messages import functions_of, text_parts
 
 Messages = list[dict[str, Any]]
@@ -26,13 +27,13 @@ RESERVED = "a record whose chat_template_kwargs set a variable that aliquot sets
 CHANGED = "a record that the chat template accepts only"
 _GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 _CLOCK = "strftime_now"
-_TIME_FORMAT = re.compile(r"""(["'])((?:(?!\1).)*%(?:(?!\1).)*)\1""")
 _RESERVED = {
     "conversations", "messages", "tools", "times", "chat_template", "add_generation_prompt", "continue_final_message",
     "return_assistant_tokens_mask",
 }  # fmt: skip
 # Prepended to a template. Jinja drops the newline after a block (trim_blocks), so that it adds nothing to the text.
 _FIXED_CLOCK = "{% macro strftime_now(format) %}{{ times[format] }}{% endmacro %}\n"
+_MARKS = "\ue000\ue001"  # private-use characters, put around special tokens that the author spelled out
 
 
 class LeftOut(Exception):
@@ -44,17 +45,55 @@ class LeftOut(Exception):
 
 
 @dataclass(frozen=True)
+class TokenizerFacts:
+    """The facts of a tokenizer that determine the text of records, for the template process."""
+
+    chat_template: str | dict[str, str] | None  # one template, or several by name
+    variables: dict[str, str]  # the special tokens that templates write, by name
+    special: tuple[str, ...]  # all special tokens
+    is_fast: bool  # whether it can encode special tokens as text
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """Return the facts of a transformers tokenizer."""
+        special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        return cls(tokenizer.chat_template, tokenizer.special_tokens_map, special, tokenizer.is_fast)
+
+    def template_for(self, tools: list[Any] | None) -> str:
+        """Return the template for a chat with these tools. Raises TokenizerError if there is no default."""
+        named = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template or ""}
+        source = named.get("default") if tools is None else named.get("tool_use", named.get("default"))
+        if source is None:
+            raise TokenizerError(
+                f"no chat template is the tokenizer's default: its templates are {', '.join(sorted(named))}. Set"
+                " data.chat_template"
+            )
+        return source
+
+    @property
+    def special_pattern(self) -> re.Pattern[str]:
+        """A pattern that matches any special token."""
+        return _pattern(self.special)
+
+
+@lru_cache(maxsize=8)
+def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern that matches any of `contents`, and prefers longer matches."""
+    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
+
+
+@dataclass(frozen=True)
 class ChatTemplate:
     """The chat template of a tokenizer, for the tools and template variables of one record."""
 
-    tokenizer: Any  # a transformers tokenizer
+    tokenizer: TokenizerFacts
     source: str  # the template in Jinja
     tools: list[Any] | None
     values: dict[str, Any]  # the record's values for variables of the template
     times: dict[str, str]  # strftime format in the template -> the day in this format; empty if it writes no date
 
     @classmethod
-    def of(cls, tokenizer: Any, record: Mapping[str, Any], day: str | None = None) -> ChatTemplate:
+    def of(cls, tokenizer: TokenizerFacts, record: Mapping[str, Any], day: str | None = None) -> ChatTemplate:
         """Return the tokenizer's chat template for the `tools` and `chat_template_kwargs` of a record.
 
         `day` (ISO 8601) is the date that the template writes as today. Raises TokenizerError if the tokenizer has
@@ -63,16 +102,11 @@ class ChatTemplate:
         tools, values = record.get("tools"), record.get("chat_template_kwargs", {})
         if reserved := _RESERVED & values.keys():
             raise LeftOut(RESERVED, min(reserved))
-        try:
-            source = tokenizer.get_chat_template(tools=tools)
-        except ValueError as error:
-            raise TokenizerError(
-                f"no chat template is the tokenizer's default: {' '.join(str(error).split())}"
-            ) from error
+        source = tokenizer.template_for(tools)
         if day is None or not writes_date(source):
             return cls(tokenizer, source, tools, values, {})
-        formats = {match[2] for match in _TIME_FORMAT.finditer(source)}
-        times = {match: datetime.fromisoformat(day).strftime(match) for match in formats}
+        quoted = (text for line in source.split("\n") for quote in "\"'" for text in line.split(quote)[1:-1])
+        times = {text: datetime.fromisoformat(day).strftime(text) for text in quoted if "%" in text}
         return cls(tokenizer, _FIXED_CLOCK + source, tools, values, times)
 
     @property
@@ -96,26 +130,43 @@ class ChatTemplate:
         """Return the text of `messages`; None if the template raises an error for them."""
         try:
             return self.render(messages, prompt)
-        except UserError:
-            raise
-        except Exception:  # a template is a program of the model's author
+        except TemplateFailure:
             return None
 
     def _render(self, messages: Messages, **options: bool) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        variables = {"times": self.times, **self.tokenizer.variables, **self.values}
+        return in_template_process(render_chat, self.source, messages, self.tools, variables, options)
 
-        try:
-            with limit_template_time():
-                texts, marks = render_jinja_template(
-                    conversations=[messages],
-                    tools=self.tools,
-                    chat_template=self.source,
-                    times=self.times,
-                    **(self.tokenizer.special_tokens_map | self.values | options),
-                )
-        except TimeoutError as error:  # other forms of the messages would take as long
-            raise TokenizerError(f"the chat template fails: {error}. Set data.chat_template to another one") from error
-        return texts[0], marks[0] if marks else []
+    def stretches_as_text(self, text: str, messages: Messages) -> list[Span]:
+        """Return the spans of `text`, the rendering of `messages`, to encode as ordinary text.
+
+        Such a span lies between special tokens of the template, and holds a special token that the author spelled out.
+        """
+        special = self.tokenizer.special_pattern
+
+        def marked(value: Any) -> Any:
+            as_json = json.dumps(value, ensure_ascii=False)
+            return json.loads(special.sub(f"{_MARKS[0]}\\g<0>{_MARKS[1]}", as_json))
+
+        marked_template = replace(self, tools=marked(self.tools), values=marked(self.values))
+        marked_text = marked_template.attempt(marked(messages)) or ""
+        if re.sub(f"[{_MARKS}]", "", marked_text) != text:
+            raise LeftOut(
+                "a record of which the chat template changes the special tokens in its texts, left out: see"
+                " data.special_tokens_in_text"
+            )
+        authors, at, inside = [], 0, False
+        for letter in marked_text:
+            if letter in _MARKS:
+                inside = letter == _MARKS[0]
+                authors += [at] if inside else []
+            else:
+                at += 1
+        bounds = [0, len(text)]
+        for match in special.finditer(text):
+            bounds[-1:-1] = [] if match.start() in authors else match.span()
+        edges = zip(bounds[::2], bounds[1::2], strict=True)
+        return [(start, stop) for start, stop in edges if any(start <= author < stop for author in authors)]
 
 
 def writes_date(source: str | dict[str, str]) -> bool:
@@ -129,13 +180,11 @@ def fit_messages(template: ChatTemplate, messages: Messages) -> tuple[Messages, 
     The description is None for the form that transformers documents for `tokenizer.apply_chat_template`. Raises
     LeftOut, with the error of the template if there is one, if the template accepts no form.
     """
-    error: Exception | None = None
+    error: TemplateFailure | None = None
     for changes, form in _forms(messages):
         try:
             text = template.render(form)
-        except UserError:
-            raise
-        except Exception as raised:  # a template is a program of the model's author
+        except TemplateFailure as raised:
             error = error or raised
             continue
         if not _is_python(form, text):

@@ -1,21 +1,12 @@
-"""Encode texts as token ids, in this process or in a worker process.
-
-A worker is a fresh Python interpreter, because a fork would inherit the parent's threads, and multiprocessing's spawn
-would import the user's script again. A worker ends when its parent dies.
-"""
+"""Encode texts as token ids, in this process or in a worker process."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.core.errors import TrainingError, UserError
-from aliquot.core.python_command import python_command
-from aliquot.data.chat import encode_pair, encode_record
-from aliquot.data.text_encoder import EncoderSpec
+from aliquot.core.python_command import requests, start_worker
+from aliquot.data.text_encoder import EncoderSpec, encode_records
 from aliquot.models.untrusted_code import without_code
 
 AT_ONCE_CHARACTERS = 1 << 16
@@ -125,12 +115,7 @@ class Encoder:
         rows: list[list[int]] = []
         masks: list[list[int]] = []
         notes: dict[str, Note] = {}
-        for index, text in enumerate(texts):
-            if self.spec.pairs:
-                documents, remarks = encode_pair(self.tokenizer, text, self.spec)
-            else:
-                ids, mask, remarks = encode_record(self.tokenizer, text, self.spec)
-                documents = [(ids, mask)]
+        for index, (documents, remarks) in enumerate(encode_records(self.tokenizer, texts, self.spec)):
             for reason, detail in remarks.items():
                 count, first, first_detail = notes.get(reason, (0, index, detail))
                 notes[reason] = (count + 1, first, first_detail)
@@ -176,16 +161,9 @@ class EncoderProcess:
     """An Encoder in a worker process. For one batch at a time: call `send`, wait for `connection`, call `receive`."""
 
     def __init__(self, spec: EncoderSpec) -> None:
-        self.connection, theirs = Pipe()
-        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        settings = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            python_command("-c", f"from aliquot.data.encoder import serve; serve({theirs.fileno()})"),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **settings},
+        self.connection, self.process = start_worker(
+            f"{__name__}:serve", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"
         )
-        theirs.close()
         self.connection.send(spec)  # does not block: the spec fits into the pipe's buffer
 
     def send(self, batch: Texts) -> None:
@@ -198,13 +176,12 @@ class EncoderProcess:
     def receive(self) -> Encoded:
         """Return the result of the batch. Raises the worker's UserError, or TrainingError if the worker has died."""
         try:
-            result: Encoded | tuple[type[UserError], str] = self.connection.recv()
+            result: Encoded | UserError = self.connection.recv()
         except (EOFError, ConnectionError) as error:
             raise self._lost() from error
-        if isinstance(result, Encoded):
-            return result
-        kind, message = result
-        raise kind(message)
+        if isinstance(result, UserError):
+            raise result
+        return result
 
     def _lost(self) -> TrainingError:
         code = self.process.wait()
@@ -218,21 +195,11 @@ class EncoderProcess:
         self.process.wait()
 
 
-def serve(descriptor: int) -> None:
-    """Run the worker process: receive the spec, then encode batches until the parent closes the pipe or dies.
-
-    `descriptor`: the file descriptor of the worker's end of the pipe.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
-    connection = Connection(descriptor)
+def serve(connection: Connection) -> None:
+    """Run the worker process: receive the spec, then encode batches until the parent closes the pipe or dies."""
     encoder = Encoder(connection.recv())
-    with suppress(BrokenPipeError, ConnectionResetError):  # the parent died
-        while True:
-            try:
-                batch = connection.recv()
-            except (EOFError, OSError):  # the parent died, perhaps within a message
-                return
-            try:
-                connection.send(encoder.encode(batch))
-            except UserError as error:
-                connection.send((type(error), str(error)))
+    for batch in requests(connection):
+        try:
+            connection.send(encoder.encode(batch))
+        except UserError as error:
+            connection.send(error)

@@ -1,26 +1,26 @@
-"""Encode the text of one record as token ids, with a loss mask for given spans of the text.
+"""Encode records with answers as token ids, with a loss mask that is 1 at the tokens of answers.
 
-Special tokens that the author of a record spelled out are distinguished from special tokens of the chat template.
+chat.py lays out the text of each record and finds the spans of the answers.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from operator import call
 from typing import Any, Literal
 
 from aliquot.core.errors import TokenizerError
-from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span
+from aliquot.core.template_process import in_template_process
+from aliquot.data.chat import ANSWERS_NOT_WRITTEN, TEMPLATE_LEAVES_OUT, Notes, RecordLayout, lay_out
+from aliquot.data.chat_template import LeftOut, Span, TokenizerFacts
 
-AS_TEXT = "a record whose texts hold special tokens, encoded as text"
-AS_TOKENS = "a record with special tokens in its texts, encoded as special tokens"
-_MARKS = "\ue000\ue001"  # private-use characters, put around special tokens that the author spelled out
+NOTHING_LEARNED = "a record in which nothing is learned, left out"
+NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
+EQUAL_ANSWERS = "a pair of two equal answers, left out"
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,60 @@ class EncoderSpec:
     day: str | None = None  # the date that a chat template writes, in ISO 8601
 
 
-class TextEncoder:
-    """Encodes the text of one record. `record` is the JSON of the record, which is searched for special tokens.
+def encode_records(
+    tokenizer: Any, texts: list[str], spec: EncoderSpec
+) -> Iterator[tuple[list[tuple[list[int], list[int]]], Notes]]:
+    """Yield (documents, notes) of each record; `texts` are JSON objects that record_answers.py made of records.
 
-    If `as_text` is true, special tokens that the record's author spelled out are encoded as ordinary text.
+    A record is one document, a pair one for each of its two answers. A document is (token ids, mask); the mask is 1 at
+    tokens to learn. Notes say why a record has no tokens, which parts of the record the tokens omit, and which parts
+    were changed. If one answer of a pair is left out, both are.
     """
+    encoder, facts = TextEncoder(tokenizer, spec), TokenizerFacts.of(tokenizer)
+    # Without a template, no program of a stranger runs.
+    run = in_template_process if spec.templated else call
+    for layouts in run(lay_out, texts, facts, spec):
+        try:
+            yield encoder.encode_layouts(layouts)
+        except LeftOut as error:
+            yield [([], [])] * (2 if spec.pairs else 1), {error.reason: error.detail}
 
-    def __init__(self, tokenizer: Any, record: str, as_text: bool) -> None:
-        self._tokenizer = tokenizer
-        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._ids, self._special = special.keys(), _pattern(tuple(special.values()))
-        written = self._special.search(record)
-        self._as_text = as_text and written is not None and tokenizer.is_fast
-        self.notes = {} if written is None else {AS_TEXT if self._as_text else AS_TOKENS: repr(written[0])}
 
-    def without_special(self, text: str) -> str:
-        """Return `text` without special tokens."""
-        return self._special.sub("", text)
+class TextEncoder:
+    """Encodes the texts of records, which `lay_out` has rendered."""
+
+    def __init__(self, tokenizer: Any, spec: EncoderSpec) -> None:
+        self._tokenizer, self._spec = tokenizer, spec
+        self._ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    def encode_layouts(self, layouts: list[RecordLayout] | LeftOut) -> tuple[list[tuple[list[int], list[int]]], Notes]:
+        """Return (documents, notes) of a record. Raises LeftOut if the record is left out."""
+        if isinstance(layouts, LeftOut):
+            raise layouts
+        encoded = [self._encode_layout(layout) for layout in layouts]
+        documents = [(ids, mask) for ids, mask, _ in encoded]
+        if self._spec.pairs:
+            if documents[0] == documents[1]:
+                raise LeftOut(EQUAL_ANSWERS)
+            # The first token of a document is no label, because nothing precedes it.
+            documents = [(ids, [0, *mask[1:]]) for ids, mask in documents]
+        return documents, {reason: detail for _, _, notes in encoded for reason, detail in notes.items()}
+
+    def _encode_layout(self, layout: RecordLayout) -> tuple[list[int], list[int], Notes]:
+        spec, notes = self._spec, dict(layout.notes)
+        ids, mask = self.encode(layout.text, layout.learned, layout.as_text)
+        # A chat template may write the prefix or the suffix itself.
+        if not spec.templated or tuple(ids[: len(spec.prefix)]) != spec.prefix:
+            ids, mask = [*spec.prefix, *ids], [0] * len(spec.prefix) + mask
+        if not spec.templated or tuple(ids[-len(spec.suffix) :]) != spec.suffix:
+            ids, mask = [*ids, *spec.suffix], mask + [int(layout.learns_end)] * len(spec.suffix)
+        if spec.train_on == "all":
+            mask = [1] * len(ids)
+        elif not self.ends(ids, mask):
+            notes[NO_END] = ""
+        if not any(mask[1:]):
+            raise LeftOut(ANSWERS_NOT_WRITTEN if TEMPLATE_LEAVES_OUT in notes else NOTHING_LEARNED)
+        return ids, mask, notes
 
     def ends(self, ids: list[int], mask: list[int]) -> bool:
         """Return whether a learned stretch ends with a special token. White space after the token does not count."""
@@ -72,49 +109,7 @@ class TextEncoder:
                 words_follow = bool(self._tokenizer.decode([number]).strip())
         return False
 
-    def encode(self, text: str, spans: list[Span] | None) -> tuple[list[int], list[int]]:
-        """Return (token ids, mask) of a text that no chat template rendered."""
-        return self._encode(text, spans, [(0, len(text))] if self._as_text else [])
-
-    def encode_chat(
-        self, text: str, spans: list[Span] | None, template: ChatTemplate, messages: Messages
-    ) -> tuple[list[int], list[int]]:
-        """Return (token ids, mask) of `text`, the rendering of `messages` by `template`."""
-        return self._encode(text, spans, self._stretches(text, template, messages) if self._as_text else [])
-
-    def _stretches(self, text: str, template: ChatTemplate, messages: Messages) -> list[Span]:
-        """Return the spans of `text` to encode as ordinary text.
-
-        Such a span lies between special tokens of the template, and holds a special token that the author spelled out.
-        """
-
-        def marked(value: Any) -> Any:
-            as_json = json.dumps(value, ensure_ascii=False)
-            return json.loads(self._special.sub(f"{_MARKS[0]}\\g<0>{_MARKS[1]}", as_json))
-
-        marked_text = (
-            replace(template, tools=marked(template.tools), values=marked(template.values)).attempt(marked(messages))
-            or ""
-        )
-        if re.sub(f"[{_MARKS}]", "", marked_text) != text:
-            raise LeftOut(
-                "a record of which the chat template changes the special tokens in its texts, left out: see"
-                " data.special_tokens_in_text"
-            )
-        authors, at, inside = [], 0, False
-        for letter in marked_text:
-            if letter in _MARKS:
-                inside = letter == _MARKS[0]
-                authors += [at] if inside else []
-            else:
-                at += 1
-        bounds = [0, len(text)]
-        for match in self._special.finditer(text):
-            bounds[-1:-1] = [] if match.start() in authors else match.span()
-        edges = zip(bounds[::2], bounds[1::2], strict=True)
-        return [(start, stop) for start, stop in edges if any(start <= author < stop for author in authors)]
-
-    def _encode(self, text: str, spans: list[Span] | None, stretches: list[Span]) -> tuple[list[int], list[int]]:
+    def encode(self, text: str, spans: list[Span] | None, stretches: list[Span]) -> tuple[list[int], list[int]]:
         """Return (token ids, mask) of `text`. The mask is 1 at tokens that overlap `spans`; at all tokens for None.
 
         Special tokens inside `stretches` are encoded as ordinary text.
@@ -156,12 +151,6 @@ class TextEncoder:
             if all(low >= 0 for _, (low, _) in placed):
                 return placed
         return pairs
-
-
-@lru_cache(maxsize=8)
-def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that matches any of `contents`, and prefers longer matches."""
-    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
 
 
 @contextmanager

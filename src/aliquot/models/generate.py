@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, TextIteratorStreamer
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
-from aliquot.core.template_time_limit import limit_template_time
+from aliquot.core.template_process import TemplateFailure, in_template_process, render_chat
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_config import model_of_run
 from aliquot.models.model_files import joined_ends, trained_tokens
@@ -240,13 +240,14 @@ def ends_of_turn(tokenizer: Any) -> dict[str, Any]:
     return {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
 
 
-def _rendered(tokenizer: Any, messages: Messages, **options: Any) -> str:
+def _rendered(tokenizer: Any, messages: Messages, tools: Sequence[Tool] | None = None, **options: bool) -> str:
     if not tokenizer.chat_template:
         raise TokenizerError("the tokenizer has no chat template; `aliquot generate` continues a text without one")
     try:
-        with limit_template_time():
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except Exception as error:  # a template is a program of the model's author
+        source = tokenizer.get_chat_template(tools=tools)
+        variables = tokenizer.special_tokens_map
+        return in_template_process(render_chat, source, list(messages), tools, variables, options)[0]
+    except (ValueError, TemplateFailure) as error:  # ValueError: several templates, and none is the default
         raise TokenizerError(f"the chat template fails: {' '.join(str(error).split())}") from error
 
 
