@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import pytest
+from botocore.parsers import ResponseParserError
 from botocore.stub import Stubber
 from moto import mock_aws
 from typer.testing import CliRunner
@@ -94,6 +97,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answers]:
             ec2, pricing = (stack.enter_context(Stubber(clients[name])) for name in ("ec2", "pricing"))
             if isinstance(types, str):
                 ec2.add_client_error("describe_instance_types", types)
+            elif isinstance(types, Exception):
+                monkeypatch.setattr(aws_answers, "_described", Mock(side_effect=types))
             else:
                 ec2.add_response("describe_instance_types", {"InstanceTypes": list(types)})
             ec2.add_response("describe_spot_price_history", {"SpotPriceHistory": list(spot)})
@@ -138,6 +143,11 @@ BAD: dict[str, dict[str, Any]] = {
     "no vCPUs": {"types": (C7I | {"VCpuInfo": {}},)},
     "no spot prices": {"spot": NOTHING},
     "spot prices of nothing": {"spot": [spot("c7i.24xlarge", "a", "nan")]},
+    "an infinite clock": {"types": (C7I | {"ProcessorInfo": {"SustainedClockSpeedInGhz": math.inf}},)},
+    "thousands of digits": {"types": (C7I | {"MemoryInfo": {"SizeInMiB": 10**5000}},)},
+    "markup": {"types": (C7I, NEW | {"InstanceType": "[/red]"})},
+    "an escape": {"types": (C7I, NEW | {"GpuInfo": {"Gpus": [{"Name": "\x1b[2J", "MemoryInfo": {"SizeInMiB": 1}}]}})},
+    "HTML": {"types": ResponseParserError("not XML\nbut HTML")},
     "few prices": {"types": (C7I, NEW, NEW | {"InstanceType": "g99.xlarge"}), "products": PRODUCTS[:1]},
     "another currency": {"products": [product("c7i.24xlarge", "5.0", "CNY"), product("g99.2xlarge", "8.0", "CNY")]},
     "no JSON": {"products": ["{", "}"]},
@@ -151,9 +161,18 @@ def test_bad_answers_replace_nothing(answers: Answers, bad: dict[str, Any]) -> N
     refresh(lambda words: None)
     stored = refreshed_path().read_bytes()
     answers(**bad)
-    with pytest.raises(InstanceError, match=r"^AWS "):
+    with pytest.raises(InstanceError, match=r"^AWS ") as error:
         refresh(lambda words: None)
+    assert "\n" not in str(error.value)
     assert refreshed_path().read_bytes() == stored and catalogue().region == REGION
+
+
+def test_a_stored_name_with_markup_is_not_used(answers: Answers) -> None:
+    answers()
+    refresh(lambda words: None)
+    refreshed_path().write_text(refreshed_path().read_text().replace("g99.2xlarge", "[/red]"))
+    catalogue.cache_clear()
+    assert catalogue() == shipped_catalogue()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"region": "x", "date": "y", "types": [{"name": "c7i.large"}]}'])

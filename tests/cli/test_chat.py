@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aliquot.core.errors import ModelFilesError, UsageError
-from aliquot.models.generate import Chat, Sampling, chat_ids, continuation, load
+from aliquot.models.generate import Chat, Sampling, chat_ids, continuation, generate, load
 from tests.data.stores import byte_level
 from tests.runs import command
 from tests.tools import warm
@@ -190,6 +190,15 @@ def test_unloadable_model_is_one_line(model: Path, tmp_path: Path) -> None:
     for directory, told in ((cut, "transformers cannot load this model"), (bare, "no tokenizer here")):
         with pytest.raises(ModelFilesError, match=told):
             load(directory)
+
+
+@pytest.mark.parametrize("key, value", [("top_p", "x"), ("eos_token_id", {}), ("bad_words_ids", -1), ("top_k", [])])
+def test_wrong_types_in_a_generation_config_are_one_line(model: Path, tmp_path: Path, key: str, value: object) -> None:
+    shutil.copytree(model, tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ModelFilesError, match=r"transformers cannot (load|generate with) this model: ") as error:
+        list(generate(tmp_path / "own", ["hello"], 2))
+    assert "\n" not in str(error.value)
 
 
 def test_chat_begins_with_the_tokens_of_training(model: Path, tmp_path: Path) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
+from huggingface_hub import get_session
 from transformers import AutoTokenizer
 
 from aliquot.config.schema import ModelSection
+from aliquot.core import small_files
 from aliquot.core.decode import read_small
 from aliquot.core.errors import UserError
 from aliquot.core.run_lock import LOCK
-from aliquot.core.small_files import open_unlinked, publish_text, read_small_file
+from aliquot.core.small_files import limit_hub_time, open_unlinked, publish_text, read_small_file
 from aliquot.models.model_files import model_files
 from aliquot.models.source import resolve
 from aliquot.models.untrusted_code import without_code
@@ -131,3 +134,10 @@ def test_files_of_runs_are_opened_without_links() -> None:
                 opens = any(f'.open("{mode}' in line for mode in "wax") or ".write_text(" in line
                 known = "/proc" in line or "clear_refs" in line or file.name == "leader_lease.py"
                 assert not opens or known, f"{file}:{number}: {line.strip()}"
+
+
+def test_a_hub_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_files, "_HUB_TIMEOUT_S", 0.05)
+    limit_hub_time()
+    with socket.create_server(("127.0.0.1", 0)) as hub, pytest.raises(Exception, match="timed out"):
+        get_session().get(f"http://127.0.0.1:{hub.getsockname()[1]}", timeout=None)

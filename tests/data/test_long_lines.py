@@ -5,8 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -69,3 +73,43 @@ def test_a_record_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     with pytest.raises(UserError, match="a record of more than 1 MiB") as error:
         list(record_documents(tmp_path / name, RecordsSection(text_field="text")))
     assert "\n" not in error.value.line
+
+
+DICTIONARY = {"text": ["a" * 40_000] * 100, "messages": [[{"role": "user", "content": "a" * 40_000}] * 2] * 100}
+
+
+@pytest.mark.parametrize(
+    "write", [pyarrow.parquet.write_table, pyarrow.feather.write_feather], ids=["parquet", "arrow"]
+)
+@pytest.mark.parametrize("field", DICTIONARY)
+def test_a_table_that_repeats_a_long_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None], field: str
+) -> None:
+    """It is kilobytes on disk; its rows are read a few at once, and a long row is refused before it is in memory."""
+    table = pyarrow.table(DICTIONARY)
+    if write is pyarrow.feather.write_feather:
+        table = table.set_column(0, "text", table["text"].dictionary_encode())
+    path = tmp_path / ("t.parquet" if write is pyarrow.parquet.write_table else "t.arrow")
+    write(table, path, compression="zstd")
+    monkeypatch.setattr(table_records, "_BATCH_BYTES", 1 << 17)
+    section = RecordsSection(text_field="text") if field == "text" else RecordsSection(messages="messages")
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for document in record_documents(path, section):
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+        assert document.where.endswith(f"row {document.where.split()[-1]}")
+    assert most < 1 << 20 or path.suffix == ".arrow"
+    monkeypatch.setattr(table_records, "LONGEST_RECORD", 39_000)
+    with pytest.raises(UserError, match=r"t\.\w+, row 1: a record of more than"):
+        list(record_documents(path, section))
+
+
+def test_sizes_of_rows() -> None:
+    text = pyarrow.array(["ab", None, "abc", "ab"])
+    for array in (text.dictionary_encode(), text.cast(pyarrow.string_view()), text.cast(pyarrow.large_string())):
+        assert table_records._row_bytes(array[1:]).tolist() == [0, 3, 2]
+    lists = pyarrow.array([["zz"], None, [], [["ab", "c"], ["d"]][0]])
+    for kind in (pyarrow.list_, pyarrow.large_list):
+        assert table_records._row_bytes(lists.cast(kind(pyarrow.string()))[1:]).tolist() == [0, 0, 3]
+    rows = pyarrow.array([{"a": "abc", "b": 1}, None, {"a": "x", "b": 2}])
+    assert table_records._row_bytes(rows)[[0, 2]].tolist() == [11, 9]
+    assert table_records._row_bytes(pyarrow.array([["a", "bc"]], pyarrow.list_(pyarrow.string(), 2))).tolist() == [3]

@@ -405,6 +405,28 @@ def test_saved_dataset_loads_through_data_dataset(tmp_path: Path) -> None:
     assert [document.text for document in source_of(section, tmp_path).documents()] == ["one", "two", "three"]
 
 
+@pytest.mark.parametrize("name", ["{outside}", "../outside.jsonl", "http://127.0.0.1:9/a.jsonl"])
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("state.json", '{{"_data_files": [{{"filename": "{name}"}}]}}'),
+        ("README.md", "---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n"),
+        (
+            ".huggingface.yaml",
+            "configs:\n- config_name: a\n  data_files:\n  - split: train\n    path: [{name}]\n",
+        ),
+    ],
+)
+def test_a_dataset_directory_that_names_files_outside(tmp_path: Path, file: str, content: str, name: str) -> None:
+    (tmp_path / "outside.jsonl").write_text('{"text": "secret"}\n')
+    name = name.format(outside=tmp_path / "outside.jsonl")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "set" / file).write_text(content.format(name=name))
+    with pytest.raises(UserError, match="is named in it, but lies outside"):
+        source_of(DataSection(dataset=str(tmp_path / "set"), split="train"), tmp_path / "cache")
+
+
 TWICE = pyarrow.table([["good"], ["other"]], names=["text", "text"])
 TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
 

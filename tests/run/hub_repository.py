@@ -71,7 +71,7 @@ def hub_repository() -> Iterator[Repository]:
                     repository.files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     repository.files[value["path"]] = repository.objects[value["oid"]]
-            self._answer({"commitUrl": f"{repository.address}/owner/name/commit/1", "commitOid": "1"})
+            self._answer({"commitUrl": f"{repository.address}/owner/name/commit/1\x1b[2J", "commitOid": "1"})
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)

@@ -39,7 +39,7 @@ def test_a_run_is_exported_and_uploaded_with_its_card(hub: Repository, tmp_path:
     ):
         assert row in card.text
     assert "| training loss | 5." in card.text and "at step 3 |" in card.text
-    assert f"{hub.address}/owner/name/commit/1" in output
+    assert f"{hub.address}/owner/name/commit/1\\x1b[2J" in output
     assert "hf_right" not in output + errors + card.content and hub.tokens == {"Bearer hf_right"}
 
 

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from aliquot.catalogue.instances import (
     instances,
     store,
 )
-from aliquot.core.errors import InstanceError, MissingToolError
+from aliquot.core.errors import InstanceError, MissingToolError, UserError
 
 _MIB = 1 << 20
 _ARCH = {"x86_64": "amd64", "arm64": "arm64"}
@@ -49,7 +49,7 @@ class _Gpu(BaseModel):
 
 
 class _NetworkCard(BaseModel):
-    gbit_per_s: float | None = Field(None, validation_alias="BaselineBandwidthInGbps")
+    gbit_per_s: FiniteFloat | None = Field(None, validation_alias="BaselineBandwidthInGbps")
 
 
 class _Description(BaseModel):
@@ -217,22 +217,30 @@ def _aws_errors(option: str) -> Iterator[None]:
         raise InstanceError(f"AWS refused {error.operation_name}: {code}; {_PERMISSIONS}") from None
     except BotoCoreError as error:
         raise InstanceError(f"AWS could not be asked: {str(error).rstrip('.')}; {_CREDENTIALS}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise InstanceError(f"AWS gave an answer that cannot be read: {place}: {first['msg']}") from None
+    except UserError:
+        raise
+    except Exception as error:  # each parser raises its own types for answers that are no XML, no JSON or no numbers
+        reason = str(error) or type(error).__name__
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InstanceError(
+            f"AWS gave an answer that cannot be read: {' '.join(reason.split())[:300]}. Try again; the catalogue of"
+            f" {catalogue().source} stays in use"
+        ) from error
 
 
 def _pages(client: Any, operation: str, key: str, **arguments: Any) -> Iterator[Any]:
     for page in client.get_paginator(operation).paginate(**arguments):
-        yield from page[key]
+        yield from page.get(key, ())
 
 
 def _described(ec2: Any) -> list[InstanceType]:
     known = {item.name: item for item in instances()}
     answers = [*_pages(ec2, "describe_instance_types", "InstanceTypes")]
     described = TypeAdapter(list[_Description]).validate_python(answers)
-    return [item.instance_type(known.get(item.name)) for item in described if item.arch is not None]
+    types = [asdict(item.instance_type(known.get(item.name))) for item in described if item.arch is not None]
+    return TypeAdapter(list[InstanceType]).validate_python(types)
 
 
 def _spot_prices(ec2: Any) -> dict[str, float]:

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Predicate
 
 from aliquot.core.errors import InstanceError, writing
 from aliquot.core.small_files import cache_root, publish_text, read_small_file
@@ -49,30 +51,38 @@ _AMD_WITHOUT_THREADS_GENERATION = 7
 _OLD_WITHOUT_THREADS = frozenset({"c1", "m1", "m2", "t1", "t2"})
 
 
+# What a refreshed catalogue may hold. pydantic checks these limits; a type without sense would break every command.
+_Name = Annotated[str, Predicate(re.compile(r"[\w.-]{1,64}", re.ASCII).fullmatch)]
+_Words = Annotated[str, Predicate(re.compile(r"[\w. -]{1,64}", re.ASCII).fullmatch)]
+_Count = Annotated[int, Ge(0), Le(10**9)]
+_Bytes = Annotated[int, Gt(0), Le(1 << 60)]
+_Usd = Annotated[float, Gt(0), Le(10**6)]
+
+
 @dataclass(frozen=True)
 class InstanceType:
     """One EC2 type. Sizes are in bytes, rates in bytes per second; `gpu_memory_bytes` is per GPU."""
 
-    name: str
-    arch: str  # amd64 | arm64
-    cpu_manufacturer: str  # intel | amd | aws
-    generation: int  # the number in the family's name
-    vcpus: int
-    physical_cores: int
-    clock_mhz: int  # 0: unknown
-    memory_bytes: int
-    allocatable_memory_bytes: int  # sum of requests of a node's pods, on AL2023 with Karpenter's defaults
-    allocatable_cpu_millicores: int
-    max_pods: int
-    network_bytes_per_s: int | None  # sustained; None: AWS publishes no number
-    efa_interfaces: int
+    name: _Name
+    arch: _Name  # in the words of Kubernetes
+    cpu_manufacturer: _Name
+    generation: _Count
+    vcpus: Annotated[int, Gt(0), Le(10**6)]
+    physical_cores: Annotated[int, Gt(0), Le(10**6)]
+    clock_mhz: _Count  # 0: unknown
+    memory_bytes: _Bytes
+    allocatable_memory_bytes: _Bytes  # sum of requests of a node's pods, on AL2023 with Karpenter's defaults
+    allocatable_cpu_millicores: _Count
+    max_pods: _Count
+    network_bytes_per_s: _Bytes | None  # sustained; None: AWS publishes no number
+    efa_interfaces: _Count
     amx: bool
-    gpus: int
-    gpu_name: str | None
-    gpu_memory_bytes: int | None
-    local_nvme_bytes: int
-    usd_per_hour: float | None  # on demand, in the catalogue's region; None: not sold there
-    spot_usd_per_hour: float | None = None  # median of the region's zones; None: unknown
+    gpus: _Count
+    gpu_name: _Words | None
+    gpu_memory_bytes: _Bytes | None
+    local_nvme_bytes: Annotated[int, Ge(0), Le(1 << 60)]
+    usd_per_hour: _Usd | None  # on demand, in the catalogue's region; None: not sold there
+    spot_usd_per_hour: _Usd | None = None  # median of the region's zones; None: unknown
 
     def schedulable_bytes(self, uses_efa: bool) -> int:
         """Return the memory that the pods of a node can request together.

@@ -120,9 +120,9 @@ def show_table(
     from rich.console import Console
     from rich.table import Table
 
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS, file=console.file)
+        console = Console(highlight=False, markup=False, width=_PIPE_COLUMNS, file=console.file)
     widths = {heading: max(len(heading), *map(len, cells), 0) + 1 for heading, cells in columns.items()}
     omitted: list[str] = []
     for heading in optional:

@@ -29,25 +29,29 @@ def become_python(arguments: Sequence[str], environ: Mapping[str, str]) -> NoRet
     os.execve(sys.executable, python_command(*arguments), environ)
 
 
-def start_worker(function: str, **settings: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """Start a fresh interpreter that calls `function` (`module:name`) with its end of a pipe; return the other end.
+class Worker:
+    """A fresh interpreter that calls `function` (`module:name`) with its end of a pipe; `connection` is the other end.
 
     A fork would inherit the threads of this process, and multiprocessing's spawn would import the user's script again.
     The worker ends when this process dies, because its end of the pipe then closes.
-
-    Args:
-        settings: environment variables of the worker, in addition to those of this process.
     """
-    connection, theirs = Pipe()
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        python_command("-c", f"from {__name__} import serve; serve({theirs.fileno()}, {function!r})"),
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **settings},
-    )
-    theirs.close()
-    return connection, process
+
+    def __init__(self, function: str, **settings: str) -> None:
+        """`settings`: environment variables of the worker, in addition to those of this process."""
+        self.connection, theirs = Pipe()
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            python_command("-c", f"from {__name__} import serve; serve({theirs.fileno()}, {function!r})"),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **settings},
+        )
+        theirs.close()
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
 
 
 def serve(descriptor: int, function: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 LIMIT_BYTES = 100_000_000  # safetensors' limit for a header; tokenizers have up to 35 MB
+_HUB_TIMEOUT_S = 15.0  # for the next bytes; the client tries several times
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # in the cache of the hub: snapshots/REVISION/FILE is a link into blobs
 
 
@@ -34,6 +35,19 @@ def hub_advice(name: str, kind: str = "model") -> str:
     """Return what a user can do about a model, tokenizer or dataset that the Hugging Face hub did not serve."""
     download = f"hf download {name}{' --repo-type dataset' if kind == 'dataset' else ''}"
     return f"Check the name, run `{download}` where the hub is reachable, or set HF_TOKEN for a gated {kind}"
+
+
+def limit_hub_time() -> None:
+    """Let the hub's client give up on a hub that sends nothing, because its default is to wait for ever."""
+    from huggingface_hub import get_session
+
+    session = get_session()
+    session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks["request"], _limit_request]}
+
+
+def _limit_request(request: Any) -> None:
+    limits = request.extensions["timeout"]  # None: for ever
+    request.extensions["timeout"] = {kind: limit or _HUB_TIMEOUT_S for kind, limit in limits.items()}
 
 
 def cache_root(configured: Path | None = None) -> Path:

@@ -8,7 +8,6 @@ many records send them in batches.
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import os
 import resource
@@ -20,12 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aliquot.core.errors import TokenizerError, UserError
-from aliquot.core.python_command import requests, start_worker
-
-Result = TypeVar("Result")
+from aliquot.core.python_command import Worker, requests
 
 _ADVICE = "Set data.chat_template, or the tokenizer's chat template, to another one"
 
@@ -48,7 +45,7 @@ class TemplateFailure(Exception):
     """Raised for an error that a chat template raises; other messages may suit the template."""
 
 
-def in_template_process(function: Callable[..., Result], *arguments: Any) -> Result:
+def in_template_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return `function(*arguments)`, called in the template process.
 
     Raises TokenizerError if rendering a chat exceeds a limit. Otherwise raises the exception of `function`.
@@ -66,8 +63,7 @@ def in_template_process(function: Callable[..., Result], *arguments: Any) -> Res
             raise
     if isinstance(result, BaseException):
         raise result
-    answer: Result = result
-    return answer
+    return result
 
 
 def render_chat(
@@ -101,28 +97,21 @@ def render_chat(
     return texts[0], marks[0] if marks else []
 
 
-class _TemplateProcess:
+class _TemplateProcess(Worker):
     def __init__(self) -> None:
-        self._connection, self._process = start_worker(f"{__name__}:serve", OPENBLAS_NUM_THREADS="1")
-        self._connection.send(limits)
-        atexit.register(self.close)
+        super().__init__(f"{__name__}:serve", OPENBLAS_NUM_THREADS="1")
+        self.connection.send(limits)
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
-            self._connection.send((function, arguments))
-            return self._connection.recv()
+            self.connection.send((function, arguments))
+            return self.connection.recv()
         except (EOFError, ConnectionError):
-            code = self._process.wait()
+            code = self.process.wait()
             reason = f"its process ended (exit code {code}); perhaps for lack of memory"
             if code == -signal.SIGPROF:
                 reason = f"it has run for {limits.cpu_s:g} s, as one that loops for ever does"
             raise TokenizerError(f"the chat template fails: {reason}. {_ADVICE}") from None
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
 
 
 def serve(connection: Connection) -> None:

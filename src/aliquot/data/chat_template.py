@@ -135,7 +135,8 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, **options: bool) -> tuple[str, list[Span]]:
         variables = {"times": self.times, **self.tokenizer.variables, **self.values}
-        return in_template_process(render_chat, self.source, messages, self.tools, variables, options)
+        text, marks = in_template_process(render_chat, self.source, messages, self.tools, variables, options)
+        return text, marks
 
     def stretches_as_text(self, text: str, messages: Messages) -> list[Span]:
         """Return the spans of `text`, the rendering of `messages`, to encode as ordinary text.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.core.errors import TrainingError, UserError
-from aliquot.core.python_command import requests, start_worker
+from aliquot.core.python_command import Worker, requests
 from aliquot.data.text_encoder import EncoderSpec, encode_records
 from aliquot.models.untrusted_code import without_code
 
@@ -157,13 +157,11 @@ def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | No
     return Encoded(counts, ids, mask, text_bytes)
 
 
-class EncoderProcess:
+class EncoderProcess(Worker):
     """An Encoder in a worker process. For one batch at a time: call `send`, wait for `connection`, call `receive`."""
 
     def __init__(self, spec: EncoderSpec) -> None:
-        self.connection, self.process = start_worker(
-            f"{__name__}:serve", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1"
-        )
+        super().__init__(f"{__name__}:serve", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
         self.connection.send(spec)  # does not block: the spec fits into the pipe's buffer
 
     def send(self, batch: Texts) -> None:
@@ -188,11 +186,6 @@ class EncoderProcess:
         return TrainingError(
             f"a tokenising process ended (exit code {code}); perhaps for lack of memory: lower data.num_proc"
         )
-
-    def close(self) -> None:
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
 
 
 def serve(connection: Connection) -> None:

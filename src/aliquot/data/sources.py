@@ -6,7 +6,6 @@ With data.eval_fraction, each source is divided into a part that is held out for
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.core.decode import load_yaml, read_json_object
 from aliquot.core.errors import ConfigError, DataError
-from aliquot.core.small_files import hub_advice
+from aliquot.core.small_files import hub_advice, limit_hub_time, read_small_file
 from aliquot.data.cache import digests
 from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
@@ -110,11 +110,14 @@ class HubSource:
         label = f"{key} {section.dataset}, split {section.split}"
         if section.document not in (None, "field"):
             raise DataError(f"data.document: {section.document} is for plain text; a record's document is its `field`")
+        limit_hub_time()
         try:
             if saved := _saved_tables(Path(section.dataset)):
                 dataset = datasets.load_dataset("arrow", data_files=saved, split=section.split)
             else:
                 dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=section.split)
+        except DataError:
+            raise
         except Exception as error:  # datasets raises nearly every kind of exception
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             advice = "" if Path(section.dataset).exists() else f". {hub_advice(section.dataset, 'dataset')}"
@@ -158,12 +161,34 @@ class HubSource:
 
 
 def _saved_tables(directory: Path) -> list[str]:
-    """Return the Arrow files of a directory that `Dataset.save_to_disk` wrote, in order; [] for other directories."""
-    try:
-        state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-        return [str(directory / file["filename"]) for file in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    """Return the Arrow files of a directory that `Dataset.save_to_disk` wrote, in order; [] for other directories.
+
+    Raises DataError if a file that describes the directory names data outside of it.
+    """
+    from datasets.config import REPOYAML_FILENAME
+    from huggingface_hub import DatasetCard
+
+    described: list[Any] = []
+    if (state := directory / "state.json").is_file():
+        described.append(read_json_object(state).get("_data_files") or [])
+    files = [str(directory / file["filename"]) for saved in described for file in saved]
+    if (card := directory / "README.md").is_file():
+        described.append(DatasetCard.load(card, ignore_metadata_errors=True).data.to_dict().get("configs"))
+    if (settings := directory / REPOYAML_FILENAME).is_file():
+        described.append(load_yaml(read_small_file(settings).decode())[0])
+    for name in _texts(described):
+        if name.startswith(("/", "~")) or "://" in name or ".." in Path(name).parts:
+            raise DataError(f"{name} is named in it, but lies outside: put a copy into this directory", directory)
+    return files
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value of YAML or JSON."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from aliquot.config.data_section import RecordsSection
 from aliquot.core.errors import DataError
-from aliquot.data.data_files import COMPRESSED, LONGEST_RECORD, lines_within_limit, not_text, opened, refuse_pointer
+from aliquot.data.data_files import (
+    COMPRESSED,
+    LONGEST_RECORD,
+    lines_within_limit,
+    not_text,
+    opened,
+    refuse_pointer,
+    too_long,
+)
 from aliquot.data.documents import (
     HOLDS_NUL,
     NO_TEXT,
@@ -66,14 +77,12 @@ def arrow_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
     return _table_documents(path, section, "Arrow", _open_arrow)
 
 
-Rows = tuple[list[dict[str, Any]], float]  # some rows of a table, and the share of the table that has been read
-
-
 class _Table(NamedTuple):
     """An open table."""
 
     columns: list[str]
-    read: Callable[[list[str]], Iterator[Rows]]  # yields all rows with only the given columns
+    # Yields all rows with only the given columns, each batch with the share of the table that has been read.
+    read: Callable[[list[str]], Iterator[tuple[Any, float]]]
 
 
 def _table_documents(
@@ -90,8 +99,8 @@ def _table_documents(
             _refuse_repeated(table.columns, path)
             form = format_of(section, table.columns, path)
             reader = RecordReader(section, form)
-            for records, share in table.read(form.columns(table.columns)):
-                for record in records:
+            for batch, share in table.read(form.columns(table.columns)):
+                for record in _rows(batch, path, row):
                     row += 1
                     yield reader.document(partial(as_written, record), f"{path}, row {row}", int(size_bytes * share))
     except pyarrow.ArrowException as error:
@@ -104,7 +113,13 @@ def _table_documents(
 def _open_parquet(path: Path) -> Iterator[_Table]:
     import pyarrow.parquet
 
-    def read(columns: list[str]) -> Iterator[Rows]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+    leaves = (group.column(index) for group in groups for index in range(group.num_columns))
+    # A repeated text stays a reference into the dictionary: kilobytes may repeat a long text in thousands of rows.
+    texts = {leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.has_dictionary_page}
+
+    def read(columns: list[str]) -> Iterator[tuple[Any, float]]:
         """The uncompressed size of a row group limits how many rows are read at once."""
         rows, rows_before = max(file.metadata.num_rows, 1), 0
         for index in range(file.num_row_groups):
@@ -112,9 +127,9 @@ def _open_parquet(path: Path) -> Iterator[_Table]:
             at_once = rows_at_once(group.total_byte_size, group.num_rows)
             for batch in file.iter_batches(batch_size=at_once, row_groups=[index], columns=columns):
                 rows_before += len(batch)
-                yield batch.to_pylist(), rows_before / rows
+                yield batch, rows_before / rows
 
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(texts)) as file:
         yield _Table(file.schema_arrow.names, read)
 
 
@@ -130,16 +145,50 @@ def _open_arrow(path: Path) -> Iterator[_Table]:
             file.seek(0)
             stored = reader = pyarrow.ipc.open_stream(file)
 
-        def read(columns: list[str]) -> Iterator[Rows]:
+        def read(columns: list[str]) -> Iterator[tuple[Any, float]]:
             done_bytes = 0
             for batch in stored:
-                at_once = rows_at_once(batch.nbytes, batch.num_rows)
-                for start in range(0, batch.num_rows, at_once):
-                    part = batch.slice(start, at_once)
-                    done_bytes += part.nbytes
-                    yield part.select(columns).to_pylist(), min(1.0, done_bytes / file.size())
+                done_bytes += batch.nbytes
+                yield batch.select(columns), min(1.0, done_bytes / file.size())
 
         yield _Table(reader.schema.names, read)
+
+
+def _rows(batch: Any, path: Path, row: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a record batch, of which only a few megabytes are in memory as Python objects at once.
+
+    `row`: number of rows before the batch. Raises DataError for a row of more than LONGEST_RECORD bytes.
+    """
+    sizes = sum(map(_row_bytes, batch.columns), np.zeros(len(batch), np.int64))
+    if (long := np.flatnonzero(sizes > LONGEST_RECORD)).size:
+        raise too_long(f"{path}, row {row + int(long[0]) + 1}")
+    parts = np.flatnonzero(np.diff(np.cumsum(sizes) // _BATCH_BYTES)) + 1
+    for start, stop in pairwise([0, *parts.tolist(), len(batch)]):
+        for first in range(start, stop, _ROWS):
+            yield from batch.slice(first, min(_ROWS, stop - first)).to_pylist()
+
+
+def _row_bytes(array: Any) -> Any:
+    """Return the bytes of each element of an Arrow array as a Python object, without making the object: [rows]."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    kind = array.type
+    if types.is_dictionary(kind):
+        return np.append(_row_bytes(array.dictionary), 0)[compute.fill_null(array.indices, -1).to_numpy(False)]
+    if types.is_struct(kind):
+        return sum(map(_row_bytes, array.flatten()), np.zeros(len(array), np.int64))
+    if types.is_fixed_size_list(kind):
+        array = array.cast(pyarrow.list_(kind.value_type))
+    if isinstance(array, pyarrow.ListArray | pyarrow.LargeListArray):  # a map is a list, too
+        totals = np.append(0, np.cumsum(_row_bytes(array.values)))
+        return np.diff(totals[array.offsets.to_numpy(False)])
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # a view begins with its length
+        return views[array.offset :][: len(array), 0] * array.is_valid().to_numpy(False)
+    if types.is_null(kind) or types.is_primitive(kind) or types.is_decimal(kind):
+        return np.full(len(array), 8)
+    return compute.fill_null(compute.cast(compute.binary_length(array), "int64"), 0).to_numpy(False)
 
 
 def rows_at_once(size_bytes: int, rows: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from transformers import StoppingCriteria, TextIteratorStreamer
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
-from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError
+from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError, resource_error
 from aliquot.core.template_process import TemplateFailure, in_template_process, render_chat
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_config import model_of_run
@@ -72,7 +72,25 @@ class Loaded:
     def context_length(self) -> int | None:
         """Return the longest context of the model in tokens; None if the model has no limit."""
         positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        return positions if positions is not None and positions > 0 else None
+        return positions if isinstance(positions, int) and positions > 0 else None
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, **options: Any) -> Tensor:
+        """Return `ids` with new tokens. Raises ModelFilesError for a configuration that transformers cannot use.
+
+        transformers checks most values of config.json and generation_config.json only when it uses them.
+        """
+        try:
+            generated: Tensor = self.model.generate(ids, **options)
+        except Exception as error:
+            if resource_error(error) is not None:
+                raise
+            raise ModelFilesError(
+                f"transformers cannot generate with this model: {' '.join(str(error).split())[:300]} (see its"
+                " config.json and generation_config.json)",
+                self.model.name_or_path,
+            ) from error
+        return generated
 
 
 def load(directory: Path, base: str | None = None) -> Loaded:
@@ -103,20 +121,20 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     whole = local_directory(adapter_base_model(directory, base)) if adapts else directory
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    ends = trained_tokens(directory, "ends") or []
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
         model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype="auto")
         if whole != directory:
             model.load_adapter(str(directory))
+        model.generation_config = _one_by_one(model.generation_config)
+        if (ids := joined_ends(model.generation_config.eos_token_id, ends)) is not None:
+            model.generation_config.eos_token_id = ids  # an adapter has no generation config
     except Exception as error:  # safetensors, tokenizers and transformers each raise their own types of errors
         if not any(directory.glob("*token*")):
             raise ModelFilesError("no tokenizer here: copy it next to the model", directory) from error
         reason = " ".join(str(error).split())
         raise ModelFilesError(f"transformers cannot load this model: {reason}", directory) from error
-    model.generation_config = _one_by_one(model.generation_config)
-    ends = trained_tokens(directory, "ends") or []
-    if (ids := joined_ends(model.generation_config.eos_token_id, ends)) is not None:
-        model.generation_config.eos_token_id = ids  # an adapter has no generation config
     return Loaded(model, tokenizer, trained_tokens(directory, "prefix"), trained_tokens(directory, "chat_prefix"))
 
 
@@ -160,9 +178,7 @@ def generate(
     """
     loaded, sampling = load(Path(directory), base), Sampling(max_new_tokens, temperature, seed)
     for prompt in prompts:
-        yield continuation(
-            loaded.model.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.context_length, sampling
-        )
+        yield continuation(loaded.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.context_length, sampling)
 
 
 def continuation(
@@ -246,7 +262,7 @@ def _rendered(tokenizer: Any, messages: Messages, tools: Sequence[Tool] | None =
     try:
         source = tokenizer.get_chat_template(tools=tools)
         variables = tokenizer.special_tokens_map
-        return in_template_process(render_chat, source, list(messages), tools, variables, options)[0]
+        return str(in_template_process(render_chat, source, list(messages), tools, variables, options)[0])
     except (ValueError, TemplateFailure) as error:  # ValueError: several templates, and none is the default
         raise TokenizerError(f"the chat template fails: {' '.join(str(error).split())}") from error
 
@@ -302,8 +318,7 @@ class Chat:
 
         def generate() -> None:
             try:
-                with torch.no_grad():
-                    self._loaded.model.generate(torch.tensor([ids]), **options)
+                self._loaded.generate(torch.tensor([ids]), **options)
             except Exception as error:  # the thread that reads the streamer re-raises the error, instead of waiting
                 failed.append(error)
                 streamer.end()

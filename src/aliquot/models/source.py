@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import ConfigError, ModelFilesError
-from aliquot.core.small_files import hub_advice, looks_local, with_home
+from aliquot.core.small_files import hub_advice, limit_hub_time, looks_local, with_home
 from aliquot.models.model_config import parse_config, read_fields, refuse_quantized, without_quantization
 from aliquot.models.untrusted_code import model_from_config
 
@@ -206,6 +206,7 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
+        limit_hub_time()
         return Path(snapshot_download(path, allow_patterns=list(hub_files), ignore_patterns=_OTHER_FORMS))
     # The hub client raises OSError for network and HTTP errors, and ValueError for malformed hub ids.
     except (OSError, ValueError) as error:

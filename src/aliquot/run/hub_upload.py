@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.config.schema import RunConfig
 from aliquot.core.decode import decode_json, read_json
-from aliquot.core.errors import StorageError, StorageFailureError
-from aliquot.core.small_files import looks_local
+from aliquot.core.errors import StorageError, StorageFailureError, printable
+from aliquot.core.small_files import limit_hub_time, looks_local
 from aliquot.models.export import STATE
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class HubUpload:
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()  # also those of the client
+        limit_hub_time()
         self._hub: HfApi = HfApi()
         try:
             self.name = self._hub.create_repo(name, private=private or None, exist_ok=True).repo_id
@@ -55,7 +56,7 @@ class HubUpload:
                 f"--push-to-hub {self.name}: the upload broke: {_first_line(error)}. The export is complete; continue"
                 f" with: hf upload {self.name} {export} ."
             ) from error
-        return str(commit.commit_url)
+        return printable(str(commit.commit_url))
 
 
 def _first_line(error: Exception) -> str:

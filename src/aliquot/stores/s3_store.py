@@ -12,7 +12,14 @@ from contextlib import contextmanager, suppress
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    ResponseStreamingError,
+)
 
 from aliquot.core.errors import DamagedCheckpoint, StorageError, StorageFailureError
 from aliquot.stores.store import FileVersion, Store
@@ -32,7 +39,7 @@ class S3Store(Store):
         self._bucket, _, prefix = url.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         # boto3 gives up on a dead server after about a minute; AWS_MAX_ATTEMPTS sets the number of attempts.
-        timeouts = Config(connect_timeout=10, read_timeout=60)
+        timeouts = Config(connect_timeout=10, read_timeout=12)
         with self._request():
             self._s3 = boto3.client("s3", config=timeouts)
 
@@ -54,7 +61,7 @@ class S3Store(Store):
         if start >= stop:
             return b""
         for _ in range(_READ_ATTEMPTS - 1):
-            with suppress(BotoCoreError):
+            with suppress(ResponseStreamingError, IncompleteReadError):
                 return self._read(name, start, stop)
         with self._request():
             return self._read(name, start, stop)
