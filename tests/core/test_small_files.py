@@ -137,6 +137,7 @@ def test_files_of_runs_are_opened_without_links() -> None:
 
 
 def test_a_hub_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(small_files, "_HUB_TIMEOUT_S", 0.05)
     limit_hub_time()
     with socket.create_server(("127.0.0.1", 0)) as hub, pytest.raises(Exception, match="timed out"):
