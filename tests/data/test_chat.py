@@ -437,6 +437,21 @@ def test_an_empty_answer_teaches_nothing_and_is_counted() -> None:
         assert learned({"messages": talk[:2], "context": 0}, template) == ("", [], NO_ANSWER)
 
 
+@pytest.mark.parametrize(
+    "content", ["<think>慢慢想。</think>狐狸", "<think></think>หมา", "<think>a b</think>yes", "<b>"]
+)
+def test_thoughts_need_no_spaces(content: str) -> None:
+    """A template that writes a thought between other newlines writes it, and one that leaves it out writes the rest."""
+    cut = "{% set parts = m.content.split('</think>') %}"
+    whole = "{{ parts[0].replace('<think>', '<think>\\n') }}{{ '\\n</think>\\n' if parts[1] }}{{ parts[1] }}"
+    record = {"messages": [TALK[0], {"role": "assistant", "content": content}], "context": 0}
+    for template, notes in ((whole, [None]), ("{{ parts[-1] }}", [TEMPLATE_LEAVES_OUT, None])):
+        made = MARKED.replace("{{ m.content }}</s>{% endg", f"{cut}{template}</s>{{% endg")
+        _, (stretch,), note = learned(record, made)
+        assert stretch.endswith(f"{content.split('</think>')[-1]}</s>")
+        assert note == notes[0 if "a b" in content or "慢" in content else -1]
+
+
 def test_added_eos_is_learned_with_the_last_message() -> None:
     lined = MARKED.replace("\n{% endfor %}", "{{ '\\n' }}{% endfor %}")
     for template in (lined, CHATML):

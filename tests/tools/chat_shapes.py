@@ -86,6 +86,10 @@ SHAPES: dict[str, list[Message]] = {
     "thought": [user(), said(reasoning_content="lazy")],
     "thoughts": [user(), said(reasoning_content="lazy"), user("dog?"), said("jumps", reasoning_content="over")],
     "thought in the text": [user(), said("<think>\nlazy\n</think>\n\nbrown fox"), user("dog?"), said("jumps")],
+    "Chinese thought": [user(), said("<think>慢慢想。</think>棕狐")],
+    "Japanese thoughts": [user(), said("<think>考える</think>狐だ"), user("dog?"), said("<think></think>跳ぶ")],
+    "Thai thought": [user(), said("<think>คิดดูก่อน</think>หมา"), user("dog?"), said("แมว", reasoning_content="คิด")],
+    "Korean thought after a call": [user(), calls(), tool(), said("<think>생각</think>여우")],
     "call": [user(), calls()],
     "call, answer": [user(), calls(), tool(), said()],
     "call of null": [user(), calls(None), tool(), said()],
@@ -95,7 +99,8 @@ SHAPES: dict[str, list[Message]] = {
     "call, answer, question": [user(), calls(), tool(), said(), user("dog?"), said("stop")],
     "called again": [user(), calls(), tool(), calls(city="now"), tool("it is dry"), said()],
 }
-WITH_TOOLS = {name for name in SHAPES if name.startswith(("call", "arguments"))}
+WITH_TOOLS = {name for name, chat in SHAPES.items() if any("tool_calls" in message for message in chat)}
+_WORDS = ("fox", "jumps", "hello", "stop", "lazy", "now", "狐", "跳ぶ", "หมา", "แมว", "여우")  # of answers
 
 
 class Outcome(NamedTuple):
@@ -131,14 +136,22 @@ def outcome(tokenizer: PreTrainedTokenizerFast, shape: str) -> Outcome:
         return Outcome("c" if expected is None or as_python else "?", changed.removeprefix(CHANGED))
     if expected is None or ids != expected["input_ids"]:
         return Outcome("?", f"another text than that of transformers {refusal}")
-    if marked and mask != (marks := expected["assistant_masks"]):
+    if marked and mask != (marks := whole_characters(tokenizer, ids, expected["assistant_masks"])):
         learned, all_marked = stretches(tokenizer, ids, mask), stretches(tokenizer, ids, marks)
         silent = set(all_marked) - set(learned)
-        says = any(word in stretch for stretch in silent for word in ("fox", "jumps", "hello", "stop", "lazy", "now"))
+        says = any(word in stretch for stretch in silent for word in _WORDS)
         if not set(learned) < set(all_marked) or says:
             return Outcome("?", f"another mask: {learned} of {all_marked}")
         return Outcome("e", "without the mark of an answer of which the template writes no word")
     return Outcome("=", "")
+
+
+def whole_characters(tokenizer: PreTrainedTokenizerFast, ids: list[int], marks: list[int]) -> list[int]:
+    """Return the marks of transformers, which of a mark's last character has the first token alone, with its others."""
+    whole: list[int] = []
+    for number, bit in zip(ids, marks, strict=True):
+        whole.append(bit or int(any(whole[-1:]) and tokenizer.decode([number]) == "\ufffd"))
+    return whole
 
 
 def stretches(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> list[str]:

@@ -29,7 +29,7 @@ from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, To
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 8  # part of the cache key; increase it whenever a record gets other tokens or another mask
+ENCODING = 9  # part of the cache key; increase it whenever a record gets other tokens or another mask
 
 # A record is encoded as a whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of
 # memory per character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.

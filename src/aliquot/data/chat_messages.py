@@ -24,6 +24,7 @@ LOSS_FLAGS = (
 )  # fmt: skip
 _DETAIL = "train_detail"  # as in axolotl, also a list of parts: the indices of their first and last characters
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a model's reasoning that transformers knows
+_TAG = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]")  # as around reasoning: <think>, [THINK], ◁think▷
 UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
 
@@ -252,13 +253,11 @@ def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) 
     Each message is searched after the end of the message before it, because an earlier message may contain the same
     words. A system message may be anywhere.
     """
-    at = 0
+    at, written = 0, _without_spaces(rendered)
     for message in messages:
         anywhere = message["role"] in ("system", "developer")
-        ends = [
-            _end(texts, rendered, 0 if anywhere else at)
-            for texts in (text_parts(message), [_reasoning(message)], _calls(message))
-        ]
+        texts = [part for text in text_parts(message) for part in _TAG.split(text)]
+        ends = [_end(of, written, 0 if anywhere else at) for of in (texts, [_reasoning(message)], _calls(message))]
         if -1 in ends:
             return True
         at = at if anywhere else max(ends)
@@ -268,11 +267,13 @@ def leaves_out(messages: list[dict[str, Any]], tools: list[Any], rendered: str) 
 def is_silent(message: dict[str, Any], rendered: str, without_special: Callable[[str], str]) -> bool:
     """Return whether `rendered`, the span of `message` in the rendered chat, holds no word of `message`.
 
-    Special tokens are not words.
+    Special tokens are not words, and neither are the tags around reasoning, which a template may write without it. Not
+    all languages put spaces between words, so that a text between two tags may be a single word.
     """
     texts = [*text_parts(message), _reasoning(message), *_calls(message), *_arguments(message)]
-    words, written = (without_special(word) for text in texts for word in text.split()), without_special(rendered)
-    return not any(spelling in written for word in words for spelling in _spellings(word))
+    parts = [without_special(part) for text in texts for part in (text, *_TAG.sub(" ", text).split())]
+    written = _without_spaces(without_special(rendered))
+    return not any(spelling in written for part in parts for spelling in _spellings(part) if spelling)
 
 
 def _calls(message: Mapping[str, Any]) -> list[str]:
@@ -318,22 +319,27 @@ def in_other_words(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, **changed}
 
 
-def _end(texts: list[str], rendered: str, start: int) -> int:
-    """Return the index at which the last of `texts` ends, if `rendered` has all of them in order; else -1."""
+def _end(texts: list[str], written: str, start: int) -> int:
+    """Return the index at which the last of `texts` ends, if `written` has all of them in order; else -1.
+
+    `written` is a rendered chat without white space, because a template may write other white space than the message.
+    """
     for text in texts:
-        places = ((rendered.find(spelling, start), spelling) for spelling in _spellings(text.strip()))
-        end = next((at + len(spelling) for at, spelling in places if at >= 0), -1)
-        if end < 0:
+        places = ((written.find(spelling, start), spelling) for spelling in _spellings(text.strip()))
+        start = next((at + len(spelling) for at, spelling in places if at >= 0), -1)
+        if start < 0:
             return -1
-        start = end
     return start
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """Yield the ways in which a template may write `text`: some templates write the replies of tools as JSON."""
-    yield text
-    yield json.dumps(text, ensure_ascii=False)[1:-1]
-    yield json.dumps(text)[1:-1]
+    """Yield, without white space, the ways in which a template may write `text`: some write tools' replies as JSON."""
+    for spelling in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
+        yield _without_spaces(spelling)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
