@@ -15,7 +15,8 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 # Statements without docstrings, because formatting cannot change their number. Lower a number whenever the count has
 # fallen. Raise a number only for a feature, and name in that line the feature and the statements that it takes.
 # src: 165 are for the process of chat templates (95), and for bounds of tables, dataset directories and AWS' answers.
-BUDGET = {"src": 31_760, "tests": 26_248}
+# src: 99 and tests: 39 are for records of other trainers, and for counting fields that are not read.
+BUDGET = {"src": 31_859, "tests": 26_287}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100

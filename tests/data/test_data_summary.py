@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aliquot.data.batches import Batches
 from aliquot.data.data_order import TrainStore
 from aliquot.data.data_summary import examples, header
+from aliquot.data.formats import IMPLICIT_PROMPT
 from aliquot.data.micro_batch_rows import SequenceFormat
 from tests.data.stores import byte_level, memory_store
 
@@ -57,8 +60,13 @@ def test_the_header_counts_epochs_as_the_metrics_do() -> None:
 
 
 def test_one_is_singular_in_the_header() -> None:
-    source, format = TrainStore(memory_store([[1, 2, 3]])), SequenceFormat(8, 0, packed=False)
-    batches = Batches([source], format, seed=1, global_batch_size=1, micro_batch_size=1, epochs=1.0)
-    first, *_, last = header(batches, 1, {})
-    assert first == "1 document, 3 tokens; 1 step of 1 sequence of 8, a document each"
+    format = SequenceFormat(8, 0, packed=False)
+    for left_out, more in (
+        ({}, ""),
+        ({IMPLICIT_PROMPT: 2}, "; the prompt of 2 pairs is the common beginning of their answers"),
+    ):
+        source = TrainStore(replace(memory_store([[1, 2, 3]]), left_out=left_out))
+        batches = Batches([source], format, seed=1, global_batch_size=1, micro_batch_size=1, epochs=1.0)
+        first, *_, last = header(batches, 1, {})
+        assert first == f"1 document, 3 tokens; 1 step of 1 sequence of 8, a document each{more}"
     assert last == "an epoch: 1 sequence, 1 step; this run: 1 epoch"

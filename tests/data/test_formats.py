@@ -7,23 +7,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
-from aliquot.data.documents import EXCLUDED, MISSING_FIELD, BadRecordError
+from aliquot.data.documents import EXCLUDED, MISSING_FIELD, UNCLEAR_PROMPT, BadRecordError
 from aliquot.data.file_source import record_documents
-from aliquot.data.formats import format_of, words
+from aliquot.data.formats import IMPLICIT_PROMPT, UNREAD, UNREAD_COLUMNS, format_of, words
 
+PAIR = {"chosen": "chosen", "rejected": "rejected"}
+RATED = {"prompt": "prompt", "completion": "completion", "label": "label"}  # what objective kto sets
 ASKED, ANSWERED = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+NO = {"role": "assistant", "content": "no"}
 CHAT = {"messages": [ASKED, ANSWERED], "context": 0}
 
 
-def read(record: dict[str, Any], **keys: str) -> tuple[Any, str]:
+def read(record: dict[str, Any], **keys: Any) -> tuple[Any, str]:
     section = DataSection(path="x", **keys)
-    text, kind = format_of(section, record, "x:1").read(record, "x:1")
-    return (json.loads(text) if text and kind != "text" else text), kind
+    document = format_of(section, record, "x:1").read(record, "x:1")
+    return (json.loads(document.text) if document.text and document.kind != "text" else document.text), document.kind
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,13 @@ def read(record: dict[str, Any], **keys: str) -> tuple[Any, str]:
         ({"instruction": "a", "context": "b", "response": "c"}, {"instruction": "a", "input": "b", "output": "c"},
          "instruction"),
         ({"instruction": "a", "output": "c"}, {"instruction": "a", "input": "", "output": "c"}, "instruction"),
+        ({"question": "hi", "answer": "yes", "id": 1}, {"prompt": "hi", "completion": "yes"}, "prompt"),
+        ({"question": "hi", "answer": "yes", "text": "t"}, "t", "text"),
+        ({"prompt": json.dumps([ASKED]), "completion": json.dumps(ANSWERED)}, {**CHAT, "context": 1}, "prompt"),
+        ({"prompt": "hi", "completion": '[{"from": 1}, 2]'}, {"prompt": "hi", "completion": '[{"from": 1}, 2]'},
+         "prompt"),
+        ({"messages": [ASKED, {**ANSWERED, "weight": "0"}]},
+         {"messages": [ASKED, {**ANSWERED, "weight": False}], "context": 0}, "messages"),
         ({"messages": []}, "", "messages"),
         ({"messages": None}, "", "messages"),
         ({"prompt": " ", "completion": None}, "", "prompt"),
@@ -99,7 +111,30 @@ PART = {"begin_offset": 0, "end_offset": 0, "train": True}
         ({"messages": "hello"}, {}, "x:1: field 'messages' holds str, not a list of messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "a message's `content` must be text"),
         ({"messages": [ASKED, {**ANSWERED, "weight": 0.5}]}, {}, "x:1: a message's `weight` is 0.5: an answer is "),
-        ({"messages": [ASKED, {**ANSWERED, "weight": "0"}]}, {}, "x:1: a message's `weight` is '0': an answer is "),
+        ({"messages": [ASKED, {**ANSWERED, "weight": "no"}]}, {}, "x:1: a message's `weight` is 'no': an answer is "),
+        (
+            {"qestion": "x", "answer": "y"},
+            {"prompt": "question", "completion": "answer"},
+            r"no field 'question'; there are qestion, answer \(did you mean 'qestion'\?\): set data.prompt and",
+        ),
+        (
+            {"question": "x", "chosen": "a", "rejected": "b"},
+            {"prompt": "qestion", **PAIR},
+            r"no field 'qestion'; there are question, chosen, rejected \(did you mean 'question'\?\): set data.chosen",
+        ),
+        ({"body": "x"}, PAIR, "no field 'chosen'; there are body: set data.chosen, data.rejected and, for the prompt,"),
+        ({"prompt": "x", "completion": "b"}, RATED, "no field 'label'; there are .*: set data.prompt, data.completion"),
+        ({"ask": "x", "chosen": "The a", "rejected": "The b"}, PAIR, "without a prompt, but with text in 'ask': give"),
+        ({"ask": "x", "chosen": [ANSWERED], "rejected": [NO]}, PAIR, "without a prompt, but with text in 'ask': give"),
+        ({"system": "x", "chosen": "The a", "rejected": "The b"}, PAIR, "a pair without a prompt, .* 'system'"),
+        ({"question": "x", "query": "y", "chosen": "a", "rejected": "b"}, PAIR, "'question' and 'query' may both hold"),
+        (
+            {"prompt": "[{'role': 'user', 'content': 'x'}]", "completion": "x"},
+            {},
+            "'prompt' holds text that is not JSON",
+        ),
+        ({"chosen": str([ASKED, ANSWERED]), "rejected": "x"}, PAIR, "field 'chosen' holds text that is not JSON"),
+        ({"prompt": "x", "chosen": {"text": "a"}, "rejected": "b"}, PAIR, "field 'chosen' holds dict, not text"),
         (
             {"messages": [ASKED, {**ANSWERED, "train_detail": [{}]}]},
             {},
@@ -159,8 +194,8 @@ def test_contradictory_sections(keys: dict[str, Any], message: str) -> None:
 def test_late_input_field_and_null_system_text() -> None:
     found = format_of(DataSection(path="x"), {"instruction": "add", "output": "ok", "system": "be kind"}, "x:1")
     second = {"instruction": "translate", "input": "Guten Tag", "output": "Good day"}
-    assert json.loads(found.read(second, "x:2")[0])["input"] == "Guten Tag"
-    first = json.loads(found.read({"instruction": "add", "output": "ok", "system": "be kind"}, "x:1")[0])
+    assert json.loads(found.read(second, "x:2").text)["input"] == "Guten Tag"
+    first = json.loads(found.read({"instruction": "add", "output": "ok", "system": "be kind"}, "x:1").text)
     assert (first["input"], first["system"]) == ("", "be kind")
 
 
@@ -219,9 +254,9 @@ def test_messages_may_be_json() -> None:
 def test_system_and_tools_are_read_with_prompts() -> None:
     found = format_of(DataSection(path="x"), {"prompt": "hi", "completion": "yes"}, "x:1")
     beside = {"system": "be kind", "tools": json.dumps([CALL])}
-    plain = json.loads(found.read({"prompt": "hi", "completion": "yes", **beside}, "x:2")[0])
+    plain = json.loads(found.read({"prompt": "hi", "completion": "yes", **beside}, "x:2").text)
     assert plain == {"prompt": "hi", "completion": "yes", "system": "be kind", "tools": [CALL]}
-    listed = json.loads(found.read({"prompt": [ASKED], "completion": [ANSWERED], **beside}, "x:3")[0])
+    listed = json.loads(found.read({"prompt": [ASKED], "completion": [ANSWERED], **beside}, "x:3").text)
     system = {"role": "system", "content": "be kind"}
     assert listed == {"messages": [system, ASKED, ANSWERED], "context": 2, "tools": [CALL]}
     assert words(json.dumps(plain), "prompt") == ["hi", "yes", "be kind"]
@@ -241,11 +276,11 @@ def test_record_of_another_format_is_not_blank() -> None:
     found = format_of(DataSection(path="x"), {"messages": [ASKED]}, "x:1")
     with pytest.raises(UserError, match=r"x:2: 'messages' is null here, but 'text' is not: .* data\.sources"):
         found.read({"messages": None, "text": "a story"}, "x:2")
-    assert found.read({"messages": None, "text": None, "prompt": "no completion"}, "x:3")[0] == ""
+    assert found.read({"messages": None, "text": None, "prompt": "no completion"}, "x:3").text == ""
     names = ["id", "text", "tools", "messages"]
     assert format_of(DataSection(path="x"), names, "x").columns(names) == names[1:]
     named = format_of(DataSection(path="x", text_field="text"), {"text": "", "messages": [ASKED]}, "x:1")
-    assert named.read({"text": None, "messages": [ASKED]}, "x:1")[0] == "", "somebody has chosen"
+    assert named.read({"text": None, "messages": [ASKED]}, "x:1").text == "", "somebody has chosen"
 
 
 @pytest.mark.parametrize("said", [{"messages": [ASKED, ANSWERED]}, {"prompt": "hi", "completion": "yes"}])
@@ -255,9 +290,6 @@ def test_deep_nesting_is_one_line(said: dict[str, Any]) -> None:
         tool = {"parameters": tool}
     with pytest.raises(UserError, match=r"^x:1: lists and mappings nest more than 100 levels deep in this record$"):
         read({**said, "tools": [tool]})
-
-
-NO = {"role": "assistant", "content": "no"}
 
 
 @pytest.mark.parametrize(
@@ -271,16 +303,113 @@ NO = {"role": "assistant", "content": "no"}
         # The prompt is in both chats, which a column `prompt` repeats.
         ({"chosen": [ASKED, ANSWERED], "rejected": [ASKED, NO]}, [ASKED], ([ANSWERED], [NO])),
         ({"prompt": "hi", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, NO]}, [ASKED], ([ANSWERED], [NO])),
+        # Other names of a prompt.
+        ({"question": "hi", "chosen": "hi yes", "rejected": "hi no"}, "hi", ("hi yes", "hi no")),
+        ({"prompt": "hi", "question": "h", "chosen": "yes", "rejected": "no"}, "hi", ("yes", "no")),
+        ({"query": "hi", "response": "yes", "rejected_response": "no"}, "hi", ("yes", "no")),
+        (
+            {"instruction": "h", "input": "i", "chosen": [ANSWERED], "rejected": "no"},
+            [{**ASKED, "content": "h\n\ni"}],
+            ([ANSWERED], [NO]),
+        ),
+        # ms-swift, axolotl, LLaMA-Factory.
+        ({"messages": [ASKED, ANSWERED], "rejected_response": "no"}, [ASKED], ([ANSWERED], [NO])),
+        ({"messages": [ASKED], "chosen": ANSWERED, "rejected": NO}, [ASKED], ([ANSWERED], [NO])),
+        (
+            {
+                "conversations": [{"from": "human", "value": "hi"}],
+                "chosen": {"from": "gpt", "value": "yes"},
+                "rejected": NO,
+            },
+            [ASKED],
+            ([ANSWERED], [NO]),
+        ),
+        (
+            {"messages": [ASKED, ANSWERED], "chosen": [ASKED, ANSWERED], "rejected": [ASKED, NO]},
+            [ASKED],
+            ([ANSWERED], [NO]),
+        ),
+        # Messages as the text of a table.
+        ({"chosen": json.dumps([ASKED, ANSWERED]), "rejected": json.dumps([ASKED, NO])}, [ASKED], ([ANSWERED], [NO])),
+        # A common beginning ends with a word.
+        (
+            {"chosen": "Ask: why?\n\nTell: Happy", "rejected": "Ask: why?\n\nTell: Hard"},
+            "Ask: why?\n\nTell:",
+            (" Happy", " Hard"),
+        ),
+        ({"chosen": "Happy to", "rejected": "Harry"}, "", ("Happy to", "Harry")),
+        ({"chosen": "川は。阿", "rejected": "川は。阿尔"}, "川は。", ("阿", "阿尔")),
+        # An empty answer is no blank record: it is counted when the answers are encoded.
+        ({"prompt": "hi", "chosen": "yes", "rejected": ""}, "hi", ("yes", "")),
+        ({"prompt": "hi", "chosen": None, "rejected": "no"}, "hi", ("", "no")),
+        ({"prompt": "hi", "chosen": [ANSWERED], "rejected": []}, [ASKED], ([ANSWERED], [])),
     ],
 )
 def test_pairs_of_answers_have_one_prompt(record: dict[str, Any], prompt: Any, answers: tuple[Any, Any]) -> None:
-    pair, kind = read({**record, "messages": []}, chosen="chosen", rejected="rejected")
+    pair, kind = read({"messages": [], **record}, **PAIR)
     assert kind == "preference"
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         if isinstance(prompt, str):
             assert pair[name] == {"prompt": prompt, "completion": answer}
         else:
             assert pair[name] == {"messages": [*prompt, *answer], "context": len(prompt)}
+
+
+def test_pairs_with_an_instruction_have_the_form_of_alpaca() -> None:
+    record = {"system": "s", "instruction": "add", "input": "1 2", "chosen": "3", "rejected": "4"}
+    parts = {"instruction": "add", "input": "1 2", "system": "s"}
+    assert read(record, **PAIR)[0] == {"chosen": {**parts, "output": "3"}, "rejected": {**parts, "output": "4"}}
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "notes"),
+    [
+        ({"text": "hi", "title": "Aare", "id": "17", "year": 1}, {}, [(UNREAD, "title")]),
+        ({"text": "hi Aare", "title": "Aare"}, {}, []),
+        ({"text": "hi", "title": "Aare"}, {"unused_fields": ["title"]}, []),
+        (
+            {"prompt": "hi", "completion": "yes", "messages": [ASKED], "url": "example"},
+            {},
+            [(UNREAD, "completion, url")],
+        ),
+        ({"instruction": "a", "output": "c", "response": "d", "system": "e"}, {}, [(UNREAD, "response")]),
+        ({"prompt": "hi", "completion": "yes", "history": "more"}, {}, [(UNREAD, "history")]),
+        ({"prompt": "hi", "question": "why", "chosen": "a", "rejected": "b"}, PAIR, [(UNREAD, "question")]),
+        ({"chosen": "hi a", "rejected": "hi b", "at": "2024-05-01"}, PAIR, [(IMPLICIT_PROMPT, "")]),
+        ({"chosen": "hi a", "rejected": "hi b", "by": "x"}, {**PAIR, "unused_fields": ["by"]}, [(IMPLICIT_PROMPT, "")]),
+    ],
+)
+def test_text_in_unread_fields_is_counted(
+    record: dict[str, Any], keys: dict[str, Any], notes: list[tuple[str, str]]
+) -> None:
+    form = format_of(DataSection(path="x", **keys), record, "x:1")
+    assert list(form.read(record, "x:1").notes) == notes
+
+
+def test_columns_of_text_that_are_not_read_are_named_once(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"text": ["a", "b"], "title": ["c", "d"], "url": ["e", "f"], "n": [1, 2]}), tmp_path / "a.parquet"
+    )
+    found = record_documents(tmp_path / "a.parquet", DataSection(path="x", unused_fields=["url"]))
+    assert [document.notes for document in found] == [((UNREAD_COLUMNS, "title"),), ()]
+    pq.write_table(pa.table({"chosen": ["a"], "rejected": ["b"], "ask": ["c"]}), tmp_path / "b.parquet")
+    (pair,) = record_documents(tmp_path / "b.parquet", DataSection(path="x", **PAIR))
+    assert pair.reason == UNCLEAR_PROMPT
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "hi", "completion": "yes", "label": "True"},
+        {"question": "hi", "answer": "yes", "kto_tag": "1.0"},
+        {"messages": [ASKED, ANSWERED], "label": True},
+        {"conversations": json.dumps([ASKED, ANSWERED]), "kto_tag": " true "},
+    ],
+)
+def test_rated_answers_of_other_trainers(record: dict[str, Any]) -> None:
+    answer, kind = read(record, **RATED)
+    whole = {"prompt": "hi", "completion": "yes"} if "yes" in record.values() else {**CHAT, "context": 1}
+    assert (answer, kind) == ({**whole, "label": True}, "rated")
 
 
 @pytest.mark.parametrize("label", [True, False, 1, 0, None, "yes"])
@@ -296,9 +425,7 @@ def test_rated_answers_are_desirable_or_not(label: Any) -> None:
     assert chat == {"messages": [ASKED, ANSWERED], "context": 1, "label": bool(label)}
 
 
-def test_pairs_need_an_objective_and_two_answers_of_a_kind() -> None:
+def test_pairs_need_an_objective() -> None:
     with pytest.raises(UserError, match=r"set train\.objective, for example to dpo"):
         read({"prompt": "hi", "chosen": "yes", "rejected": "no"})
-    with pytest.raises(BadRecordError, match="must both be text or both be messages"):
-        read({"chosen": "yes", "rejected": [NO]}, chosen="chosen", rejected="rejected")
-    assert read({"chosen": "yes", "rejected": None}, chosen="chosen", rejected="rejected")[0] == ""
+    assert read({"chosen": None, "rejected": ""}, **PAIR)[0] == ""

@@ -97,7 +97,7 @@ def test_answers_and_their_ends_are_learned(name: str) -> None:
 
 
 def learned(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    text, _ = format_of(DataSection(path="x"), record, "x:1").read(record, "x:1")
+    text = format_of(DataSection(path="x"), record, "x:1").read(record, "x:1").text
     ids, mask, notes = encode_record(tokenizer, text, EncoderSpec("unused", True, (), (), answers=True, templated=True))
     return [part.strip() for part in stretches(tokenizer, ids, mask)], notes
 

@@ -112,7 +112,7 @@ def outcome(tokenizer: PreTrainedTokenizerFast, shape: str) -> Outcome:
     """What becomes of a chat of `shape` with the tokenizer's chat template, beside what transformers makes of it."""
     record: dict[str, Any] = {"messages": SHAPES[shape]}
     record |= {"tools": TOOLS} if shape in WITH_TOOLS else {}
-    text, _ = format_of(DataSection(path="x"), record, "x:1").read(record, "x:1")
+    text = format_of(DataSection(path="x"), record, "x:1").read(record, "x:1").text
     spec = EncoderSpec("unused", fast=True, prefix=(), suffix=(), answers=True, templated=True, day=str(date.today()))
     ids, mask, notes = encode_record(tokenizer, text, spec)
     marked = "generation" in tokenizer.chat_template and "endgeneration" in tokenizer.chat_template

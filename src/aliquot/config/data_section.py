@@ -54,6 +54,8 @@ class RecordsSection(Section):
     label: str | None = None
     """Field that tells whether an answer is desirable, true or false, for train.objective: kto. Default there: `label`,
     with `prompt` and `completion`."""
+    unused_fields: list[str] = Field([])
+    """Fields of a record with text that is not to be read: they are not counted, and are no prompt of a pair."""
     document: Literal["file", "line", "block", "field"] | None = None
     """The unit that is one document. Default: a file of plain text; a record of the other formats."""
 
@@ -191,7 +193,7 @@ class DataSection(RecordsSection):
     @model_validator(mode="after")
     def check_mixture(self) -> Self:
         if self.sources is not None:
-            fields = ("text_field", "messages", "prompt", "document", "dataset_config")
+            fields = ("text_field", "messages", "prompt", "unused_fields", "document", "dataset_config")
             misplaced = [name for name in fields if getattr(self, name)]
             misplaced += ["split"] if "split" in self.model_fields_set else []
             if misplaced:

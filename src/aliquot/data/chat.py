@@ -77,19 +77,19 @@ def lay_out(texts: list[str], tokenizer: TokenizerFacts, spec: EncoderSpec) -> l
     """Return the layout of each record, or of both answers of a pair; for a record that is left out, the reason."""
     layouts: list[list[RecordLayout] | LeftOut] = []
     for text in texts:
-        pair = json.loads(text) if spec.pairs else None
-        parts = [text] if pair is None else [json.dumps(pair[name], ensure_ascii=False) for name in pair]
+        record = json.loads(text)
         try:
-            layouts.append([_lay_out(part, tokenizer, spec) for part in parts])
+            parts = list(record.values()) if spec.pairs else [record]
+            layouts.append([_lay_out(part, text, tokenizer, spec) for part in parts])
         except LeftOut as error:
             layouts.append(error)
     return layouts
 
 
-def _lay_out(text: str, tokenizer: TokenizerFacts, spec: EncoderSpec) -> RecordLayout:
+def _lay_out(record: dict[str, Any], text: str, tokenizer: TokenizerFacts, spec: EncoderSpec) -> RecordLayout:
+    """Return the layout of a record, or of an answer of a pair. `text` is the JSON of the whole record."""
     if len(text.encode()) > LONGEST_BYTES:
         raise LeftOut(TOO_LONG)
-    record: dict[str, Any] = json.loads(text)
     if "left_out" in record:
         raise LeftOut(record["left_out"])
     everything, notes = spec.train_on == "all", Notes()
@@ -98,7 +98,7 @@ def _lay_out(text: str, tokenizer: TokenizerFacts, spec: EncoderSpec) -> RecordL
     special_notes = {} if special is None else {AS_TEXT if as_text else AS_TOKENS: repr(special[0])}
     if not spec.templated:
         prompt, completion = _prompt_and_completion(record)
-        if not everything and not completion.strip():
+        if not completion.strip() and (spec.pairs or not everything):
             raise LeftOut(NO_ANSWER)
         notes |= {NOT_RENDERED: ""} if {"tools", "chat_template_kwargs"} & record.keys() else {}
         whole = prompt + completion
@@ -106,7 +106,7 @@ def _lay_out(text: str, tokenizer: TokenizerFacts, spec: EncoderSpec) -> RecordL
         return RecordLayout(whole, [(len(prompt), len(whole))], stretches, notes | special_notes, learns_end=True)
     messages, context = _messages(record)
     learned = _learned_messages(messages, context, spec)
-    if not everything and not learned:
+    if not learned and (spec.pairs or not everything):
         raise LeftOut(NO_ANSWER)
     template = ChatTemplate.of(tokenizer, record, spec.day)
     form, whole, spans, changed = locate_answers(template, messages, None if everything else learned)

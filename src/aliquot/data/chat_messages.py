@@ -24,6 +24,10 @@ LOSS_FLAGS = (
 )  # fmt: skip
 _DETAIL = "train_detail"  # as in axolotl, also a list of parts: the indices of their first and last characters
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a model's reasoning that transformers knows
+# The beginning of messages in JSON or in Python's notation, of which texts like `[{"role": ...` are taken for messages.
+_MESSAGES_AS_TEXT = re.compile(
+    r"""\s*\[?\s*\{(?=.*["'](?:role|from)["']\s*:)\s*["'](?:role|from|content|value)["']\s*:""", re.S
+)
 _TAG = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]")  # as around reasoning: <think>, [THINK], ◁think▷
 UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
@@ -47,21 +51,53 @@ def unread_flags(message: Mapping[str, Any], template: str) -> list[str]:
     return [flag for flag in flags if not re.search(rf"\b{re.escape(flag)}\b", template)]
 
 
+def truth(value: object) -> bool | None:
+    """Return whether a field says true (true, 1) or false (false, 0), also as the text of a table; None: neither."""
+    words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    return words.get(str(value).strip().lower())
+
+
 def is_excluded(record: Mapping[str, Any], where: str) -> bool:
-    """Return whether a loss flag of a whole record excludes it: false or 0, also as the text of a CSV file.
+    """Return whether a loss flag of a whole record excludes it.
 
     Raises BadRecordError for a weight between 0 and 1, or above. Other values of other flags are not for training:
     `loss` may hold the loss of an earlier model.
     """
-    flags = {flag: str(record[flag]).lower() for flag in LOSS_FLAGS if record.get(flag) not in (None, "")}
-    if flags.get("weight", "1") not in ("0", "0.0", "false", "1", "1.0", "true"):
+    flags = {flag: truth(record[flag]) for flag in LOSS_FLAGS if record.get(flag) not in (None, "")}
+    if flags.get("weight", True) is None:
         raise BadRecordError(
             f"the record's `weight` is {record['weight']!r}: a record is learned or not. Write 1 or 0, or rename the"
             " field",
             where,
             UNUSABLE_FLAG,
         )
-    return not {"0", "0.0", "false"}.isdisjoint(flags.values())
+    return False in flags.values()
+
+
+def read_text(value: object, field: str, where: str, expected: str = "text") -> str:
+    """Return the text in a field; an empty one if it is null."""
+    if value is not None and not isinstance(value, str):
+        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not {expected}", where)
+    return value or ""
+
+
+def read_text_or_messages(value: object, field: str, where: str) -> str | list[dict[str, Any]]:
+    """Return the text or the messages in a field: a list of messages, one message, or either of them as JSON text."""
+    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value):
+        try:
+            listed = decode_json(value)
+        except ValueError as error:
+            raise _not_json(field, error, where) from error
+        messages = listed if isinstance(listed, list) else [listed]
+        value = messages if all(map(is_message, messages)) else value
+    if is_message(value):
+        value = [value]
+    return read_messages(value, field, where) if isinstance(value, list) else read_text(value, field, where)
+
+
+def is_message(value: object) -> bool:
+    """Return whether a value is an object with the key of a message's role."""
+    return isinstance(value, dict) and not {"role", "from"}.isdisjoint(value)
 
 
 def read_list(value: object, field: str, where: str) -> list[Any]:
@@ -85,17 +121,20 @@ def _decoded(value: object, field: str, where: str) -> object:
         try:
             value = decode_json(value)
         except ValueError as error:
-            raise BadRecordError(
-                f"field {field!r} holds text that is not JSON ({error}): rename the field if no chat template uses it",
-                where,
-            ) from error
+            raise _not_json(field, error, where) from error
     return None if isinstance(value, str) else value
 
 
-def read_messages(value: object, field: str, where: str, plain: str | None = None) -> list[dict[str, Any]]:
-    """Return the messages in a field. With `plain`, a field that holds text becomes one message of this role."""
-    if isinstance(value, str) and plain is not None:
-        return [{"role": plain, "content": value}]
+def _not_json(field: str, error: ValueError, where: str) -> BadRecordError:
+    return BadRecordError(
+        f"field {field!r} holds text that is not JSON ({error}): write JSON (json.dumps), or rename the field if no"
+        " chat template uses it",
+        where,
+    )
+
+
+def read_messages(value: object, field: str, where: str) -> list[dict[str, Any]]:
+    """Return the messages in a field, which may hold them as JSON text."""
     if isinstance(value, str) and not value.strip():
         return []
     if isinstance(value, str) and value.lstrip().startswith("["):  # tables often hold messages as JSON text
@@ -143,17 +182,20 @@ def _check_content(content: object, where: str) -> None:
         )
 
 
-def _check_flags(message: Mapping[str, Any], where: str) -> None:
+def _check_flags(message: dict[str, Any], where: str) -> None:
+    """Refuse flags that cannot be obeyed, and decode those that are text."""
     for flag in LOSS_FLAGS:
         value = message.get(flag)
         if flag == _DETAIL and has_detail(message):
             _check_detail(message, where)
-        elif value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+        elif value is not None and (verdict := truth(value)) is None:
             raise BadRecordError(
                 f"a message's `{flag}` is {value!r}: an answer is learned or not. Write 1 or 0, or true or false",
                 where,
                 UNUSABLE_FLAG,
             )
+        elif isinstance(value, str):
+            value = message[flag] = verdict
         if value and flag != "weight" and message["role"] != "assistant":
             raise BadRecordError(
                 f"a message of role {message['role']!r} has `{flag}`: {value!r}, but answers of the assistant alone are"

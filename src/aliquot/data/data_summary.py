@@ -13,7 +13,7 @@ from aliquot.core.number_format import count_of
 from aliquot.data.batches import Batches
 from aliquot.data.data_order import TrainStore
 from aliquot.data.eval_batches import EvalBatches
-from aliquot.data.formats import TITLES
+from aliquot.data.formats import IMPLICIT_PROMPT, TITLES
 from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore, counted
 
@@ -31,6 +31,8 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
         f"{count_of(units, unit)}, {count_of(tokens, 'token')}; {count_of(str(total_steps), 'step')} of"
         f" {count_of(str(batches.global_batch_size), 'sequence')} of {batches.format.length}, {packed}"
     ]
+    if implicit := sum(source.store.left_out.get(IMPLICIT_PROMPT, 0) for source in batches.sources):
+        lines[0] += f"; the prompt of {count_of(implicit, 'pair')} is the common beginning of their answers"
     for stream, share in zip(batches.streams, _shares(batches, total_steps), strict=True):
         name = stream.source.name or "data"
         described = _described(stream.source.store, stream.packing, batches.format.length, share)

@@ -28,6 +28,7 @@ UNKNOWN_ROLE = "a record with a role that no chat template knows, left out"
 NO_TEXT_CONTENT = "a record with message content other than text, left out"
 UNUSABLE_FLAG = "a record with a loss flag that cannot be obeyed, left out"
 NO_RATING = "a record whose label is neither true nor false, left out"
+UNCLEAR_PROMPT = "a pair whose prompt is in an unknown field, left out"
 EXCLUDED = "a record that its own loss flag excludes, left out"
 
 
@@ -47,6 +48,7 @@ class Document(NamedTuple):
     done_bytes: int  # bytes of the source that have been read so far, for progress
     ended: bool = True  # False: the next document continues this one
     reason: str | None = None  # why a blank document is left out
+    notes: tuple[tuple[str, str], ...] = ()  # (remark on a document that is used, details), which are counted
     where: str = ""  # the record's file and line, or row; for an unreadable record, its error message
 
     @property

@@ -113,6 +113,7 @@ class FileSource:
             raise DataError(f"cannot be read ({error.strerror or error})", error.filename or self.label) from error
         names = [section.text_field, section.messages, section.prompt, section.completion]
         names += [name for name in (section.chosen, section.rejected, section.label) if name is not None]
+        names += section.unused_fields
         fields = json.dumps(names)
         for path, unit, content in zip(self.files, self.units, contents, strict=True):
             reader, named = (suffix_of(path), fields) if unit == "field" else ("text", "")

@@ -6,35 +6,30 @@ record_answers.py reads the fields into documents.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from aliquot.config.data_section import RecordsSection
 from aliquot.core.decode import TooDeepError, check_depth
 from aliquot.core.errors import DataError
-from aliquot.data.chat_messages import LOSS_FLAGS, is_excluded, text_parts
+from aliquot.data.chat_messages import LOSS_FLAGS, is_excluded, is_message, read_text, text_parts, truth
 from aliquot.data.documents import (
     EXCLUDED,
     HALF_CHARACTER,
     MISSING_FIELD,
+    NO_RATING,
     NO_RECORD,
     TOO_DEEP,
+    UNCLEAR_PROMPT,
     BadRecordError,
     Document,
     Kind,
     left_out,
 )
-from aliquot.data.record_answers import (
-    INPUTS,
-    read_chat,
-    read_completion,
-    read_instruction,
-    read_pair,
-    read_rated,
-    read_text,
-)
+from aliquot.data.record_answers import CHATS, INPUTS, INSTRUCTION, read_answers, read_chat
 
 TITLES: dict[str, tuple[str, str]] = {  # singular, plural
     "text": ("text", "texts"),
@@ -45,9 +40,27 @@ TITLES: dict[str, tuple[str, str]] = {  # singular, plural
     "preference": ("pair of answers", "pairs of answers"),
     "rated": ("rated answer", "rated answers"),
 }
-_OUTPUTS = ("output", "response")  # field names of the output in Alpaca's and in Dolly's format
+# The fields of a prompt that all objectives recognise, in the order of preference, each with the fields of its answer.
+_PROMPTS = {
+    "prompt": ("completion",),
+    INSTRUCTION: ("output", "response"),  # Alpaca, Dolly
+    "question": ("answer", "response"),
+    "query": ("response",),
+}
+_PAIRS = (("chosen", "rejected"), ("response", "rejected_response"), ("messages", "rejected_response"))
+_LABELS = ("label", "kto_tag")
 # Optional fields of all formats with answers.
 _CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs", *LOSS_FLAGS)
+_KEYS: Mapping[str, str] = {  # the keys that name the fields of a format
+    "text": "data.text_field",
+    "messages": "data.messages",
+    "prompt": "data.prompt and data.completion",
+    "preference": "data.chosen, data.rejected and, for the prompt, data.prompt",
+    "rated": "data.prompt, data.completion and data.label",
+}
+UNREAD = "a record with text in fields that are not read (list them in data.unused_fields if that is right)"
+UNREAD_COLUMNS = "a table with columns of text that are not read (list them in data.unused_fields if that is right)"
+IMPLICIT_PROMPT = "a pair without a prompt, for which the common beginning of both answers is taken"
 
 
 @dataclass(frozen=True)
@@ -55,27 +68,38 @@ class Format:
     """The format of the records of a source: the kind of document, and the fields that hold its text."""
 
     kind: Kind
-    fields: tuple[str, ...]  # fields that a record must have
+    fields: tuple[str, ...]  # fields that a record must have; the last one of rated answers is the label
     optional: tuple[str, ...] = ()  # fields that a record may have
+    prompts: tuple[str, ...] = field(default=(), repr=False)  # fields of which one holds the prompt of the answers
+    answers: tuple[str, ...] = field(default=(), repr=False)  # fields of the answers to a prompt
+    unused: tuple[str, ...] = field(default=(), repr=False)  # fields that are not read on purpose
     elsewhere: tuple[tuple[str, ...], ...] = field(default=(), repr=False)  # required fields of each other format
 
-    def check(self, names: Iterable[str], where: str | Path) -> None:
+    def missing(self, names: Collection[str]) -> str | None:
+        """Return a required field that is not in `names`, the fields of a record."""
+        required = (*self.fields, *self.prompts) if len(self.prompts) == 1 else self.fields
+        return next((name for name in required if name not in names), None)
+
+    def check(self, names: Collection[str], where: str | Path) -> None:
         """Raise UserError if a required field is missing from `names`, the fields of a record."""
-        present = list(names)
-        missing = next((name for name in self.fields if name not in present), None)
+        present, missing = list(names), self.missing(names)
+        if missing is None:
+            return
         foreign = next((fields for fields in self.elsewhere if set(fields) <= set(present)), None)
-        if missing is not None and foreign is not None:
+        if foreign is not None:
             raise DataError(
                 f"no field {missing!r}, which the first record has, but {foreign[0]!r}: give records of different"
                 " formats sources of their own, data.sources",
                 where,
             )
-        if missing is not None:
-            present_names = ", ".join(map(str, present))
-            raise BadRecordError(f"no field {missing!r}; there are {present_names}", where, MISSING_FIELD)
+        near = get_close_matches(missing, map(str, present), 1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        keys = "" if self.elsewhere else f": set {_KEYS[self.kind]}"  # the first record of a detected format has it
+        message = f"no field {missing!r}; there are {', '.join(map(str, present))}{meant}{keys}"
+        raise BadRecordError(message, where, MISSING_FIELD)
 
-    def read(self, record: Mapping[str, Any], where: str) -> tuple[str, Kind]:
-        """Return (document, kind) of a record; the document is "" if the record is empty.
+    def read(self, record: Mapping[str, Any], where: str) -> Document:
+        """Return the document of a record; it is blank if the record is empty.
 
         Raises BadRecordError for a record that cannot be read, and DataError for a record of another format.
         """
@@ -91,27 +115,68 @@ class Format:
                     " sources of their own, data.sources",
                     where,
                 )
-        if self.kind == "text":
-            value = record[self.fields[0]]
-            if isinstance(value, list):
-                return read_chat(value, {}, self.fields[0], where), "messages"
-            return read_text(value, self.fields[0], where, "text or a list of messages"), "text"
-        if is_excluded(record, where):
+        prompt = self._prompt(record, where)
+        unread = self._unread(record, prompt)
+        content = self._content(record, prompt, unread, where)
+        text = content if isinstance(content, str) else _as_json(content)
+        kind: Kind = "messages" if self.kind == "text" and isinstance(content, dict) else self.kind
+        notes = []
+        if isinstance(content, dict) and prompt is None and "prompt" in content.get("chosen", ()):
+            notes.append((IMPLICIT_PROMPT, ""))
+        # A data set may repeat a part of its records in another field.
+        spelled = str if kind == "text" else lambda value: _as_json(value)[1:-1]
+        unread = [name for name in unread if spelled(record[name]) not in text]
+        if unread and text:
+            notes.append((UNREAD, ", ".join(unread)))
+        return Document(text, kind, 0, notes=tuple(notes), where=where)
+
+    def _prompt(self, record: Mapping[str, Any], where: str) -> str | None:
+        """Return the field of the record's prompt; None for a pair without one."""
+        if len(self.answers) < 2:
+            return next(iter(self.prompts), None)
+        filled = [name for name in self.prompts if record.get(name)]
+        if len(filled) > 1 and filled[0] != "prompt":
+            message = f"{' and '.join(map(repr, filled))} may both hold the prompt: set {_KEYS[self.kind]}"
+            raise BadRecordError(message, where, UNCLEAR_PROMPT)
+        return next((name for name in (*filled, *self.prompts) if record.get(name) or record.get(name) == ""), None)
+
+    def _unread(self, record: Mapping[str, Any], prompt: str | None) -> list[str]:
+        used = {*self.fields, *self.unused, prompt}
+        if self.kind != "text":
+            used |= {*_CONTEXT_FIELDS, *((*INPUTS, "history") if prompt == INSTRUCTION else ())}
+        return [name for name in record if name not in used and _holds_text(record[name])]
+
+    def _content(
+        self, record: Mapping[str, Any], prompt: str | None, unread: Sequence[str], where: str
+    ) -> str | dict[str, Any]:
+        """Return a text, or a document as record_answers.py describes it; "" for an empty record."""
+        name = self.fields[0]
+        if self.kind == "text" and not isinstance(record[name], list):
+            return read_text(record[name], name, where, "text or a list of messages")
+        if self.kind != "text" and is_excluded(record, where):
             raise BadRecordError("a loss flag of the record excludes it", where, EXCLUDED)
-        if self.kind in ("messages", "conversations"):
-            return read_chat(record[self.fields[0]], record, self.fields[0], where), self.kind
+        if self.prompts:
+            others = [*unread, *(["system"] if record.get("system") else [])]
+            documents = read_answers(prompt, self.answers, record, others, where)
+        else:
+            documents = read_chat(record[name], record if self.kind != "text" else {}, name, where)
+        if self.kind == "rated" and documents:
+            rating = truth(record[self.fields[-1]])
+            if rating is None:
+                message = f"field {self.fields[-1]!r} must be true or false, not {record[self.fields[-1]]!r}"
+                raise BadRecordError(message, where, NO_RATING)
+            # Of a rated chat, the last message is rated.
+            rated = {} if self.prompts else {"context": len(documents[0]["messages"]) - 1}
+            return documents[0] | rated | {"label": rating}
         if self.kind == "preference":
-            return read_pair(self.fields, self.optional[0], record, where), self.kind
-        if self.kind == "rated":
-            return read_rated(self.fields, record, where), self.kind
-        if self.kind == "prompt":
-            return read_completion(self.fields[0], self.fields[1], record, where), self.kind
-        return read_instruction(self.fields[1], record, where), self.kind
+            return dict(zip(("chosen", "rejected"), documents, strict=True)) if documents else ""
+        return documents[0] if documents else ""
 
     def columns(self, names: Iterable[str]) -> list[str]:
         """Return those columns of a table (`names`) that `read` uses."""
         fields = {*self.fields, *self.optional, *(name for fields in self.elsewhere for name in fields)}
-        return [name for name in names if name in fields]
+        # Whether a pair without a prompt has other text decides what its prompt is.
+        return [name for name in names if name in fields or self.kind == "preference"]
 
 
 @dataclass
@@ -120,27 +185,32 @@ class RecordReader:
 
     section: RecordsSection
     form: Format | None = None
+    unread_columns: Sequence[str] = ()  # columns of text, of a table, that are not part of the records
 
     def document(self, record: Callable[[], object], where: str, done_bytes: int) -> Document:
         """Return the document of a record; if the record cannot be read, a blank document with the reason."""
         try:
-            text, kind = self._read(record(), where)
-            text.encode()  # raises an error if JSON escapes half of a surrogate pair
-            return Document(text, kind, done_bytes, where=where)
+            document = self._read(record(), where)
+            document.text.encode()  # raises an error if JSON escapes half of a surrogate pair
         except BadRecordError as error:
             return left_out(error, done_bytes)
         except UnicodeEncodeError:
             message = "a field holds half of a surrogate pair, which is no text"
             return left_out(BadRecordError(message, where, HALF_CHARACTER), done_bytes)
+        notes = document.notes
+        if self.unread_columns and not document.blank:
+            notes += ((UNREAD_COLUMNS, ", ".join(self.unread_columns)),)
+            self.unread_columns = ()
+        return document._replace(done_bytes=done_bytes, notes=notes)
 
-    def _read(self, record: object, where: str) -> tuple[str, Kind]:
+    def _read(self, record: object, where: str) -> Document:
         if not isinstance(record, dict):
             raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
         form = self.form or _format_of_record(self.section, record, where)
         form.check(record, where)
-        text_and_kind = form.read(record, where)
+        document = form.read(record, where)
         self.form = form
-        return text_and_kind
+        return document
 
 
 def _format_of_record(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
@@ -164,78 +234,103 @@ def _format_of_record(section: RecordsSection, record: dict[str, Any], where: st
 
 
 def _may_be_record(item: object) -> bool:
-    return isinstance(item, dict) and not {"role", "from"} & item.keys()  # a dict with these keys is a chat message
+    return isinstance(item, dict) and not is_message(item)
+
+
+def _holds_text(value: object) -> bool:
+    """Return whether a value is text with letters, or a chat; a table may hold numbers and dates as text."""
+    if isinstance(value, str):
+        return any(map(str.isalpha, value))
+    return isinstance(value, list) and bool(value) and is_message(value[0])
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    """Return as text a table value of a type that JSON lacks (time, date, decimal, bytes)."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
 
 
 def words(text: str, kind: Kind) -> list[str]:
-    """Return the texts in a document that `Format.read` returned: the contents of messages, or the fields."""
+    """Return the texts of a document that `Format.read` returned: the contents of messages, or the fields."""
     if kind == "text" or not text:
         return [text]
     record = json.loads(text)
-    if kind == "preference":
-        return [part for answer in ("chosen", "rejected") for part in words(json.dumps(record[answer]), "prompt")]
-    if "messages" in record:
-        return [part for message in record["messages"] for part in text_parts(message)]
-    return [part for part in record.values() if isinstance(part, str)]
+    parts: list[str] = []
+    for answer in (record["chosen"], record["rejected"]) if kind == "preference" else (record,):
+        parts += [part for message in answer.get("messages", ()) for part in text_parts(message)]
+        parts += [part for name, part in answer.items() if isinstance(part, str) and name != "left_out"]
+    return parts
 
 
 def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) -> Format:
-    """Return the record format that `section` configures, else detect it by the names of the fields (`names`).
+    """Return the format that `section` names, else the first one whose fields are all among `names`.
 
-    Raises UserError if a configured field is missing, or if no format fits.
+    A preference objective names the fields of TRL; instead of them, those of other trainers are read, too.
+    Raises UserError if a field is missing, or if no format fits.
     """
     present = list(names)
+    is_trl = section.label is not None and (section.prompt, section.completion) == ("prompt", "completion")
     if section.text_field is not None:
-        named = Format("text", (section.text_field,))
+        forms = [Format("text", (section.text_field,))]
     elif section.messages is not None:
-        named = Format("messages", (section.messages,), _present(present, *_CONTEXT_FIELDS))
+        forms = [Format("messages", (section.messages,), _CONTEXT_FIELDS)]
     elif section.chosen is not None and section.rejected is not None:
-        prompt = section.prompt or "prompt"
-        answers = (section.chosen, section.rejected)
-        named = Format("preference", answers, (prompt, *_present(present, *_CONTEXT_FIELDS)))
-    elif section.prompt is not None and section.completion is not None and section.label is not None:
-        fields = (section.prompt, section.completion, section.label)
-        named = Format("rated", fields, _present(present, *_CONTEXT_FIELDS))
-    elif section.prompt is not None and section.completion is not None:
-        named = Format("prompt", (section.prompt, section.completion), _present(present, *_CONTEXT_FIELDS))
+        prompts = (*_PROMPTS, *CHATS) if section.prompt is None else (section.prompt,)
+        pair = (section.chosen, section.rejected)
+        forms = [_answer_format("preference", prompts, pair) for pair in (_PAIRS if pair == _PAIRS[0] else (pair,))]
+    elif section.prompt is not None and section.completion is not None and not is_trl:
+        forms = [_answer_format("prompt", (section.prompt,), (section.completion,))]
     else:
-        return _detected_format(present, where)
-    try:
-        named.check(present, where)
-    except BadRecordError as error:
-        message = f"{error}: set data.text_field, or the keys of another format"
-        raise BadRecordError(message, reason=error.reason) from None
-    return named
+        forms = _recognised_formats(present)
+    if section.label is not None:
+        labels = _LABELS if section.label == _LABELS[0] else (section.label,)
+        rated = [replace(form, kind="rated") for form in forms if form.kind != "text"]
+        forms = [replace(form, fields=(*form.fields, label)) for form in rated for label in labels]
+    form = next((form for form in forms if form.missing(present) is None), None)
+    is_detected = section.label is None and section.chosen is None and len(forms) > 1
+    if form is None and is_detected:
+        raise _unknown_format(present, where)
+    form = form or max(forms, key=lambda form: len(set(form.fields) & set(present)))
+    form.check(present, where)
+    elsewhere = tuple(other.fields for other in forms if other is not form) if is_detected else ()
+    optional, unused = _present(present, *form.optional), tuple(section.unused_fields)
+    return replace(form, optional=optional, unused=unused, elsewhere=elsewhere)
 
 
-def _detected_format(names: list[str], where: str | Path) -> Format:
-    outputs = _present(names, *_OUTPUTS)
-    candidates: list[tuple[Kind, tuple[str, ...], tuple[str, ...]]] = [
-        ("messages", ("messages",), _CONTEXT_FIELDS),
-        ("conversations", ("conversations",), _CONTEXT_FIELDS),
-        ("prompt", ("prompt", "completion"), _CONTEXT_FIELDS),
-        ("instruction", ("instruction", *(outputs[:1] or _OUTPUTS)), (*INPUTS, *_CONTEXT_FIELDS, "history")),
-        ("text", ("text",), ()),
-    ]
-    matching = [candidate for candidate in candidates if set(candidate[1]) <= set(names)]
-    if not matching and not names:
-        raise BadRecordError("no fields: an empty file, or no header", where, MISSING_FIELD)
-    if not matching and {"chosen", "rejected"} <= set(names):
-        raise DataError("the records are pairs of answers: set train.objective, for example to dpo", where)
-    if not matching:
-        raise BadRecordError(
+def _recognised_formats(names: Sequence[str]) -> list[Format]:
+    """Return the formats of single answers, and the format of texts, in the order of preference."""
+    forms = [Format(chat, (chat,), _CONTEXT_FIELDS) for chat in CHATS]
+    for prompt, answers in _PROMPTS.items():
+        answer = (_present(names, *answers) or answers)[0]
+        forms.append(_answer_format("instruction" if prompt == INSTRUCTION else "prompt", (prompt,), (answer,)))
+    forms.insert(-2, Format("text", ("text",)))  # a text precedes the fields that are recognised last
+    return forms
+
+
+def _answer_format(kind: Kind, prompts: tuple[str, ...], answers: tuple[str, ...]) -> Format:
+    """Return the format of records with one answer or two, whose prompt is in one of the fields `prompts`."""
+    prompts = tuple(name for name in prompts if name not in answers)
+    optional = (*INPUTS, *_CONTEXT_FIELDS, "history") if INSTRUCTION in prompts else _CONTEXT_FIELDS
+    if kind == "preference":
+        return Format(kind, answers, (*prompts, *optional), prompts, answers)
+    return Format(kind, (*prompts, *answers), optional, prompts, answers)
+
+
+def _unknown_format(names: Sequence[str], where: str | Path) -> DataError:
+    if any(set(pair) <= set(names) for pair in _PAIRS):
+        return DataError("the records are pairs of answers: set train.objective, for example to dpo", where)
+    message = "no fields: an empty file, or no header"
+    if names:
+        message = (
             f"no known field; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
-            " learned), data.messages (a chat), or data.prompt and data.completion",
-            where,
-            MISSING_FIELD,
+            " learned), data.messages (a chat), or data.prompt and data.completion"
         )
-    kind, fields, optional = matching[0]
-    return Format(
-        kind,
-        fields,
-        _present(names, *optional),
-        tuple(other_fields for _, other_fields, _ in candidates if other_fields != fields),
-    )
+    return BadRecordError(message, where, MISSING_FIELD)
 
 
 def _present(names: Iterable[str], *candidates: str) -> tuple[str, ...]:

@@ -1,22 +1,22 @@
-"""Read the fields of a record into a document: text, a chat, a prompt with its completion, or a pair of answers.
+"""Read the fields of a record into a document: a text, a chat, or a prompt with one answer or two.
 
-A record with an answer becomes a JSON object in one of three forms, which chat.py encodes:
+A document with an answer is a dict in one of three forms, which chat.py encodes:
 
 - `{"messages": [...], "context": n}`, where the first n messages are not learned,
 - `{"prompt": ..., "completion": ...}`,
 - `{"instruction": ..., "input": ..., "output": ...}`.
 
-A pair of answers becomes `{"chosen": ..., "rejected": ...}`, each in one of the first two forms. A rated answer has one
-of these two forms with `"label"`, which is true or false.
+A pair of answers becomes `{"chosen": ..., "rejected": ...}`, each in one of these forms. A rated answer has one of
+these forms with `"label"`, which is true or false.
 
-The object also has `"system"`, `"tools"` and `"chat_template_kwargs"` if the record has them. Messages stay unchanged,
+The dict also has `"system"`, `"tools"` and `"chat_template_kwargs"` if the record has them. Messages stay unchanged,
 because the chat template decides how to render them. A chat with a tool call that cannot be read gets
 `"left_out": reason`, so that the chat is counted and not learned.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,73 +27,103 @@ from aliquot.data.chat_messages import (
     read_message,
     read_messages,
     read_object,
+    read_text,
+    read_text_or_messages,
     text_parts,
 )
-from aliquot.data.documents import NO_RATING, BadRecordError
+from aliquot.data.documents import UNCLEAR_PROMPT, BadRecordError, Kind
 
+INSTRUCTION = "instruction"  # the prompt of Alpaca's and Dolly's formats, with an input and perhaps a history
 INPUTS = ("input", "context")  # field names of the input in Alpaca's and in Dolly's format
+CHATS: tuple[Kind, ...] = ("messages", "conversations")  # field names of a chat
+Messages = list[dict[str, Any]]
+# The longest beginning that ends with white space, or with punctuation of languages without spaces between words.
+_WHOLE_WORDS = re.compile(r".*[\s\u3000-\u303f\uff01-\uff0f\uff1a-\uff20]", re.DOTALL)
 
 
-def read_text(value: object, field: str, where: str, expected: str = "text") -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not {expected}", where)
-    return value
+def read_chat(value: object, record: Mapping[str, Any], field: str, where: str) -> list[dict[str, Any]]:
+    """Return the document of a chat; [] if it has no message."""
+    messages = read_messages(value or [], field, where)
+    return [_conversation(messages, 0, record, where)] if messages else []
 
 
-def read_completion(prompt: str, completion: str, record: Mapping[str, Any], where: str) -> str:
-    if isinstance(record[prompt], list) or isinstance(record[completion], list):
-        questions = read_messages(record[prompt] or [], prompt, where, plain="user")
-        answers = read_messages(record[completion] or [], completion, where, plain="assistant")
-        whole = _with_system(questions + answers, record, where)
-        return _conversation(whole, len(whole) - len(answers), _template_values(record, where))
-    parts = {
-        "prompt": read_text(record[prompt], prompt, where),
-        "completion": read_text(record[completion], completion, where),
-    }
-    return _with_context(parts, record, where)
+def read_answers(
+    prompt: str | None, answers: Sequence[str], record: Mapping[str, Any], others: Sequence[str], where: str
+) -> list[dict[str, Any]]:
+    """Return the document of each answer to a prompt; [] if they are blank.
+
+    Args:
+        prompt: the field of the prompt. None: each of two answers is a whole chat, or begins with the prompt.
+        answers: the fields of one answer, or of two answers to the same prompt.
+        others: further fields with text, one of which may be the prompt of two answers.
+        where: the place of the record.
+    """
+    said = [read_text_or_messages(record[field], field, where) for field in answers]
+    is_pair, more, history = len(answers) > 1, "", Messages()
+    question: str | Messages = ""
+    if prompt == INSTRUCTION:
+        with_input = next((field for field in INPUTS if record.get(field)), INPUTS[0])
+        question, more = (read_text(record.get(field), field, where) for field in (INSTRUCTION, with_input))
+        history = _history(record, where)
+    elif prompt is not None:
+        question = read_text_or_messages(record[prompt], prompt, where)
+    elif is_pair and others and any(said) and not any(map(_is_whole, said)):
+        raise BadRecordError(
+            f"a pair without a prompt, but with text in {', '.join(map(repr, others))}: give data.chosen,"
+            " data.rejected and data.prompt, the field of the prompt, or list fields that are no prompt in"
+            " data.unused_fields",
+            where,
+            UNCLEAR_PROMPT,
+        )
+    texts = [part for part in said if isinstance(part, str)]
+    if history or isinstance(question, list) or len(texts) < len(said):
+        asked = "\n\n".join(filter(None, (question, more))) if isinstance(question, str) else question
+        chats = [_as_messages(part, "assistant") for part in said]
+        chats, context = _with_questions(history + _as_messages(asked, "user"), chats, isinstance(asked, str))
+        context = context if is_pair or not history else 0
+        return [_conversation(chat, context, record, where) for chat in chats] if any(chats) else []
+    if prompt is None and is_pair:
+        question, texts = split_prompt(*texts)
+    names = (INSTRUCTION, "input", "output") if prompt == INSTRUCTION else ("prompt", "completion")
+    documents: list[dict[str, Any]] = []
+    for text in texts:
+        parts = (question, more, text) if prompt == INSTRUCTION else (question, text)
+        documents.append(dict(zip(names, parts, strict=True)))
+    if not any(part.strip() for document in documents for part in document.values()):
+        return []
+    system = read_text(record.get("system"), "system", where)
+    extras = ({"system": system} if system else {}) | _template_values(record, where)
+    return [document | extras for document in documents]
 
 
-def read_rated(fields: tuple[str, ...], record: Mapping[str, Any], where: str) -> str:
-    """Return an answer with its prompt, and whether the answer is desirable."""
-    prompt, completion, label = fields
-    text = read_completion(prompt, completion, record, where)
-    if record[label] not in (True, False):  # tables may hold 1 and 0
-        raise BadRecordError(f"field {label!r} must be true or false, not {record[label]!r}", where, NO_RATING)
-    return f'{text[:-1]}, "label": {json.dumps(bool(record[label]))}}}' if text else ""
+def _with_questions(questions: Messages, chats: list[Messages], is_text: bool) -> tuple[list[Messages], int]:
+    """Return the whole chats of one or two answers, and the number of messages before the answers.
+
+    `is_text`: the prompt of the record is a text, which may repeat the question of a whole chat.
+    """
+    begin = questions[:1] if not is_text else []
+    is_whole = [len(chats) > 1 and (chat[:1] == begin if begin else _is_whole(chat)) for chat in chats]
+    if all(is_whole):
+        return chats, _common(*chats)
+    if any(is_whole):  # the one answer replaces the last message of the other chat, as in ms-swift
+        questions = chats[is_whole.index(True)][:-1]
+        chats = [chat[len(questions) :] if whole else chat for chat, whole in zip(chats, is_whole, strict=True)]
+    return [questions + chat for chat in chats], len(questions)
 
 
-def read_pair(answers: tuple[str, ...], prompt: str, record: Mapping[str, Any], where: str) -> str:
-    """Return the two answers of a pair with their prompt; without a prompt, their common beginning is the prompt."""
-    both = [record[field] for field in answers]
-    if not all(both):
-        return ""
-    kinds = {isinstance(value, list) for value in both}
-    if len(kinds) > 1:
-        raise BadRecordError(f"fields {answers[0]!r} and {answers[1]!r} must both be text or both be messages", where)
-    asked = record.get(prompt)
-    if kinds == {True}:
-        chats = [read_messages(value, field, where) for value, field in zip(both, answers, strict=True)]
-        # Some data sets have a column `prompt`, although each answer is the whole chat.
-        if asked and (isinstance(asked, list) or chats[0][0]["role"] == "assistant"):
-            questions = read_messages(asked, prompt, where, plain="user")
-            chats, context = [[*questions, *chat] for chat in chats], len(questions)
-        else:
-            context = _common(*chats)
-        values = _template_values(record, where)
-        whole = [_with_system(chat, record, where) for chat in chats]
-        context += len(whole[0]) - len(chats[0])
-        texts = [_conversation(chat, context, values) for chat in whole]
-    else:
-        chosen, rejected = (read_text(value, field, where) for value, field in zip(both, answers, strict=True))
-        if asked is None:
-            length = _common(chosen, rejected)
-            length -= chosen[:length].endswith(" ")  # the space before an answer belongs to the answer
-            asked, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
-        pairs = [{"prompt": asked, "completion": answer} for answer in (chosen, rejected)]
-        texts = [read_completion("prompt", "completion", {**record, **pair}, where) for pair in pairs]
-    return f'{{"chosen": {texts[0]}, "rejected": {texts[1]}}}' if all(texts) else ""
+def _is_whole(said: str | Messages) -> bool:
+    """Return whether an answer is a chat that begins with a question."""
+    return isinstance(said, list) and bool(said) and said[0]["role"] != "assistant"
+
+
+def split_prompt(chosen: str, rejected: str) -> tuple[str, list[str]]:
+    """Return the common beginning of two answers, in whole words, and the rest of each."""
+    length = _common(chosen, rejected)
+    if not all(rest == "" or rest[0].isspace() for rest in (chosen[length:], rejected[length:])):
+        words = _WHOLE_WORDS.match(chosen[:length])
+        length = words.end() if words is not None else 0
+    length -= chosen[:length].endswith(" ")  # the space before an answer belongs to the answer
+    return chosen[:length], [chosen[length:], rejected[length:]]
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -102,66 +132,28 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def read_instruction(output: str, record: Mapping[str, Any], where: str) -> str:
-    inputs = [field for field in INPUTS if record.get(field)][:1]
-    parts = {
-        "instruction": read_text(record["instruction"], "instruction", where),
-        "input": "".join(read_text(record[field], field, where) for field in inputs),
-        "output": read_text(record[output], output, where),
-    }
-    turns = read_list(record.get("history"), "history", where)
-    if not turns:
-        return _with_context(parts, record, where)
+def _history(record: Mapping[str, Any], where: str) -> Messages:
     messages = []
-    for turn in turns:
+    for turn in read_list(record.get("history"), "history", where):
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadRecordError("field 'history' must be a list of pairs: a question, and its answer", where)
         for role, text in zip(("user", "assistant"), turn, strict=True):
             messages.append({"role": role, "content": read_text(text, "history", where)})
-    asked = "\n\n".join(filter(None, (parts["instruction"], parts["input"])))
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": parts["output"]}]
-    return _conversation(_with_system(messages, record, where), 0, _template_values(record, where))
+    return messages
 
 
-def _with_context(parts: dict[str, str], record: Mapping[str, Any], where: str) -> str:
-    if not any(part.strip() for part in parts.values()):
-        return ""
-    context: dict[str, Any] = {"system": read_text(record.get("system"), "system", where)}
-    return _as_json(parts | {key: part for key, part in context.items() if part} | _template_values(record, where))
+def _as_messages(said: str | Messages, role: str) -> Messages:
+    return said if isinstance(said, list) else [{"role": role, "content": said}] if said else []
 
 
-def read_chat(value: object, record: Mapping[str, object], field: str, where: str) -> str:
-    messages = _with_system(read_messages(value or [], field, where), record, where)
-    return _conversation(messages, 0, _template_values(record, where))
-
-
-def _with_system(messages: list[dict[str, Any]], record: Mapping[str, object], where: str) -> list[dict[str, Any]]:
-    """Return the messages with the record's `system` in front, unless the first message has the same text."""
-    content = record.get("system")
-    if not messages or not content:
-        return messages
-    system = read_message({"role": "system", "content": content}, "system", where)
-    return messages if text_parts(messages[0]) == text_parts(system) else [system, *messages]
-
-
-def _conversation(messages: list[dict[str, Any]], context: int, template_values: dict[str, Any]) -> str:
-    if not messages:
-        return ""
-    extras = dict(template_values)
-    if not all(map(has_readable_calls, messages)):
-        extras["left_out"] = UNREADABLE_CALL
-    return _as_json({"messages": messages, "context": context, **extras})
-
-
-def _as_json(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False, default=_as_text)
-
-
-def _as_text(value: Any) -> str:
-    """Return as text a table value of a type that JSON lacks (time, date, decimal, bytes)."""
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    return str(value.isoformat()) if hasattr(value, "isoformat") else str(value)
+def _conversation(messages: Messages, context: int, record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the document of a chat, with the record's `system` in front."""
+    if record.get("system"):
+        system = read_message({"role": "system", "content": record["system"]}, "system", where)
+        if not messages or text_parts(messages[0]) != text_parts(system):
+            messages, context = [system, *messages], context + (context > 0)
+    unreadable = {} if all(map(has_readable_calls, messages)) else {"left_out": UNREADABLE_CALL}
+    return {"messages": messages, "context": context, **_template_values(record, where), **unreadable}
 
 
 def _template_values(record: Mapping[str, object], where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
 from aliquot.data.formats import Format, RecordReader, format_of
 from aliquot.data.remote_files import NamedProgress
-from aliquot.data.table_records import as_written, rows_at_once
+from aliquot.data.table_records import as_written, rows_at_once, unread_columns
 
 
 class Source(Protocol):
@@ -147,8 +147,10 @@ class HubSource:
 
     def _documents(self) -> Iterator[Document]:
         row, at_once = 0, rows_at_once(self.total_bytes, len(self.dataset))
-        columns = self.dataset.select_columns(self.form.columns(self.dataset.column_names))
-        reader = RecordReader(self.section, self.form)
+        names = self.form.columns(self.dataset.column_names)
+        columns = self.dataset.select_columns(names)
+        schema = self.dataset.features.arrow_schema
+        reader = RecordReader(self.section, self.form, unread_columns(schema, names, self.section))
         try:
             for batch in columns.iter(batch_size=at_once):
                 for values in zip(*batch.values(), strict=True):

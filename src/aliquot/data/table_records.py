@@ -80,7 +80,7 @@ def arrow_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
 class _Table(NamedTuple):
     """An open table."""
 
-    columns: list[str]
+    schema: Any  # a pyarrow schema
     # Yields all rows with only the given columns, each batch with the share of the table that has been read.
     read: Callable[[list[str]], Iterator[tuple[Any, float]]]
 
@@ -96,10 +96,11 @@ def _table_documents(
     refuse_pointer(path)
     try:
         with open_table(path) as table:
-            _refuse_repeated(table.columns, path)
-            form = format_of(section, table.columns, path)
-            reader = RecordReader(section, form)
-            for batch, share in table.read(form.columns(table.columns)):
+            _refuse_repeated(table.schema.names, path)
+            form = format_of(section, table.schema.names, path)
+            columns = form.columns(table.schema.names)
+            reader = RecordReader(section, form, unread_columns(table.schema, columns, section))
+            for batch, share in table.read(columns):
                 for record in _rows(batch, path, row):
                     row += 1
                     yield reader.document(partial(as_written, record), f"{path}, row {row}", int(size_bytes * share))
@@ -130,7 +131,7 @@ def _open_parquet(path: Path) -> Iterator[_Table]:
                 yield batch, rows_before / rows
 
     with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(texts)) as file:
-        yield _Table(file.schema_arrow.names, read)
+        yield _Table(file.schema_arrow, read)
 
 
 @contextmanager
@@ -151,7 +152,16 @@ def _open_arrow(path: Path) -> Iterator[_Table]:
                 done_bytes += batch.nbytes
                 yield batch.select(columns), min(1.0, done_bytes / file.size())
 
-        yield _Table(reader.schema.names, read)
+        yield _Table(reader.schema, read)
+
+
+def unread_columns(schema: Any, columns: list[str], section: RecordsSection) -> list[str]:
+    """Return the columns of text, of a table with a pyarrow schema, that are neither in `columns` nor meant to be."""
+    types = zip(schema.names, map(str, schema.types), strict=True)
+    texts = [
+        name for name, kind in types if kind.removeprefix("dictionary<values=").startswith(("string", "large_str"))
+    ]
+    return [name for name in texts if name not in columns and name not in section.unused_fields]
 
 
 def _rows(batch: Any, path: Path, row: int) -> Iterator[dict[str, Any]]:

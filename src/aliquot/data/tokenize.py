@@ -130,6 +130,8 @@ def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, w
         if document.blank and not held:
             writer.leave_out(document.reason or BLANK, 1, document.where if document.reason else "")
             continue
+        for reason, detail in document.notes:
+            writer.leave_out(reason, 1, ": ".join(filter(None, (document.where, detail))))
         kinds = document.kind != "text", document.kind == "preference", document.kind == "rated"
         if kinds != (spec.answers, spec.pairs, spec.rated):
             raise DataError(
