@@ -85,7 +85,9 @@ def test_lock_of_killed_local_run_is_taken_at_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    (tmp_path / BEATING_LOCK).write_text(json.dumps({"machine": run_lock.machine_id(), "pid": dead.pid, "mark": "x"}))
+    (tmp_path / BEATING_LOCK).write_text(
+        json.dumps({"machine": run_lock.namespace_id("pid"), "pid": dead.pid, "mark": "x"})
+    )
     with RunDirectory(tmp_path).locked():
         pass
 
@@ -93,7 +95,7 @@ def test_lock_of_killed_local_run_is_taken_at_once(tmp_path: Path, monkeypatch: 
 def test_reused_process_id_is_not_the_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted container has the same process ids and the same namespace id."""
     monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
-    before = {"machine": run_lock.machine_id(), "pid": os.getpid(), "started": 1, "mark": "x"}
+    before = {"machine": run_lock.namespace_id("pid"), "pid": os.getpid(), "started": 1, "mark": "x"}
     (tmp_path / BEATING_LOCK).write_text(json.dumps(before))
     with RunDirectory(tmp_path).locked():
         pass
@@ -127,8 +129,8 @@ def test_lock_of_another_machine_is_watched(tmp_path: Path, beats: bool) -> None
 def test_faster_process_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find the holder dead: the other one creates its lock between the check and the removal here."""
     file = tmp_path / BEATING_LOCK
-    file.write_text(json.dumps({"machine": run_lock.machine_id(), "pid": 0, "mark": "dead"}))
-    faster = {"machine": run_lock.machine_id(), "pid": os.getpid(), "mark": "faster"}
+    file.write_text(json.dumps({"machine": run_lock.namespace_id("pid"), "pid": 0, "mark": "dead"}))
+    faster = {"machine": run_lock.namespace_id("pid"), "pid": os.getpid(), "mark": "faster"}
     read, looks = run_lock._read, iter([None, json.dumps(faster)])
 
     def looked(at: Path) -> object:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import socket
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import get_session
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from aliquot.config.schema import ModelSection
@@ -17,11 +20,15 @@ from aliquot.core.decode import read_small
 from aliquot.core.errors import UserError
 from aliquot.core.run_lock import LOCK
 from aliquot.core.small_files import limit_hub_time, open_unlinked, publish_text, read_small_file
+from aliquot.data.tokenizer import load_tokenizer
+from aliquot.models.generate import load
 from aliquot.models.model_files import model_files
 from aliquot.models.source import resolve
+from aliquot.models.stored_weights import fingerprint
 from aliquot.models.untrusted_code import without_code
 from aliquot.observe.metrics import MetricsFile
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.tensor_io.bytemap import ByteMap
 from tests.data.stores import byte_level
 
 CONFIG = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
@@ -47,6 +54,10 @@ def secret(path: Path) -> None:
     path.symlink_to(beside)
 
 
+def write_weights(directory: Path) -> None:
+    save_file({"x": torch.zeros(2)}, directory / "model.safetensors")
+
+
 PUT = pytest.mark.parametrize(
     ("put", "reason"),
     [(fifo, "not a regular file"), (huge, "more than"), (environment, "a link to"), (secret, "a link to")],
@@ -62,7 +73,10 @@ def model(tmp_path: Path) -> Path:
 
 
 @PUT
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "bpe.codes"],
+)
 def test_unfit_model_file_is_refused(model: Path, name: str, put, reason: str) -> None:
     (model / name).unlink(missing_ok=True)
     put(model / name)
@@ -71,6 +85,39 @@ def test_unfit_model_file_is_refused(model: Path, name: str, put, reason: str) -
             resolve(ModelSection(path=str(model)))
         without_code(AutoTokenizer.from_pretrained)(str(model))
     assert "\n" not in error.value.line and str(model / name) in error.value.line
+    (model / "special_tokens_map.json").write_bytes(codecs.BOM_UTF8 + b"{}")  # so that a copy is read
+    with pytest.raises(UserError, match=reason) as error:
+        load_tokenizer(model)
+    assert str(model / name) in error.value.line
+
+
+def test_copy_without_byte_order_marks_has_all_templates(model: Path) -> None:
+    (model / "special_tokens_map.json").write_bytes(codecs.BOM_UTF8 + b"{}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "short.jinja").write_text("short")
+    assert load_tokenizer(model).chat_template == {"short": "short"}
+
+
+@pytest.mark.parametrize(
+    ("put", "reason"), [(fifo, "not a regular file"), (secret, "a link to"), (Path.mkdir, "not a regular file")]
+)
+def test_weights_are_regular_files_of_their_directory(model: Path, put, reason: str) -> None:
+    put(model / "model.safetensors")
+    for read in (ByteMap.from_directory, load, load_tokenizer):
+        with pytest.raises(UserError, match=f"model.safetensors: {reason}"):
+            read(model)
+
+
+def test_pickled_weights_are_not_loaded(model: Path, tmp_path: Path) -> None:
+    torch.save({"lm_head.weight": torch.zeros(300, 32)}, model / "pytorch_model.bin")
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(model), "r": 1, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    torch.save({}, tmp_path / "adapter" / "adapter_model.bin")
+    for directory in (model, tmp_path / "adapter"):
+        with pytest.raises(UserError, match=r"convert the \.bin files first"):
+            load(directory)
+        write_weights(model)
 
 
 @PUT
@@ -89,8 +136,10 @@ def test_links_of_a_hub_snapshot_are_read(tmp_path: Path) -> None:
     byte_level().save_pretrained(store)
     (store / "config.json").write_text(json.dumps(CONFIG))
     snapshot.mkdir(parents=True)
+    write_weights(store)
     for file in store.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert ByteMap.from_directory(snapshot).entries.keys() == {"x"} and fingerprint(snapshot)
     assert resolve(ModelSection(path=str(snapshot))).config.hidden_size == 32
     assert without_code(AutoTokenizer.from_pretrained)(str(snapshot))
     (tmp_path / "link").symlink_to(snapshot)

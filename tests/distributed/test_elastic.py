@@ -28,7 +28,14 @@ from aliquot.distributed import elastic, leader_lease, membership
 from aliquot.distributed.elastic import _Node
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.launcher import apply_environment, launch_mode
-from aliquot.distributed.leader_lease import Claim, Claims, check_round, follows_earlier_round, newest_round
+from aliquot.distributed.leader_lease import (
+    Claim,
+    Claims,
+    check_round,
+    follows_earlier_round,
+    is_finished,
+    newest_round,
+)
 from aliquot.distributed.membership import ElasticRun, Leader, PreviousRound
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
@@ -217,7 +224,7 @@ def test_rounds_follow_new_and_lost_nodes(nodes: Nodes) -> None:
     for each in (a, c, d):
         end(each, 3)
     assert [nodes.next(each)["code"] for each in (a, c, d)] == [0, 0, 0]
-    assert Claims(nodes.folder).finished(f"{MARK} 0")
+    assert is_finished(nodes.folder, f"{MARK} 0")
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from aliquot.core.errors import StorageError
-from aliquot.core.small_files import open_unlinked
 from aliquot.observe import events
 from aliquot.observe.events import Events, command_line
 
@@ -28,7 +28,7 @@ def test_events_are_appended_and_a_torn_line_stays_alone(tmp_path: Path) -> None
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        events, "open_unlinked", lambda path, mode, **how: open_unlinked(Path("/dev/full"), mode, **how)
+        events, "open_unlinked", lambda path, mode, **how: os.fdopen(os.open("/dev/full", os.O_RDWR), mode, **how)
     )
     with pytest.raises(StorageError, match=r"events\.jsonl: cannot write: No space left on device"):
         Events(tmp_path / "events.jsonl", enabled=True).write("start", 0)

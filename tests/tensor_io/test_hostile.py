@@ -152,7 +152,7 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").symlink_to("a.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    with pytest.raises(UserError, match="cannot read: Too many levels"):
+    with pytest.raises(UserError, match="a link"):
         ByteMap.from_directory(tmp_path)
     index.unlink()
     index.symlink_to(index.name)

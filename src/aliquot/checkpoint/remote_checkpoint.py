@@ -21,6 +21,7 @@ from aliquot.checkpoint.directories import directory_of, is_name
 from aliquot.checkpoint.retention import Retention
 from aliquot.core.errors import DamagedCheckpoint, StorageError, TrainingError, UsageError, writing
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
+from aliquot.core.small_files import open_regular, read_small_file
 from aliquot.stores.store import Store, open_store
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
@@ -90,7 +91,7 @@ class Upload:
 
     def _is_in_store(self, stored_bytes: Mapping[str, int]) -> bool:
         """Return whether the store has the same manifest, and every file with the size that the manifest records."""
-        manifest = (self._directory / MANIFEST).read_bytes()
+        manifest = read_small_file(self._directory / MANIFEST)
         sizes = {name: record.bytes for name, record in read_manifest(self._directory).files.items()}
         sizes[MANIFEST] = len(manifest)
         if any(stored_bytes.get(f"{self._folder}/{name}") != size for name, size in sizes.items()):
@@ -126,7 +127,7 @@ class Upload:
         for name, record in manifest.files.items():
             if (size := sizes.get(f"{folder}/{name}")) != record.bytes:
                 raise StorageError(f"{folder}/{name} has {size} bytes instead of {record.bytes}")
-        store.put(f"{folder}/{MANIFEST}", (self._directory / MANIFEST).read_bytes())
+        store.put(f"{folder}/{MANIFEST}", read_small_file(self._directory / MANIFEST))
         retained = {folder} if retention.best is None else {folder, directory_of(Path(), retention.best).name}
         old = set(complete_steps(store)[: -retention.keep]) - retained
         _remove(store, (name for name in sizes if _folder_of(name) in old))
@@ -136,7 +137,7 @@ class Upload:
         self._stopped = True
 
     def _blocks(self, manifest: Manifest, item: FileRange) -> Iterator[bytes]:
-        with (self._directory / item.name).open("rb", buffering=0) as file:
+        with open_regular(self._directory / item.name) as file:
             for start in range(item.start, item.stop, BLOCK_BYTES):
                 if self._stopped:
                     raise TrainingError("this upload was abandoned")

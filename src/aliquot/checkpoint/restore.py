@@ -21,6 +21,7 @@ from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, d
 from aliquot.core.decode import read_json
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_all_ranks, run_on_rank_0
+from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.bytemap import ByteMap, check_tensors
 from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
 from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
@@ -122,7 +123,7 @@ def _verify_descriptions(directory: Path) -> str:
 
 
 def _digest(directory: Path) -> str:
-    return hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
+    return hashlib.sha256(read_small_file(directory / MANIFEST)).hexdigest()
 
 
 def _check_visible(directory: Path, digest: str) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import yaml
 
 from aliquot.core.errors import WeightsFileError, reading
-from aliquot.core.small_files import LIMIT_BYTES, pointer_message, read_small_file
+from aliquot.core.small_files import LIMIT_BYTES, RUN_FILE_BYTES, Links, pointer_message, read_small_file
 
 DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames per level
 
@@ -64,12 +66,20 @@ def decode_json_object(data: bytes, unique_names: bool = False) -> dict[str, Any
     return value
 
 
-def read_json_object(path: Path, anywhere: bool = False) -> dict[str, Any]:
-    """Read a small file with `read_small_file` and return its JSON object as `decode_json_object` does.
+def read_json_object(path: Path, links: Links = "inside") -> dict[str, Any]:
+    """Return the JSON object in a small file. Raises OSError, and ValueError if the file holds no JSON object."""
+    return decode_json_object(read_small_file(path, LIMIT_BYTES, links))
 
-    Raises OSError; ValueError if the file is not regular, too large, a link out of its directory, or no JSON object.
+
+def read_json_lines(path: Path, backwards: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each line of a file of a run that is a JSON object, and the object. Raises OSError.
+
+    Other lines are skipped, because a killed run may leave a part of a line. `backwards` begins with the last line.
     """
-    return decode_json_object(read_small_file(path, LIMIT_BYTES, anywhere))
+    lines = read_small_file(path, RUN_FILE_BYTES, "none").splitlines(keepends=True)
+    for line in reversed(lines) if backwards else lines:
+        with suppress(ValueError):
+            yield line, decode_json_object(line)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,11 +89,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_small(path: Path) -> bytes:
     """Return the content of a small regular file (see `small_files.read_small_file`). Raises UserError."""
-    try:
-        with reading(path):
-            return read_small_file(path)
-    except ValueError as error:
-        raise WeightsFileError(str(error), path) from error
+    with reading(path):
+        return read_small_file(path)
 
 
 def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
@@ -197,21 +204,22 @@ def describe_yaml_error(error: yaml.MarkedYAMLError, text: str) -> str:
         if ":" not in above:
             return f"no colon after {above.strip()!r} in the line above: write `key: value` or `section:`"
         return "this line is indented more than the line above, which has a value already: indent both equally"
-    if "could not find expected ':'" in problem:
-        return f"no colon in line {first}: write `key: value` or `section:`"
-    if problem.startswith("expected <block end>") and "<scalar>" in problem:
-        return "text after a closing quote: put the whole value in one pair of quotes"
-    if problem.startswith("expected <block end>"):
-        return (
+    advice = {
+        "could not find expected ':'": f"no colon in line {first}: write `key: value` or `section:`",
+        "^expected <block end>.*<scalar>": "text after a closing quote: put the whole value in one pair of quotes",
+        "^expected <block end>": (
             "this line is indented unlike the lines above: indent all keys of a section, and all items of a list, alike"
-        )
-    if "quoted scalar" in str(error.context):
-        return f"the quote that opens in line {first} is not closed: close the quote"
-    if problem.startswith(("expected ',' or", "expected the node content, but found '<stream end>'")):
-        return f"the bracket that opens in line {first} is not closed, or a comma is missing"
-    if "cannot start any token" in problem or "scanning an a" in str(error.context) or "undefined alias" in problem:
-        return f"a value cannot begin with {line.partition(': ')[2].strip()[:1]!r}: put the value in quotes"
-    return problem
+        ),
+        "\\n.*quoted scalar": f"the quote that opens in line {first} is not closed: close the quote",
+        "^expected (',' or|the node content, but found '<stream end>')": (
+            f"the bracket that opens in line {first} is not closed, or a comma is missing"
+        ),
+        "cannot start any token|undefined alias|\\n.*scanning an a": (
+            f"a value cannot begin with {line.partition(': ')[2].strip()[:1]!r}: put the value in quotes"
+        ),
+    }
+    both = f"{problem}\n{error.context}"
+    return next((text for pattern, text in advice.items() if re.search(pattern, both)), problem)
 
 
 def _check_document(root: yaml.Node | None) -> yaml.Node | None:

@@ -253,11 +253,17 @@ def resource_error(error: BaseException) -> UserError | None:
     return None
 
 
+class UnfitFileError(OSError):
+    """A file that is not opened: a link to elsewhere, not a regular file, or too large. It has no errno."""
+
+
 @contextmanager
 def reading(path: Path | None) -> Iterator[None]:
-    """Turn an OSError in the block into a StorageError that says "cannot read"."""
+    """Turn an OSError in the block into a StorageError that says "cannot read"; an UnfitFileError, into its message."""
     try:
         yield
+    except UnfitFileError as error:
+        raise WeightsFileError(str(error), path) from error
     except OSError as error:
         raise storage_error(f"cannot read: {error.strerror or error}", error, path) from error
 

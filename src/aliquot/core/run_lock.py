@@ -19,13 +19,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from aliquot.core.errors import RunDirectoryError, one_line, storage_error
-from aliquot.core.small_files import open_unlinked
+from aliquot.core.decode import decode_json
+from aliquot.core.errors import RunDirectoryError, one_line, storage_error, writing
+from aliquot.core.small_files import open_regular, open_unlinked, read_small_file
 
 LOCK, BEATING_LOCK = ".lock", ".lock.held"
 BEAT_S = 5.0
 WATCH_S = 4 * BEAT_S  # a holder on another machine that does not touch its file for this long counts as dead
-_ROUND_MARK = "round"  # the content of a lock file whose holder is a round of an elastic run
+_ROUND_MARK = b"round"  # the content of a lock file whose holder is a round of an elastic run
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -50,20 +51,19 @@ class RunLock:
         directory = self._directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            lock = open_unlinked(directory / LOCK, "a")
+            lock = open_unlinked(directory / LOCK, "ab")
         except OSError as error:  # no permission, read-only, a file where a directory should be
-            message = f"cannot write the run directory: {error.strerror}; choose another run.directory"
-            raise storage_error(message, error, directory) from None
+            message = f"cannot write the run directory: {error.strerror or error}; choose another run.directory"
+            raise storage_error(message, error, error.filename or directory / LOCK) from None
         with lock, ExitStack() as beating:
             if not (self._flock(lock.fileno()) or self._is_round):
-                descriptor = beating.enter_context(beating_lock(directory / BEATING_LOCK))
-                self._files.append((directory / BEATING_LOCK, descriptor))
+                with writing(file := directory / BEATING_LOCK):
+                    self._files.append((file, beating.enter_context(beating_lock(file))))
             self._files.append((directory / LOCK, lock.fileno()))
             try:
                 with suppress(OSError):  # ignore a full disk here: the first file that the run needs will report it
                     lock.truncate(0)
-                    lock.write(_ROUND_MARK * self._is_round)
-                    lock.flush()
+                    os.write(lock.fileno(), _ROUND_MARK * self._is_round)
                     os.fsync(lock.fileno())  # otherwise a network file system may write it only at close
                 yield
             finally:
@@ -82,7 +82,7 @@ class RunLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return not self._locks_are_local()
         except BlockingIOError:
-            if self._is_round and (self._directory / LOCK).read_text().startswith(_ROUND_MARK):
+            if self._is_round and read_small_file(self._directory / LOCK, links="none") == _ROUND_MARK:
                 return True
             raise RunDirectoryError("another process is training into this run directory", self._directory) from None
         except OSError:  # Lustre may be mounted without locks
@@ -115,7 +115,7 @@ def beating_lock(file: Path) -> Iterator[int]:
     Raises RunDirectoryError if another process holds the lock and lives. For a process on the same machine, this is
     known at once; the file of a process on another machine is watched for WATCH_S seconds.
     """
-    content = {"machine": machine_id(), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
+    content = {"machine": namespace_id("pid"), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
     content["mark"] = secrets.token_hex(8)
     while (descriptor := _create(file, content)) is None:
         holder = _read(file)
@@ -170,7 +170,7 @@ def _is_alive(file: Path, holder: Any) -> bool:
     A process of this machine is looked up. For another machine, the file is watched for a new time stamp: its present
     time stamp says little, because the clocks may differ.
     """
-    if isinstance(holder, dict) and holder.get("machine") == machine_id():
+    if isinstance(holder, dict) and holder.get("machine") == namespace_id("pid"):
         # Compare start times, because a restarted container has the same process ids and often the same PID namespace.
         return (ticks := _start_ticks(holder.get("pid"))) is not None and holder.get("started", ticks) == ticks
     before, until = _beat_time(file), time.monotonic() + WATCH_S
@@ -191,20 +191,15 @@ def _start_ticks(pid: object) -> int | None:
 
 
 def _beat_time(file: Path) -> int | None:
-    with suppress(OSError), file.open() as opened:  # opening makes an NFS client ask its server
+    with suppress(OSError), open_regular(file, "none") as opened:  # opening makes an NFS client ask its server
         return os.fstat(opened.fileno()).st_mtime_ns
     return None
 
 
 def _read(file: Path) -> Any:
     with suppress(OSError, ValueError):
-        return json.loads(file.read_text(encoding="utf-8"))
+        return decode_json(read_small_file(file, links="none"))
     return None
-
-
-def machine_id() -> str:
-    """Return an id of the scope in which process ids are unique: this boot of the kernel and this PID namespace."""
-    return namespace_id("pid")
 
 
 def namespace_id(kind: str) -> str:

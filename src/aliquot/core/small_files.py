@@ -1,4 +1,4 @@
-"""Expand paths that users write, read small untrusted files, and publish files atomically.
+"""Expand paths that users write, open files of strangers and of runs, and publish files atomically.
 
 A reader of a published file sees the old content or the new content, never a part. Files of a run are opened without
 following links, because another user may have placed a link.
@@ -6,15 +6,27 @@ following links, because another user may have placed a link.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from aliquot.core.errors import UnfitFileError
+
 LIMIT_BYTES = 100_000_000  # safetensors' limit for a header; tokenizers have up to 35 MB
 _HUB_TIMEOUT_S = 15.0  # for the next bytes; the client tries several times
+RUN_FILE_BYTES = 1 << 30  # limit for a file of a run: metrics of millions of steps
+# Where a link may lead: out of the directory of the link only for a file that the user has named, and nowhere for a
+# file that only aliquot writes.
+Links = Literal["anywhere", "inside", "none"]
+_UNFIT = {
+    errno.ELOOP: "a link, which is not followed here: replace it by the file",
+    errno.ENXIO: "not a regular file",  # a FIFO that nobody reads, or a socket
+}
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # in the cache of the hub: snapshots/REVISION/FILE is a link into blobs
 
 
@@ -55,61 +67,72 @@ def cache_root(configured: Path | None = None) -> Path:
     return with_home(configured or os.environ.get("ALIQUOT_CACHE") or "~/.cache/aliquot").absolute()
 
 
-def read_small_file(path: Path, limit: int = LIMIT_BYTES, anywhere: bool = False, follow_links: bool = True) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes. Raises OSError, and ValueError for any other file.
+def open_regular(path: Path, links: Links = "inside", limit: int | None = None) -> BufferedReader:
+    """Open a regular file of at most `limit` bytes for reading. Raises OSError; for any other file UnfitFileError.
 
-    `anywhere` allows a link that leads out of the file's directory, for a file that the user has named. Without
-    `follow_links`, any link raises OSError.
+    Nothing is read before the checks, and a FIFO in place of the file is not waited for.
     """
-    if follow_links and not anywhere:
-        refuse_link(path, path.parent)
-    # Without O_NONBLOCK, opening a FIFO could wait forever. The flag has no effect on a regular file.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        _refuse_unfit(os.fstat(file.fileno()), limit)
+    target = path if links == "none" else resolve_link(path, None if links == "anywhere" else path.parent)
+    descriptor = _open_itself(target, os.O_RDONLY)
+    size_bytes = os.fstat(descriptor).st_size
+    if limit is not None and size_bytes > limit:
+        os.close(descriptor)
+        raise UnfitFileError(f"{size_bytes} bytes, which is more than {limit}")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small_file(path: Path, limit: int = LIMIT_BYTES, links: Links = "inside") -> bytes:
+    """Return the content of a file that `open_regular` opens. Raises OSError."""
+    with open_regular(path, links, limit) as file:
         data = file.read(limit + 1)
     if len(data) > limit:  # files of /proc have no size
-        raise ValueError(f"larger than {limit} bytes")
+        raise UnfitFileError(f"larger than {limit} bytes")
     return data
 
 
-def check_small(path: Path) -> None:
-    """Raise ValueError unless `path`, which a library will read, is a regular file of at most LIMIT_BYTES bytes."""
-    _refuse_unfit(path.stat(), LIMIT_BYTES)
+def resolve_link(path: Path, root: Path | None) -> Path:
+    """Return the path to which `path` leads. Raises UnfitFileError if it is outside of the directory `root`.
 
-
-def refuse_link(path: Path, directory: Path) -> None:
-    """Raise ValueError if `path` leads out of `directory`, or out of the hub's cache if `directory` is a snapshot."""
-    target, root = path.resolve(), directory.resolve()
+    If `root` is a snapshot of the hub's cache, the path may be in the blobs of the cache instead.
+    """
+    target = Path(os.path.realpath(path))
+    if root is None:
+        return target
+    root = Path(os.path.realpath(root))
     blobs = root.parents[1] / _BLOBS if root.parent.name == _SNAPSHOTS else root
     if not target.is_relative_to(root) and not target.is_relative_to(blobs):
-        raise ValueError(f"a link to {target}, which is outside of its directory: replace the link by a copy")
+        raise UnfitFileError(f"a link to {target}, which is outside of its directory: replace the link by a copy")
+    return target
 
 
-def _refuse_unfit(status: os.stat_result, limit: int) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("not a regular file")
-    if status.st_size > limit:
-        raise ValueError(f"{status.st_size} bytes, which is more than {limit}")
+def _open_itself(path: Path, flags: int, permissions: int = 0o666) -> int:
+    """Open a regular file, without following a link, and without waiting for the other end of a FIFO."""
+    try:
+        # O_NONBLOCK has no effect on a regular file.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, permissions)
+    except OSError as error:
+        if error.errno not in _UNFIT:
+            raise
+        raise UnfitFileError(_UNFIT[error.errno]) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnfitFileError("not a regular file")
+    return descriptor
 
 
 def open_unlinked(
     path: Path, mode: Literal["w", "x", "a", "wb", "ab", "ab+"], permissions: int = 0o666, **options: Any
 ) -> IO[Any]:
-    """Open a file of a run for writing, as `open` does, but never through a link, which raises OSError.
+    """Open a file of a run for writing, as `open` does. Raises OSError; for a link or a FIFO UnfitFileError.
 
     Mode "w" replaces an existing file by a new file, so that other hard links to the old file keep its content.
     `permissions` are the mode bits of a new file, before the umask: 0o600 for a secret.
     """
-    flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    if "a" in mode:
-        flags |= os.O_APPEND
-    else:
-        flags |= os.O_EXCL
-        if "w" in mode:
-            with suppress(FileNotFoundError):
-                path.unlink()
-    return os.fdopen(os.open(path, flags, permissions), mode, **options)
+    flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | os.O_CREAT
+    flags |= os.O_APPEND if "a" in mode else os.O_EXCL
+    if "w" in mode:
+        path.unlink(missing_ok=True)
+    return os.fdopen(_open_itself(path, flags, permissions), mode, **options)
 
 
 _POINTERS = {

@@ -16,16 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.data_section import CHAT_TEMPLATES, DataSection
-from aliquot.core.errors import MissingToolError, TokenizerError, UnsupportedModelError
-from aliquot.core.small_files import check_small, hub_advice, pointer_message, read_small_file, with_home
+from aliquot.core.errors import MissingToolError, ModelFilesError, TokenizerError, UnsupportedModelError
+from aliquot.core.small_files import (
+    hub_advice,
+    pointer_message,
+    read_small_file,
+    resolve_link,
+    with_home,
+)
 from aliquot.data.cache import digest_of_directory, publishing
 from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
 from aliquot.data.token_store import TokenStore
 from aliquot.models.model_files import save_tokenizer
-from aliquot.models.source import DESCRIPTION_FILES
-from aliquot.models.untrusted_code import without_code
+from aliquot.models.untrusted_code import check_files, without_code
 from aliquot.tensor_io.bytemap import scratch_advice
 
 BOS, EOS = "<|bos|>", "<|eos|>"
@@ -46,20 +51,22 @@ def load_tokenizer(name: str | Path) -> Any:
     path = with_home(name)
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1):
         raise TokenizerError("no such tokenizer file or directory", name)  # a hub id is `name` or `owner/name`
+    if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").exists():
+        path = path.parent  # the config names bos and eos
+    starts: dict[Path, bytes] = {}
     try:
-        if path.exists() and not path.is_dir():
-            check_small(path)
-            if path.name == "tokenizer.json" and path.with_name("tokenizer_config.json").exists():
-                return without_code(AutoTokenizer.from_pretrained)(path.parent)  # the config names bos and eos
+        if path.is_dir():
+            starts = check_files(path)
+            with _without_marks(path, starts) as directory:
+                return without_code(AutoTokenizer.from_pretrained)(directory)
+        if path.exists():
+            starts[path] = read_small_file(path, links="anywhere")
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        if not path.is_dir():
-            return without_code(AutoTokenizer.from_pretrained)(str(name))
-        with _without_marks(path) as directory:
-            return without_code(AutoTokenizer.from_pretrained)(directory)
-    except UnsupportedModelError as error:  # its message names the directory
+        return without_code(AutoTokenizer.from_pretrained)(str(name))
+    except (ModelFilesError, UnsupportedModelError) as error:  # the message names the file or the directory
         raise TokenizerError(str(error)) from error
     except Exception as error:  # tokenizers raises plain Exception
-        for file, start in _starts(path):
+        for file, start in starts.items():
             if (message := pointer_message(start)) is not None:
                 raise TokenizerError(message, file) from error
         if path.is_dir() and not any(path.glob("tokenizer*")):
@@ -68,7 +75,7 @@ def load_tokenizer(name: str | Path) -> Any:
                 f"{scratch_advice(path)}",
                 name,
             ) from error
-        if path.is_dir() and _needs_sentencepiece(path):
+        if path.is_dir() and _needs_sentencepiece(path, starts):
             raise MissingToolError(
                 f"{name}: the tokenizer is a sentencepiece model without a tokenizer.json next to it, and the package"
                 " sentencepiece is not installed: pip install sentencepiece"
@@ -81,38 +88,31 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _starts(path: Path) -> list[tuple[Path, bytes]]:
-    """Return (file, first bytes) of each small file of the tokenizer at `path`, which is a directory or a file."""
-    files = [file for pattern in DESCRIPTION_FILES for file in path.glob(pattern)] if path.is_dir() else [path]
-    starts = []
-    for file in files:
-        if file.is_file():
-            with file.open("rb") as opened:
-                starts.append((file, opened.read(1 << 10)))
-    return starts
-
-
-def _needs_sentencepiece(directory: Path) -> bool:
+def _needs_sentencepiece(directory: Path, starts: Mapping[Path, bytes]) -> bool:
     """Return whether loading the tokenizer in `directory` needs the package sentencepiece, which is not installed.
 
     A .model file of tiktoken, whose lines are base64 and a rank, does not need sentencepiece.
     """
     if (directory / "tokenizer.json").exists() or importlib.util.find_spec("sentencepiece") is not None:
         return False
-    models = [start for file, start in _starts(directory) if file.suffix == ".model"]
+    models = [start for file, start in starts.items() if file.suffix == ".model"]
     return any(re.match(rb"[A-Za-z0-9+/=]+ \d+\s", start) is None for start in models)
 
 
 @contextmanager
-def _without_marks(directory: Path) -> Iterator[Path]:
+def _without_marks(directory: Path, starts: Mapping[Path, bytes]) -> Iterator[Path]:
     """Yield `directory`, or a temporary copy without byte order marks, which transformers rejects in JSON files."""
-    starts = _starts(directory)
-    if not any(start.startswith(codecs.BOM_UTF8) for _, start in starts):
+    if not any(start.startswith(codecs.BOM_UTF8) for start in starts.values()):
         yield directory
         return
     with tempfile.TemporaryDirectory() as folder:
-        for file, _ in starts:
-            (Path(folder) / file.name).write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
+        for file in starts:
+            if file.suffix != ".safetensors":
+                copy = Path(folder) / file.relative_to(directory)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(
+                    read_small_file(resolve_link(file, directory), links="none").removeprefix(codecs.BOM_UTF8)
+                )
         yield Path(folder)
 
 
@@ -189,9 +189,9 @@ def give_template(tokenizer: Any, section: DataSection) -> None:
         return
     if path is not None:
         try:
-            template = read_small_file(Path(path), anywhere=True).decode("utf-8")
+            template = read_small_file(Path(path), links="anywhere").decode("utf-8")
         except (OSError, ValueError) as error:
-            reason = "not a text file" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
+            reason = "not a text file" if isinstance(error, ValueError) else error.strerror or error
             raise TokenizerError(
                 f"data.chat_template cannot be read: {reason}. Give a file, a template or one of"
                 f" {', '.join(CHAT_TEMPLATES)}",

@@ -26,7 +26,7 @@ from aliquot.core.errors import RendezvousError, TrainingError
 from aliquot.distributed.forked_rank import live_forked_ranks, start_server, wait_for_server
 from aliquot.distributed.gloo_interface import group_address
 from aliquot.distributed.json_lines import Message, Peer
-from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims
+from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims, is_finished
 from aliquot.distributed.local_group import Ended, RankProgram, run_local_ranks
 from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRun, Leader, PreviousRound
 from aliquot.distributed.rendezvous import meet_round
@@ -298,7 +298,7 @@ class _Node:
 
 
 def _is_finished(claims: Claims, run: ElasticRun) -> bool:
-    return run.whole() and claims.finished(run.finish_mark())
+    return run.whole() and is_finished(claims.directory, run.finish_mark())
 
 
 def _listen(address: str) -> list[socket.socket]:

@@ -13,33 +13,43 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated
 
-from aliquot.core.errors import CutOffError, storage_error
-from aliquot.core.small_files import open_unlinked
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from aliquot.core.errors import CutOffError, RunDirectoryError, UnfitFileError, printable, storage_error
+from aliquot.core.small_files import open_regular, open_unlinked, publish_text, read_small_file
 
 ROUNDS = ".rounds"  # in the run directory
 ROUND = "ALIQUOT_ROUND"  # the number of the round, which the launcher sets for its ranks
 DEAD_S = 10.0  # a leader that has not touched its file for this long has ended, or cannot reach the directory
 _RETAINED = 8
+_FINISHED = "finished"
+_NAME = re.compile(r"([0-9]{8}|[1-9][0-9]{8,17})\.json")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Claim:
     """The address of the leader of round `number`, and the nonce by which the leader recognises nodes of the run."""
 
     number: int
     host: str
-    addresses: tuple[str, ...]
-    port: int
+    addresses: Annotated[tuple[Annotated[str, Field(pattern=r"^[0-9A-Za-z.:%_-]{1,64}$")], ...], Field(min_length=1)]
+    port: Annotated[int, Field(ge=0, lt=1 << 16)]
     nonce: str
 
     @property
     def name(self) -> str:
-        return f"{self.host} ({self.addresses[0]})"
+        return printable(f"{self.host} ({self.addresses[0]})")
+
+
+_CLAIM = TypeAdapter(Claim)
 
 
 class Claims:
@@ -58,18 +68,21 @@ class Claims:
     def directory(self) -> Path:
         return self._rounds.parent
 
-    def newest_number(self) -> int | None:
-        return newest_round(self._rounds.parent)
-
     def newest(self) -> Claim | None:
-        number = self.newest_number()
+        number = newest_round(self.directory)
         if number is None:
             return None
+        file = self._file(number)
         try:
-            fields = json.loads(self._file(number).read_text())
+            return replace(_CLAIM.validate_json(read_small_file(file, links="none")), number=number)
         except FileNotFoundError:  # the leader of a newer round has removed the file meanwhile
             return self.newest()
-        return Claim(**{**fields, "addresses": tuple(fields["addresses"])})
+        except (UnfitFileError, ValueError) as error:
+            reason = "its content is damaged" if isinstance(error, ValueError) else str(error)
+            advice = "End all nodes, remove this file, and start the nodes again"
+            raise RunDirectoryError(f"not the lease of a round: {reason}. {advice}", file) from None
+        except OSError as error:
+            raise storage_error(f"cannot read: {error.strerror}", error, file) from None
 
     def make(self, claim: Claim) -> bool:
         """Create the lease of a round. Return False if another node was first."""
@@ -101,7 +114,7 @@ class Claims:
         try:
             self._draft.touch()
             now = self._draft.stat().st_mtime
-            with self._file(number).open() as file:  # opening makes an NFS client ask its server
+            with open_regular(self._file(number), "none") as file:  # opening makes an NFS client ask its server
                 then = os.fstat(file.fileno()).st_mtime
         except OSError:
             return 0.0, 0.0
@@ -112,10 +125,7 @@ class Claims:
     def finish(self, mark: str) -> None:
         """Record that the run with the configuration `mark` is finished, for nodes that join later."""
         with suppress(OSError):  # without the file, a later node finds the run complete when it resumes
-            (self._rounds / "finished").write_text(mark)
-
-    def finished(self, mark: str) -> bool:
-        return is_finished(self._rounds.parent, mark)
+            publish_text(self._rounds / _FINISHED, mark)
 
     def _file(self, number: int) -> Path:
         return self._rounds / f"{number:08d}.json"
@@ -124,7 +134,7 @@ class Claims:
 def is_finished(directory: Path, mark: str) -> bool:
     """Whether the run with the configuration `mark` in `directory` is finished. Creates nothing there."""
     with suppress(OSError):
-        return (directory / ROUNDS / "finished").read_text() == mark
+        return read_small_file(directory / ROUNDS / _FINISHED, links="none") == mark.encode()
     return False
 
 
@@ -156,7 +166,7 @@ def check_round(directory: Path) -> None:
 
 def _numbers(rounds: Path) -> list[int]:
     try:
-        return [int(file.stem) for file in rounds.iterdir() if file.suffix == ".json" and file.stem.isdecimal()]
+        return [int(name[1]) for file in rounds.iterdir() if (name := _NAME.fullmatch(file.name))]
     except FileNotFoundError:
         return []
     except OSError as error:

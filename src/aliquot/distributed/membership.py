@@ -22,7 +22,7 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import NodesDifferError, RendezvousError, StorageError, UserError
 from aliquot.distributed.config_consistency import describe_differences
 from aliquot.distributed.json_lines import Message, Peer
-from aliquot.distributed.leader_lease import Claim, Claims
+from aliquot.distributed.leader_lease import Claim, Claims, newest_round
 
 BEAT_S = 1.0
 SILENT_S = 6.0  # a node that is silent for this long counts as lost
@@ -129,7 +129,7 @@ class Leader:
                 if self._enough:
                     self._claims.beat(self._claim.number)
                 with self._claiming:
-                    newest = self._claims.newest_number()
+                    newest = newest_round(self._claims.directory)
                     self._superseded = newest is not None and newest > self._claim.number
 
     def _lead(self) -> None:

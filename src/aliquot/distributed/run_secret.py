@@ -47,8 +47,8 @@ def common_secret(environ: Mapping[str, str], run_directory: Path | None) -> str
             output.write(f"{new_secret()}\n")
         return _read_secret(file)
     except OSError as error:
-        text = f"cannot read the secret that all nodes share: {error.strerror}; or set {SECRET_VARIABLE} on every node"
-        raise storage_error(text, error, file) from None
+        text = f"cannot read the secret that all nodes share: {error.strerror or error}"
+        raise storage_error(f"{text}; or set {SECRET_VARIABLE} on every node", error, file) from None
 
 
 def _read_secret(file: Path) -> str:
@@ -58,9 +58,7 @@ def _read_secret(file: Path) -> str:
     """
     until = time.monotonic() + _VISIBLE_S
     while True:
-        text = b""
-        with suppress(ValueError):  # the file is not regular, or is too large for a secret
-            text = read_small_file(file, _MAX_FILE_BYTES, follow_links=False)
+        text = read_small_file(file, _MAX_FILE_BYTES, "none")
         if text.endswith(b"\n") and len(text) > _SECRET_BYTES:
             return text.decode("ascii", "replace").strip()
         if time.monotonic() > until:

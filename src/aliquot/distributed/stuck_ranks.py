@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from aliquot.core.small_files import read_small_file
 from aliquot.distributed.rank_errors import bounded_call
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
@@ -48,7 +49,7 @@ def _stack_files(stack_file: Path, world_size: int) -> dict[int, Path]:
     files = {
         int(number[1]): file
         for file in stack_file.parent.glob(all_stack_files(stack_file).name)
-        if (number := _RANK_OF_FILE.search(file.name))
+        if (number := _RANK_OF_FILE.search(file.name)) and file.is_file() and not file.is_symlink()
     }
     return {rank: file for rank, file in sorted(files.items()) if rank < world_size}
 
@@ -59,7 +60,7 @@ def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
     files = {rank: file for rank, file in files.items() if abs(file.stat().st_mtime - written_at) < _SAME_HANG_S}
     stuck = {}
     for rank, file in files.items():
-        frames = _main_thread_frames(file.read_text(errors="replace"))
+        frames = _main_thread_frames(read_small_file(file, links="none").decode(errors="replace"))
         if frames and not any(_WAITING.search(f"{frame['file']} {frame['name']}") for frame in frames):
             stuck[rank] = f"{Path(frames[0]['file']).name}:{frames[0]['line']} in {frames[0]['name']}"
     return stuck if len(stuck) < len(files) else {}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from aliquot.core.decode import decode_json
+from aliquot.core.decode import decode_json, read_json
 from aliquot.core.errors import DeepspeedConfigError, MissingToolError, UsageError
 from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
 from aliquot.models.load import LoadOptions, load_weights
@@ -79,8 +79,8 @@ def load_zero3(
     load_weights(
         ZeroWeights(built), Path(directory), tensors, tied, Members(device), LoadOptions(watch, published, names=names)
     )
-    if (Path(directory) / "generation_config.json").exists():
-        built.generation_config = GenerationConfig.from_pretrained(directory)
+    if (generation := Path(directory) / "generation_config.json").exists():
+        built.generation_config = GenerationConfig.from_dict(read_json(generation))
     return built.eval()
 
 

@@ -27,7 +27,7 @@ from aliquot.models.stored_weights import (
 )
 from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
-from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
+from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import PartSource
@@ -105,12 +105,17 @@ def export(
     def write(partial: Path) -> Any:
         drain(store, {"weight": layout.byte_map(partial).entries}, watch=options.watch)
 
-    def finish(_: Path, combined: Any) -> None:
-        options.check(combined)
-
     run_on_rank_0(ranks, make_way)
     keep_former = options.keep_former if options.replace else None
-    publish_together(out_dir, ranks, prepare, write, finish, lambda _: options.combine(), keep_former)
+    publish_together(
+        out_dir,
+        ranks,
+        prepare,
+        write,
+        finish=lambda _, combined: options.check(combined),
+        combine=lambda _: options.combine(),
+        keep_former=keep_former,
+    )
 
 
 def export_checkpoint(
@@ -151,18 +156,16 @@ def export_checkpoint(
     tensors = names_in_file_order(source)
     checksums = BlockChecksums()
 
-    def combine() -> BlockShares:
-        return checksums.shares(manifest.sizes(source.header_bytes)).combine(ranks)
-
-    def check(shares: BlockShares) -> None:
-        check_read(checkpoint_dir, manifest, source.header_bytes, shares)
-
     adapter = files.get(ADAPTER_CONFIG)
     if merge and adapter is None:
         raise UsageError("--merge: this is a checkpoint of a whole model, not of an adapter", checkpoint_dir)
     stored_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if options.verify:
-        options = replace(options, combine=combine, check=check)
+        options = replace(
+            options,
+            combine=lambda: checksums.shares(manifest.sizes(source.header_bytes)).combine(ranks),
+            check=lambda shares: check_read(checkpoint_dir, manifest, source.header_bytes, shares),
+        )
     with RangeReader(checksums if options.verify else None) as reader, RangeReader() as base_reader:
         store: PartSource = StoredWeights(source, reader, ranks)
         if adapter is None:

@@ -16,11 +16,13 @@ from transformers import StoppingCriteria, TextIteratorStreamer
 from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError, resource_error
 from aliquot.core.template_process import TemplateFailure, in_template_process, render_chat
+from aliquot.models.adapter import STEM
 from aliquot.models.export import STATE, export_checkpoint
 from aliquot.models.model_config import model_of_run
 from aliquot.models.model_files import joined_ends, trained_tokens
 from aliquot.models.source import local_directory
 from aliquot.models.untrusted_code import without_code
+from aliquot.tensor_io.bytemap import ByteMap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,9 +124,11 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     ends = trained_tokens(directory, "ends") or []
+    # transformers and peft would unpickle a .bin file if no safetensors file is there.
+    ByteMap.from_directory(directory, STEM if adapts else "model")
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
-        model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype="auto")
+        model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype="auto", use_safetensors=True)
         if whole != directory:
             model.load_adapter(str(directory))
         model.generation_config = _one_by_one(model.generation_config)

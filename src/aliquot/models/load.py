@@ -22,6 +22,7 @@ from torch import Tensor
 from aliquot.core.decode import read_json
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results
+from aliquot.core.small_files import open_regular
 from aliquot.models.adapter import BASE, STEM
 from aliquot.models.export import STATE
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
@@ -155,7 +156,7 @@ def _check_tied(stored: Mapping[str, TensorEntry], tied: Mapping[str, str], dire
             continue
         length = first.numel * first.itemsize
         at, stop = (length * number // ranks.world_size for number in (ranks.rank, ranks.rank + 1))
-        with first.file.open("rb") as file, second.file.open("rb") as second_file:
+        with open_regular(first.file) as file, open_regular(second.file) as second_file:
             file.seek(first.offset + at)
             second_file.seek(second.offset + at)
             is_same = first.shape == second.shape

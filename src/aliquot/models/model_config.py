@@ -34,7 +34,7 @@ _OTHERS = {"use_cache", "torch_dtype", "pretraining_tp", "output_router_logits",
 def read_fields(file: Path, key: str) -> dict[str, Any]:
     """Read a config.json; `key` is the aliquot setting that names the file, for errors. Raises ModelFilesError."""
     try:
-        return read_json_object(file, anywhere=key == "model.config")
+        return read_json_object(file, "anywhere" if key == "model.config" else "inside")
     except FileNotFoundError:
         if (file.parent / ADAPTER_CONFIG).is_file():
             raise ModelFilesError(
@@ -128,21 +128,20 @@ def _refuse_empty_window(config: PretrainedConfig, where: str) -> None:
 
 
 def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError("encoder-decoder models are not supported", where)
-    if getattr(config, "vision_config", None) is not None:
-        raise UnsupportedModelError("vision models are not supported", where)
-    if getattr(config, "audio_config", None) is not None:
-        raise UnsupportedModelError("audio models are not supported", where)
     dropped = [key for key, value in config.to_dict().items() if "layerdrop" in str(key) and value]
-    if dropped:
-        raise UnsupportedModelError(f"dropout of whole layers is not supported: set {dropped[0]} to 0", where)
-    if getattr(config, "z_loss_coefficient", None):
-        raise UnsupportedModelError("a z-loss on the logits is not supported: set z_loss_coefficient to 0", where)
-    if getattr(config, "attention_type", None) == "block_sparse":
-        raise UnsupportedModelError(
-            "attention over random blocks is not supported: set attention_type to original_full", where
-        )
+    refusals = {
+        "encoder-decoder models are": getattr(config, "is_encoder_decoder", False),
+        "vision models are": getattr(config, "vision_config", None) is not None,
+        "audio models are": getattr(config, "audio_config", None) is not None,
+        "dropout of whole layers is": f"set {dropped[0]} to 0" if dropped else None,
+        "a z-loss on the logits is": getattr(config, "z_loss_coefficient", None) and "set z_loss_coefficient to 0",
+        "attention over random blocks is": getattr(config, "attention_type", None) == "block_sparse"
+        and "set attention_type to original_full",
+    }
+    for feature, remedy in refusals.items():
+        if remedy:
+            advice = f": {remedy}" if isinstance(remedy, str) else ""
+            raise UnsupportedModelError(f"{feature} not supported{advice}", where)
     if getattr(config, "is_decoder", None) is False:
         config.is_decoder = True  # BERT and its relatives attend to later tokens unless they are decoders
 

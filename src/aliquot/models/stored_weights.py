@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
+from aliquot.core.small_files import open_regular
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.header import TensorEntry, read_header
 from aliquot.tensor_io.parts import Part, PartSource, PartStore, ViewableStore, row_ranges
@@ -265,7 +266,7 @@ def fingerprint(directory: Path) -> str:
     total = hashlib.sha256()
     for path in sorted(set(directory.glob("*.safetensors")) - set(directory.glob(_OTHER_FORMS))):
         total.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for at in sorted({*range(0, path.stat().st_size, _EVERY_BYTES), *_places(path)}):
                 file.seek(at)
                 total.update(file.read(_SAMPLE_BYTES))

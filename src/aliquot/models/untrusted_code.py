@@ -9,29 +9,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.core.errors import ModelFilesError, UnsupportedModelError
-from aliquot.core.small_files import check_small, refuse_link
+from aliquot.core.errors import ModelFilesError, UnfitFileError, UnsupportedModelError
+from aliquot.core.small_files import LIMIT_BYTES, open_regular, resolve_link
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
+_START_BYTES = 1 << 10  # enough for a byte order mark, or the beginning of a git-lfs pointer
+# The names of all files that transformers might read with a tokenizer or a configuration.
+_SMALL_FILES = (
+    "*.json", "*.model", "*.txt", "*.jinja", "*.codes", "*.spm", "*.tokenizer", "additional_chat_templates/*.jinja",
+)  # fmt: skip
 
 
-def check_small_files(directory: Path) -> None:
-    """Raise ModelFilesError unless all small files that transformers might read are regular, small and in `directory`.
+def check_files(directory: Path) -> dict[Path, bytes]:
+    """Return the files in `directory` that transformers might read, with the first bytes of each.
 
+    Raises ModelFilesError unless all these files are regular files in `directory`, and small unless they hold weights.
     The files of a hub snapshot may also be links into the hub's cache. Links to other places are refused, because a run
     would save copies of their targets.
     """
-    for file in sorted(file for pattern in _SMALL_FILES for file in directory.glob(pattern)):
-        try:
-            refuse_link(file, directory)
-            check_small(file)
-        except OSError as error:
-            raise ModelFilesError(f"cannot read: {error.strerror}", file) from error
-        except ValueError as error:
-            raise ModelFilesError(str(error), file) from error
+    starts = {}
+    for pattern in (*_SMALL_FILES, "*.safetensors"):
+        for file in sorted(directory.glob(pattern)):
+            try:
+                limit = LIMIT_BYTES if pattern in _SMALL_FILES else None
+                with open_regular(resolve_link(file, directory), "none", limit) as opened:
+                    starts[file] = opened.read(_START_BYTES)
+            except OSError as error:
+                reason = str(error) if isinstance(error, UnfitFileError) else f"cannot read: {error.strerror}"
+                raise ModelFilesError(reason, file) from error
+    return starts
 
 
 def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +51,7 @@ def without_code(load: Callable[..., Any]) -> Callable[..., Any]:
     def loading(source: Any, **options: Any) -> Any:
         path = source if isinstance(source, str | Path) else None
         if path is not None and Path(path).is_dir():
-            check_small_files(Path(path))
+            check_files(Path(path))
         try:
             return load(source, **options, trust_remote_code=False)
         except ValueError as error:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aliquot.core.decode import load_yaml
+from aliquot.core.decode import load_yaml, read_json
 from aliquot.core.errors import MissingToolError
 from aliquot.core.small_files import publish_text
 
@@ -147,9 +147,10 @@ class Dashboard:
         self._open_run = WandbRun if service == "wandb" else MlflowRun
         self._service, self._metrics, self._warn = service, metrics, warn
         self._record = metrics.with_name(f"{service}.json")
-        record = json.loads(self._record.read_text()) if self._record.exists() else {}
+        record = read_json(self._record) if self._record.exists() else {}
         self._run_id: str | None = record.get("run_id")
-        self._sent_bytes = min(int(record.get("sent_bytes", 0)), metrics.stat().st_size)
+        sent_bytes = record.get("sent_bytes")
+        self._sent_bytes = min(sent_bytes, metrics.stat().st_size) if isinstance(sent_bytes, int) else 0
         self._attached: dict[str, int] = {}
         self._run: WandbRun | MlflowRun | None = None
         self._problem, self._has_warned, self._is_complete = "", False, False

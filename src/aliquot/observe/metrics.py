@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from aliquot.config.schema import ObserveSection
+from aliquot.core.decode import read_json_lines
 from aliquot.core.errors import LaunchError, StorageError, writing
-from aliquot.core.small_files import open_unlinked, publish_text
+from aliquot.core.small_files import open_unlinked, publish_bytes
 from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 
@@ -41,7 +42,7 @@ class MetricsFile:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                publish_text(path, "".join(_lines_until(path, resumed_step) if resumed_step else []))
+                publish_bytes(path, b"".join(_lines_until(path, resumed_step) if resumed_step else []))
             self._file = open_unlinked(path, "a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
@@ -225,20 +226,18 @@ def call_all(calls: Sequence[Callable[[], None]]) -> None:
 def last_step(path: Path) -> int:
     """Return the last step in a metrics.jsonl, to which a run may be writing; 0 without any step."""
     with suppress(OSError):
-        for line in reversed(path.read_text(encoding="utf-8").splitlines()):
-            with suppress(ValueError):  # truncated
-                return int(json.loads(line)["step"])
+        for _, fields in read_json_lines(path, backwards=True):
+            if isinstance(step := fields.get("step"), int):
+                return step
     return 0
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
-    lines = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            with suppress(json.JSONDecodeError):  # truncated, because the run was killed
-                if json.loads(line)["step"] <= step and line.endswith("\n"):
-                    lines.append(line)
-    return lines
+def _lines_until(path: Path, step: int) -> list[bytes]:
+    return [
+        line
+        for line, fields in read_json_lines(path)
+        if line.endswith(b"\n") and isinstance(fields.get("step"), int) and fields["step"] <= step
+    ]
 
 
 def finite(value: Any) -> Any:

@@ -105,7 +105,7 @@ class RunDirectory:
     def day(self) -> date:
         """Return the day on which the run first started if its chat template writes a date, otherwise today."""
         try:
-            return date.fromisoformat(read_small_file(self.chat_template_date).decode().strip())
+            return date.fromisoformat(read_small_file(self.chat_template_date, links="none").decode().strip())
         except FileNotFoundError:
             return date.today()
         except (OSError, ValueError) as error:
@@ -120,7 +120,7 @@ class RunDirectory:
     def _is_run(self) -> bool:
         """Whether the directory is a run: aliquot wrote its config.yaml, or it has a complete checkpoint."""
         with suppress(OSError, ValueError):
-            if read_small_file(self.path / "config.yaml").decode().startswith(HEADER):
+            if read_small_file(self.path / "config.yaml", links="none").decode().startswith(HEADER):
                 return True
         with suppress(OSError):
             return bool(complete_directories(self.checkpoints))

@@ -191,7 +191,7 @@ def _configuration(section: ModelSection) -> Any:
         return section.config
     try:
         file = section.config or local_directory(str(section.path), CONFIG_FILES) / "config.json"
-        return [section.path is not None, read_small_file(file, anywhere=True).decode()]
+        return [section.path is not None, read_small_file(file, links="anywhere").decode()]
     except (OSError, ValueError):
         return str(section)  # the code that reads the configuration reports the error
 

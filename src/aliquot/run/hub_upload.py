@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.config.schema import RunConfig
-from aliquot.core.decode import decode_json, read_json
+from aliquot.core.decode import read_json, read_json_lines
 from aliquot.core.errors import StorageError, StorageFailureError, printable
 from aliquot.core.small_files import limit_hub_time, looks_local
 from aliquot.models.export import STATE
@@ -100,14 +101,12 @@ def write_model_card(export: Path, checkpoint: Path, name: str) -> None:
 def _last_losses(metrics: Path, step: int) -> dict[str, str]:
     """Return the newest training and evaluation loss up to `step`, from a run's metrics if they exist."""
     losses: dict[str, str] = {}
-    for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []:
-        try:
-            line = decode_json(text)
-        except ValueError:  # a killed run may leave a part of a line
-            continue
-        for key, label in (("loss", "training loss"), ("eval_loss", "evaluation loss")):
-            if line["step"] <= step and isinstance(value := line.get(key), float):
-                losses[label] = f"{value:.4f} at step {line['step']:,}"
+    with suppress(OSError):
+        for _, line in read_json_lines(metrics):
+            at = line.get("step")
+            for key, label in (("loss", "training loss"), ("eval_loss", "evaluation loss")):
+                if isinstance(at, int) and at <= step and isinstance(value := line.get(key), float):
+                    losses[label] = f"{value:.4f} at step {at:,}"
     return losses
 
 

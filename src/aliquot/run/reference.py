@@ -117,7 +117,7 @@ class _ReferenceFile:
     def read(self) -> None:
         """Read the values; a missing or damaged file has none."""
         with suppress(OSError, ValueError):
-            data = read_small_file(self.path, _LARGEST_FILE, follow_links=False)
+            data = read_small_file(self.path, _LARGEST_FILE, "none")
             digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
             if len(content) == self.values.nbytes and hashlib.sha256(content).digest() == digest:
                 self.values = np.frombuffer(content, np.float32).copy()

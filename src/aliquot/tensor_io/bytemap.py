@@ -9,6 +9,7 @@ from typing import Any
 
 from aliquot.core.decode import read_json
 from aliquot.core.errors import WeightsFileError, reading
+from aliquot.core.small_files import open_regular
 from aliquot.tensor_io.header import TensorEntry, read_header
 from aliquot.tensor_io.publish import is_plain_name
 
@@ -79,7 +80,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 def _sample(entry: TensorEntry) -> tuple[Any, ...]:
     """Return (dtype, shape, first bytes, last bytes) of a tensor, by which copies in different files are compared."""
     size_bytes = entry.numel * entry.itemsize
-    with reading(entry.file), entry.file.open("rb") as file:
+    with reading(entry.file), open_regular(entry.file) as file:
         file.seek(entry.offset)
         first = file.read(min(_SAMPLE_BYTES, size_bytes))
         file.seek(entry.offset + max(0, size_bytes - _SAMPLE_BYTES))

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.core.on_rank_0 import RankGroup
+from aliquot.core.small_files import open_regular
 
 BLOCK_BYTES = 16 << 20
 _POLYNOMIAL = 0xEDB88320
@@ -48,7 +49,7 @@ class BlockChecksums:
         `header_bytes`: the length in bytes of the header of each file.
         """
         for path, count in header_bytes.items():
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self.add(path.name, 0, memoryview(file.read(count)))
 
     def shares(self, file_bytes: Mapping[str, int]) -> BlockShares:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from aliquot.core.decode import parse_json
 from aliquot.core.errors import WeightsFileError, reading
-from aliquot.core.small_files import LIMIT_BYTES, pointer_message
+from aliquot.core.small_files import LIMIT_BYTES, open_regular, pointer_message
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -69,21 +68,18 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Read and check the header of the file `path`. Raises UserError that names the file and the malformed tensor."""
-    # O_NONBLOCK: a named pipe in place of a file must not block; the flag has no effect on a regular file.
-    with reading(path), os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise WeightsFileError("not a regular file", path)
+    with reading(path), open_regular(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
         if (message := pointer_message(file.read(64))) is not None:
             raise WeightsFileError(message, path)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
-        if status.st_size < 8 or length > status.st_size - 8:
+        if length > size_bytes - 8:
             raise WeightsFileError("truncated, or not a safetensors file: the header is longer than the file", path)
         if length > LIMIT_BYTES:
             raise WeightsFileError(f"header of {length} bytes, more than {LIMIT_BYTES}", path)
         data = file.read(length)
-    return Header(_entries(data, path, status.st_size), 8 + length)
+    return Header(_entries(data, path, size_bytes), 8 + length)
 
 
 def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aliquot.core.decode import parse_json, read_small
 from aliquot.core.errors import DamagedCheckpoint, UserError
+from aliquot.core.small_files import open_regular
 from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, BlockShares
 from aliquot.tensor_io.publish import is_plain_name
 
@@ -124,7 +125,7 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
     blocks: list[int] = []
     header_end = 0
     try:
-        with (directory / name).open("rb") as file:
+        with open_regular(directory / name) as file:
             while count := file.readinto(block):  # reads a whole block, or less at the end of the file
                 blocks.append(zlib.crc32(memoryview(block)[:count]))
                 header_end = header_end or 8 + int.from_bytes(block[:8], "little")
@@ -132,7 +133,7 @@ def verify_file(directory: Path, manifest: Manifest, name: str, only_header: boo
                     blocks += manifest.files[name].crc32[len(blocks) :]
                     break
     except OSError as error:
-        raise DamagedCheckpoint(f"cannot read: {error.strerror}", directory / name) from error
+        raise DamagedCheckpoint(f"cannot read: {error.strerror or error}", directory / name) from error
     check_blocks(directory, manifest, {name: blocks})
 
 

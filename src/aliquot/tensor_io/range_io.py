@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from aliquot.core.errors import WeightsFileError, reading, writing
+from aliquot.core.small_files import open_regular
 from aliquot.machine.memory import memory_limit
 from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.header import TensorEntry
@@ -32,8 +33,8 @@ class SourceFile:
         self._checksums = checksums
         self._drop = drop
         with reading(self.path):
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-        size_bytes = os.fstat(self._descriptor).st_size
+            self._file = open_regular(self.path)
+        size_bytes = os.fstat(self._file.fileno()).st_size
         if size_bytes != entry.file_bytes:
             self.close()
             raise WeightsFileError(f"{size_bytes} bytes where its header was read at {entry.file_bytes}", self.path)
@@ -41,7 +42,7 @@ class SourceFile:
     def announce(self, entry: TensorEntry, start: int, numel: int) -> None:
         """Ask the kernel to prefetch elements [start, start + numel) of a tensor into the page cache."""
         offset = entry.offset + start * entry.itemsize
-        os.posix_fadvise(self._descriptor, offset, numel * entry.itemsize, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self._file.fileno(), offset, numel * entry.itemsize, os.POSIX_FADV_WILLNEED)
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         """Read elements [start, start + out.numel()) into `out`, a flat, contiguous CPU tensor of the stored dtype."""
@@ -49,17 +50,17 @@ class SourceFile:
         done = 0
         while done < len(memory):
             with reading(self.path):
-                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
+                count = os.preadv(self._file.fileno(), [memory[done:]], offset + done)
             if count == 0:
                 raise WeightsFileError("the file became shorter while it was read", self.path)
             done += count
         if self._checksums is not None:
             self._checksums.add(self.path.name, offset, memory)
         if self._drop:
-            os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), offset, len(memory), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 class RangeReader:

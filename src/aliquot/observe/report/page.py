@@ -16,7 +16,7 @@ from markupsafe import Markup
 from aliquot.config.deepspeed_json import leaves
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.number_format import compact, gib, percent, rate, seconds, significant
-from aliquot.core.small_files import publish_text
+from aliquot.core.small_files import open_regular, publish_text
 from aliquot.observe.report import figures, memory_figures, run_facts
 from aliquot.observe.report.charts import Axis, Figure, Layer, Table, labelled_lines, stack_figure
 from aliquot.observe.report.memory_figures import GIB, limit_bytes, top_bytes
@@ -85,8 +85,8 @@ def _source(name: str) -> str:
 
 def _is_report(path: Path) -> bool:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return MARKER in file.read(1000)
+        with open_regular(path, "anywhere") as file:
+            return MARKER.encode() in file.read(1000)
     except OSError:
         return False
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from aliquot.core.decode import decode_json, load_yaml
+from aliquot.core.decode import decode_json, load_yaml, read_json_lines
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.run_lock import LOCK
-from aliquot.core.small_files import read_small_file
+from aliquot.core.small_files import RUN_FILE_BYTES, open_regular, read_small_file
 from aliquot.observe.events import ENDS
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.run_directory import HEADER, RunDirectory
@@ -26,7 +26,6 @@ from aliquot.observe.step_clock import PARTS
 
 BEGINS = ("start", "resume")  # the first event of an attempt
 _MAX_NUMBER = 1e24
-_MAX_BYTES = 1 << 30  # per file: enough for metrics of millions of steps
 
 Object = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -247,12 +246,10 @@ def _rank_errors(path: Path) -> list[Object]:
 def _is_locked(lock: Path) -> bool:
     """Return whether a process holds the run's lock."""
     try:
-        with lock.open(encoding="utf-8") as file:
+        with open_regular(lock, "none") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases the lock at once
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -267,18 +264,16 @@ def _checkpoints(directory: Path) -> dict[int, int]:
 
 
 def _lines(path: Path) -> list[Object]:
-    """Read the objects of a JSON lines file; skip other lines, because a killed run may leave a truncated line."""
-    values = map(_parsed, (_text(path) or "").split("\n"))
-    return [value for value in values if isinstance(value, dict)]
+    """Read the objects of a JSON lines file; none if the file cannot be read."""
+    try:
+        return [fields for _, fields in read_json_lines(path)]
+    except OSError:
+        return []
 
 
 def _json(path: Path) -> Any:
-    return _parsed(_text(path) or "")
-
-
-def _parsed(text: str) -> Any:
     try:
-        return decode_json(text)
+        return decode_json(_text(path) or "")
     except ValueError:
         return None
 
@@ -292,6 +287,6 @@ def _yaml(text: str) -> Object:
 
 def _text(path: Path) -> str | None:
     try:
-        return read_small_file(path, _MAX_BYTES).decode(errors="replace")
+        return read_small_file(path, RUN_FILE_BYTES, "none").decode(errors="replace")
     except (OSError, ValueError):
         return None
