@@ -16,8 +16,8 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 # fallen. Raise a number only for a feature, and name in that line the feature and the statements that it takes.
 # src: 165 are for the process of chat templates (95), and for bounds of tables, dataset directories and AWS' answers.
 # src: 99 and tests: 39 are for records of other trainers, and for counting fields that are not read.
-# tests: 61 are for files of any kind and content in run and model directories.
-BUDGET = {"src": 31_859, "tests": 26_348}
+# src: 3 and tests: 96 are for files of any kind and content in run and model directories.
+BUDGET = {"src": 31_862, "tests": 26_383}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100
