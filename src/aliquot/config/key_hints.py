@@ -61,6 +61,7 @@ _EQUIVALENTS = {
     "train.beta": "pref_beta dpo_beta rl_beta orpo_alpha",
     "train.desirable_weight": "kto_desirable_weight",
     "train.undesirable_weight": "kto_undesirable_weight",
+    "train.label_smoothing": "label_smoothing_factor",
     "train.loss_type": "dpo_loss_type pref_loss",
     "train.global_batch_size": "train_batch_size batch_size effective_batch_size total_batch_size",
     "train.per_device_train_batch_size": "micro_batch_size per_gpu_train_batch_size local_batch_size mbs"
@@ -109,6 +110,7 @@ _EQUIVALENTS = {
     "adapter.type: lora": "lora use_lora use_peft peft peft_config finetuning_type peft_type lora_config",
     "adapter.r": "lora_r lora_rank lora_dim",
     "adapter.alpha": "lora_alpha",
+    "adapter.loraplus_lr_ratio": "loraplus_lr_ratio",
     "adapter.use_rslora": "peft_use_rslora",
     "adapter.dropout": "lora_dropout",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear lora_modules",
@@ -146,78 +148,83 @@ _EQUIVALENTS = {
 
 # The reason why aliquot has no such key -> names of the key in other trainers.
 _UNSUPPORTED = {
-    "the optimizer is always AdamW; train.optimizer_states sets the dtype of its moments": "optim optimizer optim_args"
-    " optimizer_type optimizer_name optimizer.name optimizer.type",
-    "bf16 needs no loss scaling; use train.precision: bf16": "fp16 float16 fp16_full_eval half",
-    "products are computed in train.precision, bf16 or fp32": "tf32 allow_tf32 float32_matmul_precision",
-    "weights are trained in train.precision, never in 8 or 4 bits": "load_in_8bit load_in_4bit"
-    " quantization quantization_bit quantization_method bnb_config_kwargs quantization_type double_quantization gptq"
-    " qat loftq_config loftq_bits model_quantization_config",
+    "the optimizer is always AdamW; train.optimizer_states sets the dtype of its moments":
+    "optim optimizer optim_args optimizer.name optimizer.type",
+    "bf16 needs no loss scaling; use train.precision: bf16":
+    "fp16 float16 fp16_full_eval",
+    "products are computed in train.precision, bf16 or fp32":
+    "tf32",
+    "weights are trained in train.precision, never in 8 or 4 bits":
+    "load_in_8bit load_in_4bit quantization quantization_bit",
     "an evaluation takes train.per_device_train_batch_size sequences at a time, in train.precision":
-    "per_device_eval_batch_size per_gpu_eval_batch_size eval_batch_size eval_accumulation_steps bf16_full_eval"
-    " eval_do_concat_batches eval_use_gather_object batch_eval_metrics val_batch_size",
-    "an evaluation is loss, perplexity and bits per byte": "prediction_loss_only include_for_metrics compute_accuracy"
-    " label_names do_predict predict_with_generate do_causal_lm_eval eval_causal_lm_metrics do_bench_eval"
-    " compute_metrics",
-    "the loss is cross-entropy, a mean over all real tokens of the global batch": "label_smoothing_factor"
-    " average_tokens_across_devices use_dft_loss use_eaft",
+    "per_device_eval_batch_size eval_batch_size eval_accumulation_steps bf16_full_eval eval_do_concat_batches"
+    " eval_use_gather_object batch_eval_metrics val_batch_size",
+    "an evaluation is loss, perplexity and bits per byte":
+    "prediction_loss_only include_for_metrics label_names do_predict predict_with_generate compute_metrics",
+    "the loss is cross-entropy, a mean over all real tokens of the global batch":
+    "average_tokens_across_devices",
     "a document longer than a sequence is cut into pieces, and no piece is lost":
-    "truncation_mode excess_length_strategy"
-    " min_sample_len max_prompt_len",
-    "all documents are read; name fewer files in data.path": "max_samples max_train_samples max_eval_samples"
-    " dataset_shard_num dataset_shard_idx",
-    "the order of the documents is drawn from run.seed and the epoch": "shuffle_dataset shuffle disable_shuffling"
-    " train_sampling_strategy group_by_length length_column_name curriculum_sampling shuffle_merged_datasets",
-    "batches are made from mapped tokens without worker processes, and nothing is dropped": "dataloader_num_workers"
-    " dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_drop_last drop_last"
-    " dataloader_multiprocessing_context dataloader_in_order remove_unused_columns accelerator_config",
-    "a resumed run continues with the next batch, and random draws need no state": "ignore_data_skip"
-    " restore_callback_states_from_checkpoint",
-    "every run is deterministic": "full_determinism deterministic cudnn_deterministic",
-    "the optimizer is AdamW with one rate for all": "optim_target_modules use_muon use_adam_mini use_galore momentum"
-    " galore_rank use_apollo use_badam use_lomo embedding_lr lr_groups adam_beta3 loraplus_lr_ratio"
-    " loraplus_lr_embedding embedding_lr_scale",
+    "truncation_mode",
+    "all documents are read; name fewer files in data.path":
+    "max_samples max_train_samples max_eval_samples",
+    "the order of the documents is drawn from run.seed and the epoch":
+    "shuffle_dataset shuffle train_sampling_strategy length_column_name",
+    "batches are made from mapped tokens without worker processes, and nothing is dropped":
+    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
+    " dataloader_drop_last drop_last dataloader_multiprocessing_context dataloader_in_order"
+    " remove_unused_columns accelerator_config",
+    "a resumed run continues with the next batch, and random draws need no state":
+    "ignore_data_skip restore_callback_states_from_checkpoint",
+    "every run is deterministic":
+    "full_determinism deterministic",
+    "the optimizer is AdamW with one rate for all":
+    "optim_target_modules use_muon use_galore momentum embedding_lr lr_groups",
     "weights and embeddings are trained without noise and without averages":
-    "neftune_noise_alpha noisy_embedding_alpha ema_decay",
-    "kernels of attention, loss and experts follow from device and model": "use_liger_kernel liger_kernel_config"
-    " enable_liger_kernel flash_attention flash_attn attn_implementation use_flash_attention use_flash_attention_2"
-    " xformers_attention sdp_attention flex_attention eager_attention experts_implementation use_unsloth use_kernels"
-    " cut_cross_entropy chunked_cross_entropy use_unsloth_gc sage_attention shift_attn",
-    "train.gradient_checkpointing alone sets what is recomputed": "gradient_checkpointing_kwargs use_reentrant_gc"
-    " activation_checkpointing_kwargs disable_gradient_checkpointing",
-    "the plan accounts for memory before the start": "torch_empty_cache_steps gc_steps gc_collect_steps gc_freq"
-    " low_cpu_mem_usage skip_memory_metrics",
-    "training keeps no keys and values": "use_cache use_kv_cache",
+    "neftune_noise_alpha ema_decay",
+    "kernels of attention, loss and experts follow from device and model":
+    "use_liger_kernel liger_kernel_config flash_attention flash_attn attn_implementation"
+    " use_flash_attention_2 use_unsloth",
+    "train.gradient_checkpointing alone sets what is recomputed":
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+    "the plan accounts for memory before the start":
+    "torch_empty_cache_steps skip_memory_metrics",
+    "training keeps no keys and values":
+    "use_cache",
     "every logged step has its number of tokens, and a loss that is not finite ends the run":
-    "logging_nan_inf_filter debug"
-    " include_num_input_tokens_seen include_tokens_per_second include_tkps detect_anomaly loss_watchdog_threshold"
-    " include_effective_tokens_per_second loss_watchdog_patience",
-    "rank 0 alone writes on the console": "log_on_each_node",
-    "a checkpoint is complete, in a directory that all nodes share": "save_only_model save_on_each_node save_optimizer",
-    "nothing is uploaded to a hub; upload the export": "push_to_hub hub_model_id hub_token hub_private_repo"
-    " hub_always_push push_dataset_to_hub hf_hub_token hf_use_auth_token hub_organization",
-    "a hub id means the newest revision; set model.path to the directory of another one": "model_revision"
-    " hub_revision",
-    "Python that comes with a model is never run": "trust_remote_code",
-    "the command is `aliquot train`": "do_train trainer_cls",
-    "reinforcement learning is out of scope, and of preferences train.objective has dpo, simpo, orpo and kto": "trl"
-    " vllm reward_model cpo_alpha rpo_alpha",
-    "the model before training is the reference, and no second model is loaded": "ref_model ref_model_path"
-    " precompute_ref_log_probs sync_ref_model reference_free",
-    "the section launch sets how ranks connect": "local_rank ddp_backend backend ddp",
+    "logging_nan_inf_filter debug include_num_input_tokens_seen",
+    "rank 0 alone writes on the console":
+    "log_on_each_node",
+    "a checkpoint is complete, in a directory that all nodes share":
+    "save_only_model save_on_each_node",
+    "the run keeps its files; `aliquot export CHECKPOINT OUT --push-to-hub REPOSITORY` uploads a model":
+    "push_to_hub hub_model_id hub_token hub_private_repo hub_always_push",
+    "a hub id means the newest revision; set model.path to the directory of another one":
+    "model_revision hub_revision",
+    "Python that comes with a model is never run":
+    "trust_remote_code",
+    "the command is `aliquot train`":
+    "do_train",
+    "reinforcement learning is out of scope, and of preferences train.objective has dpo, simpo, orpo and kto":
+    "trl vllm reward_model",
+    "the model before training is the reference, and no second model is loaded":
+    "ref_model precompute_ref_log_probs sync_ref_model",
+    "the section launch sets how ranks connect":
+    "local_rank ddp_backend",
     "each engine has its way of reducing gradients":
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers"
-    " ddp_static_graph gradient_allreduce_op",
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
     "all ranks share the state, 1/N each: there is no tensor, pipeline, context or expert parallelism":
-    "tensor_parallel_degree tensor_parallel_size pipeline_parallel_degree pipeline_parallel_size parallelism tp_size"
-    " context_parallel_degree context_parallel_size sequence_parallel_degree expert_parallel_degree pp_size cp_size"
-    " ep_size enable_sequence_parallel sequence_parallel_size",
-    "config.json, or model.config, sets the auxiliary loss of a mixture": "router_aux_loss_coef moe_aux_loss_coef"
-    " output_router_logits",
-    "the model's config.json, or model.config, sets it": "model_init_kwargs mixture_of_depths",
-    "the tokenizer's files set it": "pad_token unk_token",
-    "frozen weights are bf16; use adapter.type: lora": "qlora",
-    "the adapter is plain LoRA": "use_dora peft_use_dora pissa_init relora",
+    "tensor_parallel_degree tensor_parallel_size pipeline_parallel_degree context_parallel_degree"
+    " context_parallel_size expert_parallel_degree sequence_parallel_size",
+    "config.json, or model.config, sets the auxiliary loss of a mixture":
+    "router_aux_loss_coef",
+    "the model's config.json, or model.config, sets it":
+    "model_init_kwargs",
+    "the tokenizer's files set it":
+    "pad_token",
+    "frozen weights are bf16; use adapter.type: lora":
+    "qlora",
+    "the adapter is plain LoRA":
+    "use_dora",
 }  # fmt: skip
 
 EQUIVALENTS = {name: key for key, names in _EQUIVALENTS.items() for name in names.split()}
@@ -233,23 +240,22 @@ def suggestion(keys: KeyPath, value: object) -> str:
     """Return what to write instead of an unknown key, to append to an error; empty if there is no suggestion.
 
     The first of these that exists: keys for the contents of a section of another trainer, the equivalent of a key of
-    another trainer, the only key of the same name in another section, the key of the same section with the most similar
-    spelling, the keys of the section if they are few.
+    another trainer, the only key of the same name in another section, the key whose spelling, or whose name in another
+    trainer, is most similar, the keys of the section if they are few.
     """
     section, name = [key for key in keys[:-1] if not key.isdigit()], keys[-1]  # without its place in a list
     siblings = {path[-1]: ".".join(path) for path in known_keys() if list(path[:-1]) == section}
-    names = {known.rpartition(".")[2] for known in (*EQUIVALENTS, *UNSUPPORTED)}
-    near = difflib.get_close_matches(name, sorted(siblings.keys() | names), 1, _MIN_SIMILARITY)
+    foreign = {known: key for known, key in EQUIVALENTS.items() if "." not in known}
+    spellings = {known: key for known, key in foreign.items() if not key.startswith(_OPTIONAL_SECTIONS)} | siblings
+    near = difflib.get_close_matches(name, sorted(spellings), 1, _MIN_SIMILARITY)
     answer = _hint_for_section(value) if isinstance(value, dict) and not near else None
     answer = answer or hint(".".join(keys))
     if answer is not None:
         return f"; {answer}"
     if place := place_of(name):
         return f"; did you mean {place}?"
-    if near and near[0] in siblings:
-        return f"; did you mean {siblings[near[0]]}?"
-    if near and (answer := hint(near[0])) is not None:
-        return f"; did you mean {near[0]}? {answer}"
+    if near:
+        return f"; did you mean {spellings[near[0]]}?"
     if near := difflib.get_close_matches(name, sorted(siblings), 1, _MIN_SIMILARITY_IN_SECTION):
         return f"; did you mean {siblings[near[0]]}?"
     if section and len(siblings) <= _MAX_LISTED and siblings:
