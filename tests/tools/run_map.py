@@ -51,7 +51,7 @@ def entered(arguments: list[str]) -> dict[Function, set[str]]:
         app(arguments, standalone_mode=False)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # the stub does not know that None ends it
+        threading.setprofile(None)
     return parts
 
 
