@@ -44,7 +44,16 @@ SIZES = {"b": BLOCK_BYTES + 12345, "a": 2 << 20}
 
 @pytest.mark.parametrize(
     "spans",
-    [[(0, 4)], [(0, 4), (3, 8)], [(4, 8)], [(0, 4), (5, 8)], [(0, 8), (0, 8)], [(0, 4), (0, 4)], [(0, 8), (8, 9)]],
+    [
+        [(0, 4)],
+        [(0, 1)] * 2 + [(3, 4)] * 2 + [(4, 8)],
+        [(0, 4), (3, 8)],
+        [(4, 8)],
+        [(0, 4), (5, 8)],
+        [(0, 8), (0, 8)],
+        [(0, 4), (0, 4)],
+        [(0, 8), (8, 9)],
+    ],
 )
 def test_bytes_left_out_or_given_twice_are_found(spans: list[tuple[int, int]]) -> None:
     checksums = BlockChecksums()

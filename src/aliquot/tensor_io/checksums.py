@@ -72,7 +72,7 @@ class BlockChecksums:
             if (bytes_after < 0).any():
                 raise ValueError("a part of a tensor ends behind the end of its file")
             np.bitwise_xor.at(shares.crc32, index, _append_bytes(crc, bytes_after))
-            np.add.at(shares.covered, index, np.stack([length, end**2 - start**2], 1))
+            np.add.at(shares.covered, index, _mark(end) - _mark(start))
         return shares
 
 
@@ -83,14 +83,14 @@ class BlockShares:
     file_bytes: Mapping[str, int]
     block_bytes: int
     crc32: Integers  # [blocks], in the order of the files' names
-    # [blocks, 2]: the number of bytes of all pieces, and the sum of end^2 - start^2 of their positions in the block.
-    # Pieces that cover a block of n bytes exactly once add up to n and n^2.
+    # [blocks]: the sum over all pieces of mark(end) - mark(start), of their positions in the block. Marks of inner
+    # positions cancel only if a piece begins where another ends, so that all pieces cover each byte exactly once.
     covered: Integers
 
     @classmethod
     def empty(cls, file_bytes: Mapping[str, int], block_bytes: int = BLOCK_BYTES) -> BlockShares:
         blocks = sum(-(-size // block_bytes) for size in file_bytes.values())
-        return cls(file_bytes, block_bytes, np.zeros(blocks, np.int64), np.zeros((blocks, 2), np.int64))
+        return cls(file_bytes, block_bytes, np.zeros(blocks, np.int64), np.zeros(blocks, np.int64))
 
     def first_blocks(self) -> dict[str, int]:
         """Return the index of the first block of each file."""
@@ -117,12 +117,20 @@ class BlockShares:
         for name, first in self.first_blocks().items():
             size, count = self.file_bytes[name], -(-self.file_bytes[name] // self.block_bytes)
             lengths = np.minimum(self.block_bytes, size - np.arange(count, dtype=np.int64) * self.block_bytes)
-            wrong = (self.covered[first : first + count] != np.stack([lengths, lengths**2], 1)).any(1)
+            wrong = self.covered[first : first + count] != _mark(lengths) - _mark(np.zeros_like(lengths))
             if wrong.any():
                 place = int(wrong.argmax()) * self.block_bytes
                 raise ValueError(f"the parts of all ranks leave out or repeat bytes of {name} after byte {place}")
             blocks[name] = self.crc32[first : first + count].tolist()
         return blocks
+
+
+def _mark(position: Integers) -> Integers:
+    """Return a random number below 2^40 for each position, always the same one (SplitMix64; Steele et al., 2014)."""
+    mixed = position.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ mixed >> np.uint64(shift)) * np.uint64(factor)
+    return (mixed >> np.uint64(24)).astype(np.int64)  # a block of 2^24 pieces still adds up in 64 bits
 
 
 # zlib's crc32_combine for arrays: compute the CRC-32 of a concatenation from the CRCs of its pieces. A CRC is a
@@ -134,7 +142,7 @@ class BlockShares:
 def _append_bytes(crc32: Integers, count: Integers) -> Integers:
     """Multiply each CRC by the power of x for the number of bytes that follow its piece. `count` is below 2^24."""
     for position, table in enumerate(_powers()):
-        digit = count >> position * _INDEX_BITS & len(table) - 1
+        digit = (count >> (position * _INDEX_BITS)) % len(table)
         if digit.any():
             crc32 = _multiply(table[digit], crc32)
     return crc32
