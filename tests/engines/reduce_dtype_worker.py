@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def gradients(reduce_dtype: str, rank: int) -> tuple[dict[str, torch.Tensor], in
     engine.ready()
     for number, sequence in enumerate(cases.documents(0)[:2]):
         engine.backward(cases.micro_batch(sequence) if rank == 0 else None, 1 / 64, last=number == 1)
-    engine.step(0.0, None)
+    engine.step(0.0, math.inf)
     found = {}
     for part in engine.parts():
         if part.kind == "exp_avg":  # half of the gradient, which is exact

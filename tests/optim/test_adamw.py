@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -48,7 +49,7 @@ def test_update_by_a_norm_on_the_device_equals_that_by_a_known_norm() -> None:
         torch.manual_seed(0)
         weights = [torch.randn(300).requires_grad_(), torch.randn(7).requires_grad_()]
         optimizer = ShardedAdamW(weights, [True, False], (0.9, 0.95), 1e-8, 0.1, [1.0, 4.0])
-        for limit, wrong in ((1.0, False), (None, False), (1.0, True), (1e6, False)):
+        for limit, wrong in ((1.0, False), (math.inf, False), (1.0, True), (1e6, False)):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
             if wrong:
@@ -74,7 +75,7 @@ def test_frugal_states_do_not_depend_on_sharding(states: str) -> None:
             shards.append(FlatShard(weights, *moments, shard_gradient, True, a * 512))
         optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.0, frugal=True)
         for _ in range(6):
-            optimizer.step(shards, 1e-2, 1.0, None)
+            optimizer.step(shards, 1e-2, 1.0, math.inf)
         return torch.cat([shard.weights.load(0, torch.empty(shard.weights.numel)) for shard in shards])
 
     assert torch.equal(run([0, 4]), run([0, 1, 3, 4]))

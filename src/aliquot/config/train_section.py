@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -223,6 +224,11 @@ class TrainSection(Section):
         if isinstance(value, str) and value in REFUSED:
             raise ValueError(f"train.lr_scheduler_type {value} {REFUSED[value]}; choose one of {', '.join(SETTINGS)}")
         return value
+
+    @property
+    def clip_norm(self) -> float:
+        """The global norm to which gradients are clipped; infinite without clipping."""
+        return self.max_grad_norm or math.inf
 
     @property
     def answers(self) -> int:

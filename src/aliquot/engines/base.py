@@ -155,8 +155,11 @@ class Engine(PartStore, ViewableStore, Protocol):
         """
         ...
 
-    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
-        """Clip to a global norm of `max_grad_norm`, run AdamW, publish the weights, and zero the gradients."""
+    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
+        """Clip to the global norm `max_grad_norm`, run AdamW, publish the weights, and zero the gradients.
+
+        An infinite norm does not clip.
+        """
         ...
 
     def counters(self) -> Counters: ...

@@ -87,9 +87,7 @@ class BlockedAdamW:
         self._scratch = torch.empty(SCRATCH_ROWS, longest)
         self._noise = Noise(longest) if frugal else None
 
-    def step(
-        self, shards: Iterable[FlatShard], learning_rate: float, grad_norm: float, max_grad_norm: float | None
-    ) -> None:
+    def step(self, shards: Iterable[FlatShard], learning_rate: float, grad_norm: float, max_grad_norm: float) -> None:
         """Update the shards one by one, with gradients clipped to the global norm `max_grad_norm`."""
         clip = clip_coefficient(grad_norm, max_grad_norm)
         if not math.isfinite(grad_norm):
@@ -230,7 +228,7 @@ class ShardedAdamW:
         for weight in self.weights:
             self._adamw.state[weight]["step"].fill_(steps)
 
-    def step(self, learning_rate: float, grad_norm: float | Tensor, max_grad_norm: float | None) -> None:
+    def step(self, learning_rate: float, grad_norm: float | Tensor, max_grad_norm: float) -> None:
         """Clip the gradients to the global norm `max_grad_norm`, update, and drop the gradients.
 
         If `grad_norm` is not finite, the weights and moments stay unchanged. If it is a tensor on the device of the

@@ -19,10 +19,9 @@ def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
     return [math.fsum(block_squares(tensor.view(-1))) for tensor in tensors]
 
 
-def clip_on_device(grad_norm: Tensor, max_grad_norm: float | None) -> tuple[Tensor, Tensor]:
+def clip_on_device(grad_norm: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Return `clip_coefficient` in fp32, and whether the norm is finite, without waiting for the device."""
-    limit = torch.inf if max_grad_norm is None else max_grad_norm
-    return (limit / (grad_norm + 1e-6)).clamp(max=1.0).float(), grad_norm.isfinite()
+    return (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0).float(), grad_norm.isfinite()
 
 
 def block_squares(flat: Tensor) -> list[float]:
@@ -31,8 +30,6 @@ def block_squares(flat: Tensor) -> list[float]:
     return [float(torch.linalg.vector_norm(block, dtype=torch.float32)) ** 2 for block in blocks]
 
 
-def clip_coefficient(grad_norm: float, max_grad_norm: float | None) -> float:
+def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
     """Return the factor for gradients of norm `grad_norm`, clamped to 1 as in torch.nn.utils.clip_grad_norm_."""
-    if max_grad_norm is not None and grad_norm + 1e-6 > max_grad_norm:
-        return max_grad_norm / (grad_norm + 1e-6)
-    return 1.0
+    return min(1.0, max_grad_norm / (grad_norm + 1e-6))

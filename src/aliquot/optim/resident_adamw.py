@@ -52,7 +52,7 @@ class ResidentAdamW:
         self._weight_decay = weight_decay
         self._compiled = compiled
 
-    def step(self, gradients: Sequence[Tensor], learning_rate: float, max_grad_norm: float | None) -> SupportsFloat:
+    def step(self, gradients: Sequence[Tensor], learning_rate: float, max_grad_norm: float) -> SupportsFloat:
         """Clip the gradients to the global norm `max_grad_norm` and update. Return the norm before clipping.
 
         `gradients`: of each weight, flat, in fp32 or in the compute dtype. If the norm is not finite, weights and

@@ -183,7 +183,7 @@ class TrainingLoop:
 
         recorder.enter("optimizer")
         rate = trainer.schedule.rate(step)
-        grad_norm = self._engine.step(rate, self._trainer.config.train.max_grad_norm or None).grad_norm
+        grad_norm = self._engine.step(rate, self._trainer.config.train.clip_norm).grad_norm
         if not math.isfinite(grad_norm):
             raise self._diverged(f"the gradient norm is {grad_norm}")
         progress.step = step + 1
@@ -230,7 +230,7 @@ class TrainingLoop:
             self._evaluator.compile()
         if not self._evaluator.is_due:
             return 0
-        if self._checkpoints.current_step == self._checkpoints.best_step is not None:
+        if self._checkpoints.is_saving_best:
             self._checkpoints.finish_save()  # a best checkpoint that could not be saved does not count as best
         return self._evaluator.evaluate()
 

@@ -7,6 +7,7 @@ aliquot can treat a partition as a `Part`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,11 +177,11 @@ class DeepspeedEngine:
         arguments = (fed.input_ids, fed.position_ids, fed.labels, documents, scale, fed.chosen)
         return cast("tuple[Tensor, Tensor]", self._engine(*arguments))
 
-    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        optimizer.clip_grad = max_grad_norm or 0.0
+        optimizer.clip_grad = max_grad_norm if math.isfinite(max_grad_norm) else 0.0
         self._engine.step()
         return StepResult(float(self._engine.get_global_grad_norm()))
 

@@ -41,7 +41,6 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
     result["zero_optimization"] = {k: v for k, v in zero.items() if _fate(f"zero_optimization.{k}") != "overridden"}
     # For DeepSpeed, every micro-batch is one sample. The engine tells DeepSpeed which micro-batch ends a step.
     result |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size}
-    result["gradient_clipping"] = config.train.max_grad_norm
     bf16 = {key: value for key, value in explicit.get("bf16", {}).items() if key != "immediate_grad_update"}
     result["bf16"] = {**bf16, "enabled": config.train.precision == "bf16"}
     result["steps_per_print"] = None

@@ -252,7 +252,7 @@ class FsdpEngine:
             result, scaled = self._model.fused_loss(*inputs, scale, chosen)  # type: ignore[operator]
         return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
-    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         for shard in self._trainable:
             gradient = cast("DTensor | None", shard.parameter.grad)
             # A shard without rows has no gradient, but the optimizer needs a gradient for every weight.

@@ -162,7 +162,7 @@ class SingleGpuEngine:
             scaled = loss * scale
         return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, documents)
 
-    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         gradients = [gradient.take() for gradient in self._gradients]
         self._sums = False
         # The GPU still updates the weights when the norm is known, and Python goes on with the next step.

@@ -234,7 +234,7 @@ class HostEngine:
             ids, gradient = ids[used], gradient[used]
         self._staging.add_rows(parameter_index(self._model, weight), ids, gradient)
 
-    def step(self, learning_rate: float, max_grad_norm: float | None) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         if self._hosts.wire is None:
             # Once per optimizer step instead of per micro-batch, because all ranks wait for each other here.
             self._gradients.finish()
