@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,14 @@ def make_batches(
         sequence_length, pad_id, packing, settings.pop("packs", True), settings.pop("fills_up", False)
     )
     return Batches(sources, format, **settings)
+
+
+def damage_every_file(cache: Path, seed: int = 0) -> list[Path]:
+    """Flip a bit of a random byte in each file of a cache, and return the files."""
+    draw = random.Random(seed)
+    files = sorted(path for path in cache.rglob("*") if path.is_file() and path.stat().st_size)
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(content)
+    return files

@@ -1,16 +1,94 @@
-"""Hashes that are kept: taken while a file is as it was, made again when it is not, never for one just written."""
+"""Cached directories are verified before they are used; hashes of files are kept while the files are as they were."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import resource
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from aliquot.data.cache import digests
+from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.errors import UserError
+from aliquot.data.cache import cached, damage, digests
+
+
+def make_two_files(directory: Path) -> None:
+    (directory / "one").write_bytes(bytes(100))
+    (directory / "two").write_text("two")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "says"),
+    [
+        (lambda path: (path / "one").write_bytes(bytes(99) + b"\1"), "one is damaged"),
+        (lambda path: (path / "one").write_bytes(bytes(50)), "one is damaged"),
+        (lambda path: (path / "one").write_bytes(b""), "one is damaged"),
+        (lambda path: (path / "two").unlink(), "two is damaged"),
+        (lambda path: ((path / "two").unlink(), os.mkfifo(path / "two")), "two is damaged"),
+        (lambda path: (path / ".checksums").unlink(), "checksums of its files are missing"),
+        (lambda path: (path / ".checksums").write_text("[" * 200_000), "checksums of its files are damaged"),
+        (lambda path: (path / ".checksums").write_text('{"files": {}}'), "checksums of its files are damaged"),
+    ],
+)
+def test_damaged_directory_is_made_again_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: Callable[[Path], object], says: str
+) -> None:
+    directory = cached(tmp_path / "cache" / "key", make_two_files)
+    assert damage(directory) is None and not caplog.messages
+    assert cached(directory, lambda _: pytest.fail("is intact")) == directory
+    damaged(directory)
+    cached(directory, make_two_files)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"data cache: {directory}: ") and says in warning
+    assert damage(directory) is None and (directory / "one").read_bytes() == bytes(100)
+    assert [path.name for path in directory.parent.iterdir()] == ["key"]
+
+
+def refused_in_a_child(directory: Path, limit: Callable[[], object]) -> str:
+    """The error with which `damage` ends in a child process that has called `limit`."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        limit()
+        try:
+            os.write(writing, str(damage(directory)).encode())
+        except UserError as error:
+            os.write(writing, error.line.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reading, 10_000).decode()
+
+
+def use_all_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    with suppress(OSError):
+        while True:
+            os.open("/dev/null", os.O_RDONLY)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(
+    ("limit", "cause"),
+    [
+        (use_all_descriptors, "cannot read the data cache: Too many open files [disk]"),
+        (
+            lambda: os.setuid(65534),
+            "cannot read the data cache: Permission denied; set data.cache_directory to a directory of this user"
+            " [disk]",
+        ),
+    ],
+)
+def test_cache_that_cannot_be_read_is_not_called_damaged(limit: Callable[[], object], cause: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        directory = cached(Path(folder) / "key", make_two_files)
+        assert refused_in_a_child(directory, limit) == f"{directory}/.checksums: {cause}"
+        assert damage(directory) is None
 
 
 def settled(file: Path, content: str) -> Path:
@@ -32,9 +110,10 @@ def test_cache_lasts_until_a_file_changes(tmp_path: Path) -> None:
     settled(file, "old")
     assert digests([file, other], cache) == [sha("old"), sha("other")]
     (kept_in,) = (cache / "digests").iterdir()
-    kept = json.loads(kept_in.read_text())
+    kept = read_checked_json(kept_in)
+    assert kept is not None
     kept[str(file)][1] = "kept"
-    kept_in.write_text(json.dumps(kept))
+    publish_checked_json(kept_in, kept)
     assert digests([file, other], cache) == ["kept", sha("other")], "the file was read again"
     before = file.stat()
     file.write_text("new")  # as long as before, and as old, as a careful copy would leave it
@@ -53,7 +132,7 @@ def test_cache_ignores_mtime_and_clock(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "time_ns", lambda: changed_ns - 3600 * 10**9)
     digests([file], tmp_path / "cache")
     (kept_in,) = (tmp_path / "cache" / "digests").iterdir()
-    assert list(json.loads(kept_in.read_text())) == [str(file)]
+    assert list(read_checked_json(kept_in) or ()) == [str(file)]
 
 
 def test_digest_of_a_fresh_file_is_not_cached(tmp_path: Path) -> None:
@@ -61,7 +140,7 @@ def test_digest_of_a_fresh_file_is_not_cached(tmp_path: Path) -> None:
     file.write_text("one")
     assert digests([file], tmp_path / "cache") == [sha("one")]
     (kept_in,) = (tmp_path / "cache" / "digests").iterdir()
-    assert json.loads(kept_in.read_text()) == {}
+    assert read_checked_json(kept_in) == {}
 
 
 def test_a_damaged_or_absent_cache_costs_time_only(tmp_path: Path) -> None:
@@ -69,7 +148,8 @@ def test_a_damaged_or_absent_cache_costs_time_only(tmp_path: Path) -> None:
     file.write_text("one")
     digests([file], tmp_path / "cache")
     (kept_in,) = (tmp_path / "cache" / "digests").iterdir()
-    for damage in ("", "[1]", '{"x"'):
-        kept_in.write_text(damage)
+    kept = kept_in.read_text().replace(sha("one"), sha("two"))
+    for damaged in ("", "[1]", '{"x"', "[" * 200_000, f'{{"{file}": 5}}', kept):
+        kept_in.write_text(damaged)
         assert digests([file], tmp_path / "cache") == [sha("one")]
     assert digests([file], file) == [sha("one")]

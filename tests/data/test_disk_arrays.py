@@ -21,7 +21,7 @@ from aliquot.core.errors import UserError
 from aliquot.data.disk_arrays import NewArrays, cached_arrays, stable_order
 from aliquot.data.packing import Packing
 from aliquot.data.token_store import TokenStore
-from tests.data.stores import numbered
+from tests.data.stores import damage_every_file, numbered
 
 
 def stored(folder: Path) -> TokenStore:
@@ -34,7 +34,9 @@ def test_mapped_packing_equals_in_memory_packing(tmp_path: Path, monkeypatch: py
     held = Packing.of(store, 8, True)
     assert list(store.path.iterdir()) == []
     monkeypatch.setattr("aliquot.data.packing.MAPPED_PIECES", 3)
-    for _ in ("made", "found"):
+    for state in ("made", "found", "damaged"):
+        if state == "damaged":
+            assert len(damage_every_file(store.path)) > 8
         mapped = Packing.of(store, 8, True)
         assert isinstance(mapped.pieces.start, np.memmap)
         for ours, theirs in ((held.epoch(3, 1), mapped.epoch(3, 1)), (held.in_order(), mapped.in_order())):

@@ -32,7 +32,7 @@ from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.token_store import TokenStore, token_dtype
 from aliquot.data.tokenizer import convention_of
 from aliquot.machine.cpu import read_cpu
-from tests.data.stores import TEXT, byte_level
+from tests.data.stores import TEXT, byte_level, damage_every_file
 from tests.data.test_chat import CHATML, STRICT, TALK
 
 
@@ -323,13 +323,26 @@ def test_unusable_cache(corpus: Path, model: Path) -> None:
     (corpus.parent / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the data cache"):
         prepare(section(corpus, cache_directory=corpus.parent / "file"), model, 300)
-    prepared = prepare(section(corpus), model, 300)
-    tokens = Path(prepared.train[""], "tokens.bin")
-    os.truncate(tokens, tokens.stat().st_size - 2)
-    with pytest.raises(UserError, match="damaged token cache; remove this directory"):
-        prepared.open_train()
-    tokens.unlink()
-    with pytest.raises(UserError, match="not a token cache"):
+
+
+def test_damaged_cache_is_made_again(corpus: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = section(corpus)
+
+    def contents() -> tuple[list[object], bytes]:
+        prepared = prepare(settings, model, 300)
+        store = prepared.open_train()[""]
+        return [store.tokens.tolist(), store.offsets.tolist()], Path(prepared.tokenizer, "tokenizer.json").read_bytes()
+
+    before = contents()
+    assert settings.cache_directory is not None
+    for seed in range(3):
+        assert {file.name for file in damage_every_file(settings.cache_directory, seed)} > {"tokens.bin", "store.json"}
+        caplog.clear()
+        assert contents() == before
+        assert len([text for text in caplog.messages if text.endswith("it is made again")]) == 2
+    prepared = prepare(settings, model, 300)
+    Path(prepared.train[""], "store.json").write_text("[" * 200_000)
+    with pytest.raises(UserError, match=r"damaged since the start of this run .*: start again, and it is made again"):
         prepared.open_train()
 
 

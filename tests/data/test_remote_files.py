@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from aliquot.config.schema import DataSection
-from aliquot.core.errors import UserError
+from aliquot.core.errors import DataError, UserError
 from aliquot.data.data_files import CARD, HIDDEN
 from aliquot.data.file_source import FileSource
 from aliquot.data.remote_files import find_remote
@@ -153,14 +153,33 @@ def test_fault_of_an_object_store_is_one_line(s3: S3Server, tmp_path: Path) -> N
         assert refused.value.exit_code == 2
     (file,) = find_remote(f"s3://{BUCKET}/a.jsonl", "data.path", {}, tmp_path)  # type: ignore[arg-type]
     open_store(f"s3://{BUCKET}").put("a.jsonl", b"{}")
-    with pytest.raises(UserError, match=r"a\.jsonl: has changed while it was copied: start again$"):
+    with pytest.raises(UserError, match=r"a\.jsonl: has changed since the start of this run: start again$"):
         file.fetch(lambda *_: None)
+    open_store(f"s3://{BUCKET}").remove(["a.jsonl"])
+    with pytest.raises(DataError, match=r"a\.jsonl: this file of the data is no longer there: start again$"):
+        file.fetch(lambda *_: None)
+    assert not list(tmp_path.glob("remote/*/*"))
+    open_store(f"s3://{BUCKET}").put("a.jsonl", b"{}")
     s3.fault = lambda environ: "403 Forbidden"
     with pytest.raises(UserError, match=r"^s3://models: ListObjectsV2: InternalError: injected$"):
         source(f"s3://{BUCKET}/a.jsonl", tmp_path)
     fsspec.filesystem("memory").pipe_file("/corpus/..", b"x")
     with pytest.raises(UserError, match=r"corpus/\.\.: this name cannot be the name of a local copy"):
         find_remote("memory://corpus/*", "data.path", {}, tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"text": "first"}\n', b'{"text": "First"}\n{"text": "second"}\n'])
+def test_damaged_copy_is_copied_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes) -> None:
+    path = f"memory://{tmp_path.name}/b.jsonl"
+    open_store(path.removesuffix("/b.jsonl")).put("b.jsonl", FILES["b.jsonl"].encode())
+    (copy,) = source(path, tmp_path).remote
+    assert texts(path, tmp_path) == ["first", "second"]
+    before = source(path, tmp_path).digest
+    copy.write_bytes(damaged)
+    assert source(path, tmp_path).digest == before
+    assert texts(path, tmp_path) == ["first", "second"]
+    (warning,) = caplog.messages
+    assert warning == f"data cache: {copy.parent}: b.jsonl is damaged; it is made again"
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from aliquot.data.documents import Document, text_documents
 from aliquot.data.prepare import Prepared, prepare
 from aliquot.data.token_stream import Segment, segment_directory
 from aliquot.data.workload import BatchSize
-from tests.data.stores import byte_level
+from tests.data.stores import byte_level, damage_every_file
 from tests.data.test_chat import CHATML
 
 SIZE = BatchSize(total=4, micro=1)
@@ -185,6 +185,37 @@ def test_killed_stream_continues_at_its_place(
     assert texts == documents(whole, range(20))
     later.close()
     whole.close()
+
+
+def test_damaged_segments_are_made_again(
+    corpus: Path, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = section(corpus, tmp_path / "cache", shuffle_buffer=4)
+    prepared, batches = stream(settings, model)
+    before = documents(batches, range(20))
+    batches.close()
+    for seed in range(3):
+        files = damage_every_file(prepared.streams[""].directory, seed)
+        assert {"segment.json", "tokens.bin", "offsets.bin"} < {file.name for file in files}
+        caplog.clear()
+        prepared, again = stream(settings, model)
+        other = Batches.of(Prepared.from_json(prepared.to_json()), settings, 5, SIZE, None)
+        assert documents(again, range(20)) == before == documents(other, range(20))
+        again.close()
+        assert sum("it is made again" in text for text in caplog.messages) == len(segments(files[0].parents[1]))
+
+
+def test_damage_during_a_run_is_noticed_when_a_segment_is_opened(corpus: Path, model: Path, tmp_path: Path) -> None:
+    settings = section(corpus, tmp_path / "cache", shuffle_buffer=4)
+    prepared, batches = stream(settings, model)
+    directory = prepared.streams[""].directory
+    batches.wait_for(99)
+    made = segments(directory)
+    damage_every_file(segment_directory(directory, 3))
+    batches.streams[0].wait_for(sum(segment.sequences for segment in made))
+    assert prepared.streams[""].open(3).documents == 4
+    assert segments(directory) == made
+    batches.close()
 
 
 def test_nodes_that_share_a_cache_take_turns(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import aliquot
+from aliquot.core.checked_json import publish_checked_json, read_checked_json
 from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe import recorder
@@ -122,8 +123,8 @@ def test_calibration_keeps_two_thorough_profiles(unknown: Path, monkeypatch: pyt
 
 
 def made_older(path: Path, seconds: float) -> None:
-    profile = json.loads(path.read_text())
-    path.write_text(json.dumps({**profile, "at": profile["at"] - seconds}))
+    profile = read_checked_json(path) or {}
+    publish_checked_json(path, {**profile, "at": profile["at"] - seconds})
 
 
 def test_quick_profiles_expire_after_an_hour(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,7 @@ def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
     path = keep(cpu, 2, 1, RATES)
     assert recent(cpu, 2, 1) is not None
     assert recent(cpu, 1, 1) is None  # other ranks have other rates
-    path.write_text(path.read_text().replace(f'"format": {machine_profile.FORMAT}', '"format": 1'))
+    publish_checked_json(path, {**(read_checked_json(path) or {}), "format": 1})
     assert recent(cpu, 2, 1) is None
     keep(cpu, 2, 1, {**RATES, "spread": 0.5})
     assert recent(cpu, 2, 1) is None
@@ -191,7 +192,7 @@ def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
 @pytest.mark.parametrize(
     "broken",
     [
-        *([], "x", None, [1]),
+        *([], "x", None, [1], "[" * 200_000),
         *({key: wrong} for key, wrong in (("at", None), ("ranks", 0), ("threads", "x"), ("rates", {}))),
         *({"rates": {**RATES, "call_s": wrong}} for wrong in (0, -1, float("nan"), float("inf"), None)),
         {"rates": {key: value for key, value in RATES.items() if key != "call_s"}},
@@ -199,14 +200,16 @@ def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
         {"rates": {**RATES, "memory": {"exp": [[1e6, 1e10]]}}},
         {"rates": {**RATES, "products": {"2": [[128.0, 0.0]], "4": [[128.0, 1e11]]}}},
     ],
-    ids=repr,
+    ids=lambda broken: repr(broken)[:80],
 )
 def test_invalid_profile_is_measured_again(unknown: Path, broken: Any) -> None:
     cpu, machine = read_cpu(), Machine.local()
     path = keep(cpu, 1, 1, RATES)
     assert machine_profile.is_measured(machine, ONE)
-    whole = json.loads(path.read_text())
-    path.write_text(json.dumps({**whole, **broken} if isinstance(broken, dict) else broken))
+    if isinstance(broken, dict):
+        publish_checked_json(path, {**(read_checked_json(path) or {}), **broken})
+    else:
+        path.write_text(broken if isinstance(broken, str) else json.dumps(broken))
     assert recent(cpu, 1, 1) is None and not machine_profile.is_measured(machine, ONE)
     assert measured_rates(machine, ONE) is None
 
@@ -220,10 +223,10 @@ def test_only_the_first_run_measures_the_machine(unknown: Path, tmp_path: Path) 
         lines = (tmp_path / name / "events.jsonl").read_text().splitlines()
         ceilings.append(json.loads(lines[0])["ceiling_flops_per_s"])
         (file,) = unknown.iterdir()
-        profile = json.loads(file.read_text())
+        profile = read_checked_json(file) or {}
         assert (profile["ranks"], profile["threads"]) == (2, 1)
         profile["rates"]["spread"] = 0.0  # measured beside other tests, it may have been thought busy
-        file.write_text(json.dumps(profile))
+        publish_checked_json(file, profile)
         kept.append(file.read_text())
     assert ceilings[0] == ceilings[1] > 0 and kept[0] == kept[1]
 

@@ -11,16 +11,16 @@ import pytest
 from aliquot.stores.store import open_store
 from tests import runs
 from tests.data.stores import byte_level
-from tests.stores.s3_server import BUCKET
+from tests.stores.s3_server import BUCKET, S3Server
 
 
-def corpus(folder: Path, files: int = 12) -> Path:
+def corpus(folder: Path, files: int = 12, lines: int = 20) -> Path:
     draw = random.Random(3)
     (folder / "corpus").mkdir(parents=True)
     byte_level().save_pretrained(folder / "tokenizer")
     for number in range(files):
-        lines = [" ".join(draw.choices(runs.WORDS, k=draw.randint(3, 30))) for _ in range(20)]
-        (folder / f"corpus/{number:02}.txt").write_text("\n".join(lines))
+        texts = [" ".join(draw.choices(runs.WORDS, k=draw.randint(3, 30))) for _ in range(lines)]
+        (folder / f"corpus/{number:02}.txt").write_text("\n".join(texts))
     return folder / "corpus"
 
 
@@ -50,6 +50,34 @@ def test_streamed_run_at_two_ranks(tmp_path: Path) -> None:
     (step,) = [event["step"] for event in events if event.get("text", "").startswith(f"data: {left_out}")]
     assert step < 9 and f"data: in all segments {left_out}" in printed
     assert sorted(runs.curve(tmp_path / "runs/run")) == list(range(1, 10))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_store_that_fails_in_mid_stream_ends_the_run_saved(s3: S3Server, tmp_path: Path, ranks: int) -> None:
+    path = corpus(tmp_path, files=2, lines=60)  # the first file has more than the 64 sequences of a plan
+    store = open_store(f"s3://{BUCKET}/corpus")
+    for file in path.iterdir():
+        store.put(file.name, file.read_bytes())
+    remote, local = (
+        config(
+            tmp_path / where, "run", url, launch={"ranks": ranks}, checkpoint={"every": 100, "export": False},
+            train={"max_steps": 20, "global_batch_size": 10},
+        )
+        for where, url in (("remote", f"s3://{BUCKET}/corpus/"), ("local", str(path)))
+    )  # fmt: skip
+    s3.fault = lambda environ: "503 Slow Down" if environ["PATH_INFO"].endswith("01.txt") else None
+    ended = runs.command("train", remote)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if "is saved: start again to continue" in line]
+    assert line.startswith(f"aliquot: s3://{BUCKET}: GetObject: ") and line.endswith("[storage]")
+    (saved,) = (tmp_path / "remote/run/checkpoints").glob("step-*")
+    assert f"step {int(saved.name.removeprefix('step-'))} is saved" in line
+    s3.fault = lambda environ: None
+    runs.trained(remote)
+    runs.trained(local)
+    remote_curve, local_curve = (runs.curve(tmp_path / name / "run") for name in ("remote", "local"))
+    assert remote_curve == pytest.approx(local_curve, rel=1e-5)
 
 
 @pytest.mark.long

@@ -5,14 +5,15 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import boto3
 import pytest
 
-from aliquot.core.errors import DamagedCheckpoint, StorageError, UserError
+from aliquot.core.errors import StorageError, UserError
 from aliquot.stores.s3_store import S3Store
-from aliquot.stores.store import FsspecStore, LocalStore, Store, open_store
+from aliquot.stores.store import FileChangedError, FsspecStore, LocalStore, Store, open_store
 from tests.stores.s3_server import BUCKET, S3Server, is_part
 
 MIB = 1 << 20
@@ -127,10 +128,23 @@ def test_file_url_needs_three_slashes(tmp_path: Path) -> None:
             open_store(wrong)
 
 
-def test_missing_file_is_damage(store: Store) -> None:
+def test_missing_file(store: Store) -> None:
     store.put("other", b"abc")
-    with pytest.raises(DamagedCheckpoint, match=r"never.* not there"):
+    with pytest.raises(FileNotFoundError, match="never"):
         store.read("never", 0, 3)
+
+
+@pytest.mark.parametrize("later", [b"another", b"sho", b"and longer than before"])
+def test_file_that_changes_after_it_was_listed(store: Store, later: bytes) -> None:
+    store.put("some/file", b"content")
+    (version,) = store.find("some/file").values()
+    assert store.find()["some/file"] == version
+    assert store.read("some/file", 2, 5, version) == b"nte"
+    time.sleep(0.01)  # a file system's clock may be coarse
+    store.put("some/file", later)
+    with pytest.raises(FileChangedError):
+        store.read("some/file", 2, 5, version)
+    assert store.read("some/file", 2, 5) == later[2:5]
 
 
 def test_incomplete_fsspec_address_is_one_line() -> None:

@@ -96,7 +96,7 @@ class Upload:
         sizes[MANIFEST] = len(manifest)
         if any(stored_bytes.get(f"{self._folder}/{name}") != size for name, size in sizes.items()):
             return False
-        return self._store.read(f"{self._folder}/{MANIFEST}", 0, len(manifest)) == manifest
+        return _read(self._store, f"{self._folder}/{MANIFEST}", 0, len(manifest)) == manifest
 
     def send(self, tokens: Mapping[str, str]) -> list[Receipt]:
         """Send this rank's ranges of the files, and return the receipts of the store."""
@@ -108,7 +108,7 @@ class Upload:
             receipt = self._store.put_part(name, tokens[item.name], item.index, item.start, blocks)
             if not self._store.verifies_checksums:
                 for start in range(item.start, item.stop, BLOCK_BYTES):
-                    data = self._store.read(name, start, min(start + BLOCK_BYTES, item.stop))
+                    data = _read(self._store, name, start, min(start + BLOCK_BYTES, item.stop))
                     _verified_block(data, manifest, item, start)
             return item.name, item.index, receipt
 
@@ -194,7 +194,15 @@ def _read_manifest(store: Store, folder: str) -> bytes:
     size_bytes = store.list().get(name)
     if size_bytes is None:
         raise DamagedCheckpoint(f"{folder}: no complete checkpoint there: it has no {MANIFEST}")
-    return store.read(name, 0, size_bytes)
+    return _read(store, name, 0, size_bytes)
+
+
+def _read(store: Store, name: str, start: int, stop: int) -> bytes:
+    """Read a file of a checkpoint. Raises DamagedCheckpoint if the file is missing."""
+    try:
+        return store.read(name, start, stop)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{name} is not there") from None
 
 
 def _create_files(manifest: Manifest, directory: Path, names: Collection[str]) -> None:
@@ -212,7 +220,8 @@ def _fetch_share(
     folder, directory = route
 
     def fetch_block(item: FileRange) -> None:
-        data = _verified_block(store.read(f"{folder}/{item.name}", item.start, item.stop), manifest, item, item.start)
+        data = _read(store, f"{folder}/{item.name}", item.start, item.stop)
+        _verified_block(data, manifest, item, item.start)
         with writing(directory / item.name), (directory / item.name).open("r+b") as file:
             file.seek(item.start)
             file.write(data)

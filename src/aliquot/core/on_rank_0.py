@@ -87,8 +87,11 @@ def _run(ranks: RankGroup, work: Callable[[], T], names_rank: bool) -> list[T]:
     if failure is not None and not isinstance(failure, UserError):
         raise failure
     rank, first = failed[0]
+    where = f"rank {rank}: " if names_rank and any(reply["error"] != first["error"] for reply in replies) else ""
+    raise error_of(first["error_type"], first["error"], where) from failure
+
+
+def error_of(name: str, text: str, where: str = "") -> UserError:
+    """Return the UserError of a rank, from the name of its type and its text; a TrainingError for other exceptions."""
     types = {error_type.__name__: error_type for error_type in user_error_types()}
-    message = first["error"] if first["error_type"] in types else f"{first['error_type']}: {first['error']}"
-    if names_rank and any(reply["error"] != first["error"] for reply in replies):
-        message = f"rank {rank}: {message}"
-    raise types.get(first["error_type"], TrainingError)(message) from failure
+    return types[name](where + text) if name in types else TrainingError(f"{where}{name}: {text}")

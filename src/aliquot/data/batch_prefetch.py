@@ -6,13 +6,17 @@ the batch, on a stream of its own, so that the copy overlaps with kernels. The t
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 
+from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches, StepBatch
+
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,13 @@ class BatchPrefetcher:
             return prepared
         assert self._gpu_copier is not None
         return self._gpu_copier.receive(prepared)
+
+    def failure(self, waits: Callable[[], bool]) -> UserError | None:
+        """Return the error for which there is no next batch, if it is known; wait for the batch while `waits()`."""
+        while self._next is not None and not self._next.done() and waits():
+            wait([self._next], _POLL_S)
+        error = self._next.exception() if self._next is not None and self._next.done() else None
+        return error if isinstance(error, UserError) else None
 
     def _begin(self, step: int) -> Future[StepBatch | CopiedBatch] | None:
         return None if step >= self._stop else self._thread.submit(self._lay_out, step)

@@ -1,8 +1,9 @@
 """The data cache: directories named by the hash of their inputs, and stored hashes of source files.
 
 A cached directory is written under a temporary name and published by one rename, so that every published directory is
-complete. The cache also stores hashes of file contents, so that a later run need not read terabytes to find that the
-files are unchanged. A file counts as unchanged while its size, times and inode are the same.
+complete. It holds checksums of its files, as a checkpoint does: before a directory is used, all its bytes are verified,
+and a damaged directory is made again. The cache also stores hashes of file contents, so that a later run need not read
+terabytes to find that the files are unchanged. A file counts as unchanged while its size, times and inode are the same.
 
 The hash of a file that was written just before hashing is not stored. The clock of the file system may be too coarse
 to show that the file has changed again. The ctime tells when a file was written, even if a program copied the mtime.
@@ -10,31 +11,71 @@ to show that the file has changed again. The ctime tells when a file was written
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from aliquot.core.errors import storage_error
-from aliquot.core.small_files import publish_text
-from aliquot.tensor_io.publish import begin_alone, commit, sync
+from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.errors import DamagedCheckpoint, storage_error
+from aliquot.core.small_files import read_small_file
+from aliquot.tensor_io.manifest import file_record, manifest_bytes, parse_manifest
+from aliquot.tensor_io.publish import begin_alone, commit, sync, write_file
 
+_log = logging.getLogger(__name__)
 _SAMPLE_BYTES = 1 << 16
+_CHECKSUMS = ".checksums"  # the manifest of a cached directory; hidden, because a copy has the name of its file
+
+
+def cached(directory: Path, make: Callable[[Path], object]) -> Path:
+    """Return `directory` of the cache. If it is missing or damaged, `make` writes its files into an empty directory.
+
+    Raises StorageError if the cache cannot be read or written.
+    """
+    if (reason := damage(directory)) is not None:
+        if directory.exists():
+            _log.warning("data cache: %s: %s; it is made again", directory, reason)
+        with publishing(directory) as partial:
+            make(partial)
+    return directory
+
+
+def damage(directory: Path) -> str | None:
+    """Return why the files of a cached directory cannot be trusted; None if all bytes are as they were published.
+
+    Raises StorageError if the files cannot be read for a reason that is no damage, such as another user's permissions.
+    """
+    path = directory / _CHECKSUMS
+    try:
+        records = parse_manifest(read_small_file(path), path).files
+        for path in (directory / name for name in records):
+            if not path.is_file() or file_record(path) != records[path.name]:
+                return f"{path.name} is damaged"
+    except (FileNotFoundError, NotADirectoryError):
+        return "the checksums of its files are missing"
+    except (ValueError, DamagedCheckpoint):
+        return "the checksums of its files are damaged"
+    except OSError as error:
+        refused = error.errno in (errno.EACCES, errno.EPERM)
+        advice = "; set data.cache_directory to a directory of this user" if refused else ""
+        raise storage_error(f"cannot read the data cache: {error.strerror}{advice}", error, path) from error
+    return None
 
 
 @contextmanager
 def publishing(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory next to `directory`; if the block succeeds, sync the directory and rename it.
+    """Yield an empty directory next to `directory`; if the block succeeds, add checksums, sync the files and rename it.
 
-    If another process publishes `directory` first, the published one stays, because both have the same content.
+    If another process publishes `directory` first, the published one stays, because both have the same content. A
+    damaged one is replaced.
     """
     try:
         partial = begin_alone(directory)
@@ -45,12 +86,16 @@ def publishing(directory: Path) -> Iterator[Path]:
         raise storage_error(message, error, directory.parent) from error
     try:
         yield partial
-        for path in partial.iterdir():
+        files = sorted(partial.iterdir())  # directories among them have checksums of their own
+        records = {path.name: file_record(path) for path in files if path.is_file()}
+        write_file(partial / _CHECKSUMS, manifest_bytes(records, ()))
+        for path in files:
             sync(path)
         try:
-            commit(partial, directory)
+            if damage(directory) is not None:
+                commit(partial, directory, replace=True)
         except OSError:
-            if not directory.is_dir():
+            if damage(directory) is not None:
                 raise
     except OSError as error:
         message = f"cannot write the data cache: {error}; set data.cache_directory"
@@ -105,9 +150,11 @@ def digests(files: Sequence[Path], cache: Path) -> list[str]:
     now_ns = _now_ns(store.parent)  # read before the files' own times, so that the comparison below is safe
     stats = [file.stat() for file in files]
     states = [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in stats]
-    known = _known(store)
+    known = read_checked_json(store) or {}
     digest_of = {
-        place: known[place][1] for place, state in zip(places, states, strict=True) if [state] == known[place][:1]
+        place: known[place][1]
+        for place, state in zip(places, states, strict=True)
+        if [state] == known.get(place, [])[:1]
     }
     changed = [(place, file) for place, file in zip(places, files, strict=True) if place not in digest_of]
     if changed:
@@ -120,7 +167,7 @@ def digests(files: Sequence[Path], cache: Path) -> list[str]:
             if stat.st_ctime_ns < now_ns.get(stat.st_dev, now_ns[None]) - _COARSEST_CLOCK_S * 1e9
         }
         with suppress(OSError):
-            publish_text(store, json.dumps(stored))
+            publish_checked_json(store, stored)
     return [digest_of[place] for place in places]
 
 
@@ -136,11 +183,3 @@ def _now_ns(directory: Path) -> dict[int | None, int]:
             stat = os.fstat(file.fileno())
         now[stat.st_dev] = stat.st_ctime_ns
     return now
-
-
-def _known(file: Path) -> defaultdict[str, list[Any]]:
-    """Return the stored [state, digest] of each path; [] for a path without a stored digest."""
-    known: defaultdict[str, list[Any]] = defaultdict(list)
-    with suppress(OSError, ValueError, TypeError):
-        known.update(json.loads(file.read_text(encoding="utf-8")))
-    return known

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aliquot.core.errors import StorageError
-from aliquot.data.cache import publishing
+from aliquot.data.cache import cached
 from aliquot.tensor_io.publish import check_space
 
 Array = npt.NDArray[Any]
@@ -65,18 +65,16 @@ class NewArrays:
 
 
 def cached_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None) -> Arrays:
-    """Return the arrays in `directory`; if it does not exist, let `fill` make the arrays and publish the directory.
+    """Return the arrays in `directory`; if it is missing or damaged, let `fill` make the arrays and publish them.
 
     If the directory cannot be written, the arrays are in private memory. `most` is (pattern, count): after publishing,
     only the newest `count` of the directories that match the pattern are kept.
     """
     try:
         with locked(directory.parent):
-            if not directory.is_dir():
-                with publishing(directory) as partial:
-                    fill(NewArrays(partial))
-                if most is not None:
-                    _keep_newest(directory.parent, *most)
+            cached(directory, lambda partial: fill(NewArrays(partial)))
+            if most is not None:
+                _keep_newest(directory.parent, *most)
             return {path.stem: np.load(path, mmap_mode="r") for path in directory.glob("*.npy")}
     except (OSError, StorageError):
         return memory_arrays(fill)

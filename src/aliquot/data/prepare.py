@@ -20,7 +20,7 @@ from aliquot.config.schema import DataSection
 from aliquot.core.errors import DataError, TokenizerError
 from aliquot.core.on_rank_0 import gather_results, run_on_rank_0
 from aliquot.core.small_files import cache_root
-from aliquot.data.cache import publishing
+from aliquot.data.cache import cached, damage
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import writes_date
 from aliquot.data.cuts import Cut, cut_of
@@ -210,10 +210,9 @@ class _Builder:
         ingredients, as_text = self._ingredients(source.digest), section.special_tokens_in_text
         text_path = self._path([*ingredients, *([] if as_text in (None, "encode") else [as_text])])
         answers_path = self._path([*ingredients, *self._answer_ingredients])
-        if answers_path.is_dir():
-            return answers_path
-        if text_path.is_dir() and TokenStore.open(text_path).mask is None:  # older caches hold answers here, too
-            return text_path
+        for path in (answers_path, text_path):
+            if damage(path) is None:
+                return path
         return self._make(source, text_path, answers_path, progress)
 
     def segment_maker(self, source: Source, progress: Progress) -> SegmentMaker:
@@ -252,14 +251,16 @@ class _Builder:
         def report_written(done_bytes: int) -> None:
             progress(done_bytes, source.total_bytes)
 
-        with publishing(path) as partial, EncoderPool(spec, self.section.num_proc) as encoders:
-            writer = tokenize(source.documents(), cut, self._dtype, partial, encoders, report_written)
+        def write(directory: Path) -> None:
+            with EncoderPool(spec, self.section.num_proc) as encoders:
+                writer = tokenize(source.documents(), cut, self._dtype, directory, encoders, report_written)
             if writer.useful == 0:
                 reasons = "; ".join(counted(writer.left_out, writer.firsts))
                 shown = f" ({reasons})" if reasons else ""
                 raise DataError(f"no usable document: none has a token to learn from{shown}", source.label)
-        report_written(source.total_bytes)
-        return path
+            report_written(source.total_bytes)
+
+        return cached(path, write)
 
     def _encoding(self, source: Source) -> tuple[EncoderSpec, Cut | None]:
         """Return how to encode the documents of `source`, of which the first one decides whether they have answers."""

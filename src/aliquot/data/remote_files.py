@@ -1,6 +1,7 @@
 """Find data files under a URL (s3://, gs://, hf://, ...), and copy a file into the data cache before it is read.
 
-The path of a copy depends on the version of the file: an unchanged file is copied once, a changed file again.
+The path of a copy depends on the version of the file: an unchanged file is copied once, a changed file again. A copy is
+made from one version only, and is verified before it is read.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
 from aliquot.core.errors import DataError
-from aliquot.data.cache import publishing
+from aliquot.data.cache import cached
 from aliquot.data.data_files import HIDDEN, IN_DIRECTORIES, count_unread, suffix_of, without_cards
-from aliquot.stores.store import Store, open_store
+from aliquot.stores.store import FileChangedError, FileVersion, Store, open_store
 from aliquot.tensor_io.publish import check_space, is_plain_name
 
 NamedProgress = Callable[[str, int, int], None]  # (name of the work in progress, bytes done, bytes in total)
@@ -40,23 +41,30 @@ class RemoteFile:
     copy: Path
 
     def fetch(self, report: NamedProgress) -> None:
-        """Copy the file into the data cache, unless the copy exists. Raises UserError."""
-        if self.copy.is_file():
-            return
+        """Copy the file into the data cache, unless an intact copy exists. Raises UserError."""
+        cached(self.copy.parent, partial(self._copy, report))
+
+    def _copy(self, report: NamedProgress, directory: Path) -> None:
+        check_space(directory, self.size_bytes)
+        (directory / self.copy.name).touch()
         starts = range(0, self.size_bytes, _RANGE_BYTES)
-        with publishing(self.copy.parent) as directory:
-            target = directory / self.copy.name
-            check_space(directory, self.size_bytes)
-            target.touch()
-            with ThreadPoolExecutor(_REQUESTS) as pool:
-                for done_bytes in pool.map(partial(self._copy_range, target), starts):
-                    report(f"copying {self.url}", done_bytes, self.size_bytes)
+        pool = ThreadPoolExecutor(_REQUESTS)
+        try:
+            for done_bytes in pool.map(partial(self._copy_range, directory / self.copy.name), starts):
+                report(f"copying {self.url}", done_bytes, self.size_bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after a failure, no further range is read
 
     def _copy_range(self, target: Path, start: int) -> int:
         stop = min(start + _RANGE_BYTES, self.size_bytes)
-        data = self.store.read(self.name, start, stop)
-        if len(data) != stop - start:
-            raise DataError("has changed while it was copied: start again", self.url)
+        try:
+            data = self.store.read(self.name, start, stop, FileVersion(self.size_bytes, self.version))
+            if len(data) != stop - start:
+                raise FileChangedError
+        except FileNotFoundError:
+            raise DataError("this file of the data is no longer there: start again", self.url) from None
+        except FileChangedError:
+            raise DataError("has changed since the start of this run: start again", self.url) from None
         with target.open("r+b") as file:
             file.seek(start)
             file.write(data)

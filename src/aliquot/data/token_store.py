@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from aliquot.core.errors import DataCacheError
+from aliquot.core.decode import read_json_object
+from aliquot.core.errors import DataCacheError, reading
 from aliquot.data.encoder import Encoded
 
 # Log-probabilities of answers before training: [documents] of pairs, or [2 x documents] of rated answers, of which each
@@ -51,22 +52,21 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: Path, positions: int | None = None) -> TokenStore:
-        """Map the files of the token store in directory `path`.
+        """Map the files of the token store in directory `path`, which `cache.cached` has verified.
 
-        Raises UserError if the store is missing, or if a file has the wrong length.
+        Raises StorageError if a file cannot be read, and DataCacheError if a file has been damaged since.
         """
         try:
-            facts = json.loads((path / "store.json").read_text())
-            tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", facts["dtype"], mode="r")
-            offsets: npt.NDArray[np.int64] = np.memmap(path / "offsets.bin", np.int64, mode="r")
-            mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["answers"] else None
-            desirable = np.memmap(path / "desirable.bin", np.uint8, mode="r") if facts.get("rated") else None
-        except (OSError, ValueError, KeyError) as error:
-            raise DataCacheError(f"not a token cache ({error}); remove this directory and start again", path) from error
-        sound = len(offsets) == facts["documents"] + 1 and len(tokens) == facts["tokens"] == offsets[-1]
-        sound = sound and (desirable is None or len(desirable) == facts["documents"])
-        if not sound or (mask is not None and len(mask) != len(tokens)):
-            raise DataCacheError("a damaged token cache; remove this directory and start again", path)
+            with reading(path):
+                facts = read_json_object(path / "store.json")
+                tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", facts["dtype"], mode="r")
+                offsets: npt.NDArray[np.int64] = np.memmap(path / "offsets.bin", np.int64, mode="r")
+                mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["answers"] else None
+                desirable = np.memmap(path / "desirable.bin", np.uint8, mode="r") if facts.get("rated") else None
+        except (ValueError, KeyError) as error:
+            raise DataCacheError(
+                f"damaged since the start of this run ({error}): start again, and it is made again", path
+            ) from error
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
             facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),

@@ -8,7 +8,6 @@ the source.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aliquot.core.errors import DataCacheError
-from aliquot.data.cache import publishing
+from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.data.cache import cached, damage
 from aliquot.data.cuts import Cut
 from aliquot.data.disk_arrays import locked
 from aliquot.data.documents import Document
@@ -49,16 +48,9 @@ class Segment(NamedTuple):
 
     @classmethod
     def read(cls, directory: Path) -> Segment | None:
-        """Return the facts about the segment in `directory`; None if it does not exist."""
-        try:
-            values = json.loads((directory / _FACTS).read_text())
-            return cls(**values | {"place": tuple(values["place"])})
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataCacheError(
-                f"not a segment ({error}); remove this directory and start again", directory
-            ) from error
+        """Return the facts about the segment in `directory`; None if they are missing or damaged."""
+        values = read_checked_json(directory / _FACTS)
+        return None if values is None else cls(**values | {"place": tuple(values["place"])})
 
 
 class Stopped(Exception):
@@ -82,8 +74,13 @@ class SegmentMaker:
     _place: Place = BEGINNING  # of the last document that `_reader` has yielded
     _is_stopped: bool = False
 
-    def begin(self, index: int) -> Future[None]:
-        """Begin to make segment `index` and the next ones, if they do not exist; return the future of the first."""
+    def begin(self, index: int, again: bool = False) -> Future[None]:
+        """Begin to make segment `index` and the next ones, if they do not exist; return the future of the first.
+
+        `again`: even if this process has made or verified segment `index` before, because it is missing or damaged now.
+        """
+        if again and index in self._segments and self._segments[index].done():
+            del self._segments[index]
         for number in range(index, index + 1 + _AHEAD):
             if number not in self._segments:
                 self._segments[number] = self._thread.submit(self.make, number)
@@ -91,12 +88,12 @@ class SegmentMaker:
         return self._segments[index]
 
     def make(self, index: int, progress: Callable[[int], None] = lambda done_bytes: None) -> None:
-        """Make segment `index`, unless it exists, or the source ends before it. Raises UserError."""
+        """Make segment `index`, unless it is intact, or the source ends before it. Raises UserError."""
         target = segment_directory(self.directory, index)
         self.directory.mkdir(parents=True, exist_ok=True)
         with locked(self.directory):
             before = Segment.read(segment_directory(self.directory, index - 1)) if index else None
-            if target.is_dir() or (index and (before is None or before.is_last)):  # None: making it has failed
+            if (index and (before is None or before.is_last)) or damage(target) is None:  # None: making it has failed
                 return
             place = BEGINNING if before is None else Place(*before.place)
             if self._reader is None or self._place > place:
@@ -104,8 +101,8 @@ class SegmentMaker:
             try:
                 while self._place < place:  # another node, which shares the cache, has made segments meanwhile
                     self._place, _ = next(self._reader)
-                with publishing(target) as partial:
-                    self._write(partial, self._reader, is_first=index == 0, progress=progress)
+                reader = self._reader
+                cached(target, lambda partial: self._write(partial, reader, is_first=index == 0, progress=progress))
             except BaseException:  # the reader is somewhere within the segment
                 self._reader = None
                 raise
@@ -139,7 +136,7 @@ class SegmentMaker:
             sequences, writer.tokens, self._place, share, ended < count,
             writer.left_out, writer.firsts, writer.inexact_cuts,
         )  # fmt: skip
-        (directory / _FACTS).write_text(json.dumps(facts._asdict()))
+        publish_checked_json(directory / _FACTS, facts._asdict())
 
     def close(self) -> None:
         """Stop making segments."""
@@ -164,12 +161,7 @@ class TokenStream:
     def wait_for(self, index: int) -> Segment:
         """Return the facts about segment `index` as soon as it exists; the segment before it is not the last one."""
         while (segment := Segment.read(segment_directory(self.directory, index))) is None:
-            if self._is_stopped:
-                raise Stopped
-            if self.maker is None:
-                time.sleep(_POLL_S)
-            else:
-                self.maker.begin(index).result()  # raises the error of the maker
+            self._make(index)
         return segment
 
     def begin_after(self, index: int) -> None:
@@ -178,13 +170,26 @@ class TokenStream:
             self.maker.begin(index + 1)
 
     def open(self, index: int) -> TokenStore:
-        return TokenStore.open(segment_directory(self.directory, index))
+        """Return the tokens of segment `index`, whose bytes are verified before."""
+        directory = segment_directory(self.directory, index)
+        while damage(directory) is not None:
+            self._make(index)
+        return TokenStore.open(directory)
 
     def close(self) -> None:
         """End waiting, and making segments."""
         self._is_stopped = True
         if self.maker is not None:
             self.maker.close()
+
+    def _make(self, index: int) -> None:
+        """Make segment `index`, or wait a moment for the process that makes it."""
+        if self._is_stopped:
+            raise Stopped
+        if self.maker is None:
+            time.sleep(_POLL_S)
+        else:
+            self.maker.begin(index, again=True).result()  # raises the error of the maker
 
 
 def segment_directory(directory: Path, index: int) -> Path:

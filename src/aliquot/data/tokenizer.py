@@ -24,7 +24,7 @@ from aliquot.core.small_files import (
     resolve_link,
     with_home,
 )
-from aliquot.data.cache import digest_of_directory, publishing
+from aliquot.data.cache import cached, digest_of_directory
 from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
@@ -132,8 +132,8 @@ def trained_tokenizer(
             f"data.tokenizer_vocab_size is {vocab_size}; every byte, bos and eos need {SMALLEST_VOCABULARY}"
         )
     key = hashlib.sha256(f"byte-level BPE, format 1\0{vocab_size}\0{source.digest}".encode()).hexdigest()
-    directory = root / "trained" / key
-    if not directory.is_dir():
+
+    def train(directory: Path) -> None:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -148,9 +148,9 @@ def trained_tokenizer(
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
-        with publishing(directory) as partial:
-            PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(partial)
-    return load_tokenizer(directory)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(directory)
+
+    return load_tokenizer(cached(root / "trained" / key, train))
 
 
 def _texts(source: Source, cut: Cut | None, progress: Callable[[int, int], None] | None) -> Iterator[str]:
@@ -257,10 +257,7 @@ def publish_tokenizer(tokenizer: Any, root: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         save_tokenizer(tokenizer, Path(scratch))
         directory = root / "tokenizers" / digest_of_directory(Path(scratch))
-    if not directory.is_dir():
-        with publishing(directory) as partial:
-            save_tokenizer(tokenizer, partial)
-    return directory
+    return cached(directory, lambda partial: save_tokenizer(tokenizer, partial))
 
 
 def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:

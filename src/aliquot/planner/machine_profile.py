@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from aliquot.core.small_files import cache_root, publish_text
+from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.small_files import cache_root
 from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import CpuFacts, read_cpu
 from aliquot.planner.measure_rates import QUICK, THOROUGH, Effort, Measurement, measure_rates, median_measurement
@@ -117,7 +117,7 @@ def keep(cpu: CpuFacts, ranks: int, threads: int, rates: dict[str, Any], thoroug
     path = _path(cpu, ranks, threads)
     path.parent.mkdir(parents=True, exist_ok=True)
     values = _values(ranks, threads, rates, thorough)
-    publish_text(path, json.dumps({**values, "machine": _identity(cpu)}, indent=1))
+    publish_checked_json(path, {**values, "machine": _identity(cpu)}, indent=1)
     return path
 
 
@@ -196,10 +196,10 @@ def _nearest(machine: Machine, layout: RankLayout) -> MachineProfile | None:
 
 
 def _read(path: Path) -> MachineProfile | None:
-    """Read a profile; None if the file is missing, not readable, or of another version of aliquot."""
+    """Read a profile; None if the file is missing, damaged, or of another version of aliquot."""
     try:
-        profile = TypeAdapter(MachineProfile).validate_python(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        profile = TypeAdapter(MachineProfile).validate_python(read_checked_json(path))
+    except ValueError:
         return None
     return profile if profile.format == FORMAT else None
 

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from aliquot.config.schema import ModelSection, RunConfig
+from aliquot.core.checked_json import publish_checked_json, read_checked_json
 from aliquot.core.errors import UserError
-from aliquot.core.small_files import cache_root, publish_text, read_small_file
+from aliquot.core.small_files import cache_root, read_small_file
 from aliquot.data.workload import Workload
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory, resolve
@@ -214,14 +215,11 @@ def _file(key: list[Any]) -> Path:
 
 
 def _read(key: list[Any]) -> Any:
-    """Read values from the cache; None if they are missing or not readable."""
+    """Read values from the cache; None if they are missing or damaged."""
     file = _file(key)
-    try:
-        values = json.loads(file.read_text())
+    with suppress(OSError):
         os.utime(file)
-    except (OSError, ValueError):
-        return None
-    return values
+    return read_checked_json(file)
 
 
 def _write(key: list[Any], values: dict[str, Any]) -> None:
@@ -229,7 +227,7 @@ def _write(key: list[Any], values: dict[str, Any]) -> None:
     file = _file(key)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(file, json.dumps(values))
+        publish_checked_json(file, values)
         oldest_first = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         for old in oldest_first[:-_CACHED_FILES]:
             old.unlink(missing_ok=True)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.retention import EvaluationHistory
-from aliquot.core.errors import DivergedError, RunDirectoryError
+from aliquot.core.errors import DivergedError, RunDirectoryError, UserError
 from aliquot.core.intervals import is_due
+from aliquot.core.on_rank_0 import error_of
 from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
 from aliquot.data.batches import StepBatch
 from aliquot.data.data_summary import StreamedIrregularities
@@ -88,7 +89,8 @@ class TrainingLoop:
         """Train until the last step.
 
         Raises Terminated after a rank has received a stop signal and the run has saved; DivergedError if a loss or a
-        gradient is not finite; RunDirectoryError if the run directory was removed or replaced.
+        gradient is not finite; RunDirectoryError if the run directory was removed or replaced; the UserError of a rank
+        that has no batch for the next step, after the run has saved.
         """
         self._evaluate_before_steps()
         with self._prefetch() as batches:
@@ -99,14 +101,15 @@ class TrainingLoop:
                 for line in self._irregularities.news():
                     self._recorder.warn(line)
                 sums = self._backward(batch)
-                reports = self._exchange_reports(batch, sums)
+                reports = self._exchange_reports(batch, sums, batches)
                 metrics = self._update(batch, reports)
                 stop_signal = self._trainer.agreed_signal(report["stop"] for report in reports)
                 self._trainer.call_back("on_step_end", metrics)
                 self._log(metrics)
-                if not stop_signal:
+                failure = next((error_of(*report["failure"]) for report in reports if report["failure"]), None)
+                if not stop_signal and failure is None:
                     stop_signal = self._evaluate_after_step()
-                self._save_after_step(stop_signal)
+                self._save_after_step(stop_signal, failure)
         for line in self._irregularities.totals():
             self._trainer.display.line(line)
 
@@ -154,12 +157,18 @@ class TrainingLoop:
         divergence = max(0.0, math.fsum(self._trainer.ranks.gather(summed)) / max(1, batch.predicted))
         return [micro_batch and micro_batch.with_divergence(divergence) for micro_batch in batch.micro_batches]
 
-    def _exchange_reports(self, batch: StepBatch, sums: list[dict[str, float]]) -> list[dict[str, Any]]:
+    def _exchange_reports(
+        self, batch: StepBatch, sums: list[dict[str, float]], batches: BatchPrefetcher
+    ) -> list[dict[str, Any]]:
         """Gather one report from every rank, so that all ranks decide by the same values.
 
         Besides KTO's divergence, this is the only exchange of small values in a step.
         """
+        # The rank that tokenises a stream waits for its next batch, so that no rank waits for data that never come.
+        makes_data = any(stream.maker is not None for stream in self._trainer.resolved.data.streams.values())
+        failure = batches.failure(lambda: makes_data and not self._trainer.shutdown.requested)
         report = {
+            "failure": failure and [type(failure).__name__, str(failure)],
             "loss": [source_sums.pop("loss") for source_sums in sums],
             "preference": sums,
             "stop": self._trainer.shutdown.requested,
@@ -234,18 +243,22 @@ class TrainingLoop:
             self._checkpoints.finish_save()  # a best checkpoint that could not be saved does not count as best
         return self._evaluator.evaluate()
 
-    def _save_after_step(self, stop_signal: int) -> None:
-        """Save if a save is due. After a stop signal, save in any case, and end the run if it has steps left."""
+    def _save_after_step(self, stop_signal: int, failure: UserError | None) -> None:
+        """Save if a save is due. After a stop signal, or without data, save in any case, and end the run."""
         settings, progress, checkpoints = self._trainer.config.checkpoint, self._progress, self._checkpoints
         is_last = progress.step == progress.last_step
         is_best = progress.step == checkpoints.best_step
         if stop_signal and checkpoints.current_step is not None and checkpoints.finish_if_late():
             raise self._stopped(stop_signal, "checkpoint.grace_s was too short for another")
-        if (is_last and settings.last) or stop_signal or is_best or is_due(settings.every, progress.step):
+        if (is_last and settings.last) or stop_signal or failure or is_best or is_due(settings.every, progress.step):
             checkpoints.save()
         if stop_signal and not is_last:
             checkpoints.finish()
             raise self._stopped(stop_signal)
+        if failure is not None:
+            checkpoints.finish()
+            saved = f"; step {progress.step} is saved: start again to continue" if progress.is_saved else ""
+            raise type(failure)(f"{failure}{saved}")
 
     def _stopped(self, stop_signal: int, *obstacle: str) -> Terminated:
         progress = self._progress

@@ -21,8 +21,8 @@ from botocore.exceptions import (
     ResponseStreamingError,
 )
 
-from aliquot.core.errors import DamagedCheckpoint, StorageError, StorageFailureError
-from aliquot.stores.store import FileVersion, Store
+from aliquot.core.errors import StorageError, StorageFailureError
+from aliquot.stores.store import FileChangedError, FileVersion, Store
 
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
 _READ_ATTEMPTS = 3  # botocore does not retry if the connection breaks while a body is read
@@ -57,14 +57,17 @@ class S3Store(Store):
             if not name or entry["Key"] == prefix or entry["Key"].startswith(f"{prefix}/")
         }
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
         if start >= stop:
             return b""
+        query = {**self._address(name), "Range": f"bytes={start}-{stop - 1}"}
+        if version is not None:
+            query["IfMatch"] = version.version  # the ETag
         for _ in range(_READ_ATTEMPTS - 1):
             with suppress(ResponseStreamingError, IncompleteReadError):
-                return self._read(name, start, stop)
+                return self._read(query)
         with self._request():
-            return self._read(name, start, stop)
+            return self._read(query)
 
     def put(self, name: str, data: bytes) -> None:
         with self._request():
@@ -111,12 +114,15 @@ class S3Store(Store):
             for upload in [entry for page in pages for entry in page.get("Uploads", ())]:
                 self._s3.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
-    def _read(self, name: str, start: int, stop: int) -> bytes:
+    def _read(self, query: dict[str, str]) -> bytes:
         try:
-            return bytes(self._s3.get_object(**self._address(name), Range=f"bytes={start}-{stop - 1}")["Body"].read())
+            return bytes(self._s3.get_object(**query)["Body"].read())
         except ClientError as error:
-            if error.response.get("Error", {}).get("Code") == "NoSuchKey":
-                raise DamagedCheckpoint(f"{name} is not there", self._url) from None
+            code = error.response.get("Error", {}).get("Code")
+            if code == "NoSuchKey":
+                raise FileNotFoundError(query["Key"]) from None
+            if code == "PreconditionFailed":
+                raise FileChangedError from None
             raise self._error(error) from None
 
     def _address(self, name: str) -> dict[str, str]:

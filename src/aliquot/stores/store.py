@@ -7,16 +7,17 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote
 
 from aliquot.core.errors import (
-    DamagedCheckpoint,
     MissingToolError,
     StorageError,
     StorageFailureError,
     UsageError,
+    UserError,
     has_url_credentials,
     reading,
     writing,
@@ -26,6 +27,12 @@ from aliquot.core.small_files import publish_bytes
 _PART_BYTES = 64 << 20
 # Errors of fsspec's file systems that would recur if the request were repeated.
 _PERMANENT = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
+# Details of fsspec's file systems that tell one version of a file from another. Others are no sign of a change, such as
+# times of access, or are in a listing but not in the details of one file.
+_IDENTITY = {
+    "size", "ETag", "etag", "generation", "blob_id", "md5Hash", "mtime", "updated", "last_modified", "LastModified",
+    "modified", "created",
+}  # fmt: skip
 
 
 class FileVersion(NamedTuple):
@@ -33,6 +40,10 @@ class FileVersion(NamedTuple):
 
     size_bytes: int
     version: str
+
+
+class FileChangedError(Exception):
+    """A file is no longer the version that the reader asked for."""
 
 
 class Store(ABC):
@@ -57,8 +68,11 @@ class Store(ABC):
         return {name: file.size_bytes for name, file in self.find().items()}
 
     @abstractmethod
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes [start, stop), fewer at the end of the file. Raises DamagedCheckpoint for a missing file."""
+    def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
+        """Return bytes [start, stop), fewer at the end of the file; with `version`, only of this version from `find`.
+
+        Raises FileNotFoundError for a missing file, and FileChangedError if the file has another version.
+        """
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -96,17 +110,17 @@ class LocalStore(Store):
         with reading(self._root):
             place = self._root / name
             files = [path for path in (place, *place.rglob("*")) if path.is_file()]
-            stats = {path.relative_to(self._root).as_posix(): path.stat() for path in files}
-            return {name: FileVersion(stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats.items()}
+            return {path.relative_to(self._root).as_posix(): _version_of(path.stat()) for path in files}
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
         path = self._root / name
-        with reading(path):
-            if not path.exists():
-                raise DamagedCheckpoint("is not there", path)
-            with path.open("rb") as file:
-                file.seek(start)
-                return file.read(stop - start)
+        if not path.exists():
+            raise FileNotFoundError(path)
+        with reading(path), path.open("rb") as file:
+            data = os.pread(file.fileno(), stop - start, start)
+            if version not in (None, _version_of(os.fstat(file.fileno()))):  # checked after reading
+                raise FileChangedError
+        return data
 
     def put(self, name: str, data: bytes) -> None:
         path = self._root / name
@@ -150,6 +164,7 @@ class FsspecStore(Store):
         from fsspec.core import url_to_fs
 
         self._url = url
+        self._details: dict[str, Mapping[str, object]] = {}  # of each path that `find` has listed
         self._fs: Any
         try:
             self._fs, self._root = url_to_fs(url)
@@ -167,17 +182,20 @@ class FsspecStore(Store):
             paths = self._fs.find(self._path(name) if name else self._root, detail=True)
             # fsspec finds a path that is a file, but without details.
             facts = {path: details or self._fs.info(path) for path, details in paths.items()}
-            return {
-                path.removeprefix(f"{self._root}/"): FileVersion(int(details["size"]), _version(details))
-                for path, details in facts.items()
-            }
+        self._details |= facts
+        return {
+            path.removeprefix(f"{self._root}/"): FileVersion(int(details["size"]), _version(details))
+            for path, details in facts.items()
+        }
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        with self._request():
-            try:
-                return bytes(self._fs.cat_file(self._path(name), start=start, end=stop)) if start < stop else b""
-            except FileNotFoundError:
-                raise DamagedCheckpoint(f"{name} is not there", self._url) from None
+    def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
+        path = self._path(name)
+        with self._request(FileNotFoundError, FileChangedError):
+            data = bytes(self._fs.cat_file(path, start=start, end=stop)) if start < stop else b""
+            if version is not None:  # checked after reading: the file had this version before, in `find`
+                self._fs.invalidate_cache()
+                _refuse_change(self._details[path], self._fs.info(path))
+        return data
 
     def put(self, name: str, data: bytes) -> None:
         self.put_part(name, "", 0, 0, [data])
@@ -200,15 +218,32 @@ class FsspecStore(Store):
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _request(self) -> Iterator[None]:
-        """Turn every error of the file system in the block into a StorageError."""
+    def _request(self, *passed: type[Exception]) -> Iterator[None]:
+        """Turn every error of the file system in the block, except those `passed`, into a StorageError."""
         try:
             yield
-        except (DamagedCheckpoint, StorageError):  # from the iterator `data`, or for a missing file
+        except UserError:  # from the iterator `data`
             raise
         except Exception as error:  # each file system raises different errors
+            if isinstance(error, passed):
+                raise
             error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError
             raise error_type(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error
+
+
+def _version_of(stat: os.stat_result) -> FileVersion:
+    return FileVersion(stat.st_size, str(stat.st_mtime_ns))
+
+
+def _refuse_change(listed: Mapping[str, object], details: Mapping[str, object]) -> None:
+    """Raise FileChangedError if the details of a file differ from those in a listing, as far as both have them."""
+    for key in _IDENTITY & listed.keys() & details.keys():
+        # A file system may list a time as a number, and give it as a datetime for one file.
+        before, now = (
+            value.timestamp() if isinstance(value, datetime) else value for value in (listed[key], details[key])
+        )
+        if before != now and type(before) is type(now):
+            raise FileChangedError
 
 
 def _version(details: Mapping[str, object]) -> str:

@@ -6,13 +6,16 @@ A checkpoint directory is complete if and only if it has a valid manifest, becau
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from aliquot.core.checked_json import has_checksum, with_checksum
 from aliquot.core.decode import parse_json, read_small
 from aliquot.core.errors import DamagedCheckpoint, UserError
 from aliquot.core.small_files import open_regular
@@ -60,10 +63,21 @@ def checksum(data: bytes) -> FileRecord:
     return FileRecord(bytes=len(data), crc32=[zlib.crc32(data[start : start + BLOCK_BYTES]) for start in blocks])
 
 
+def file_record(path: Path) -> FileRecord:
+    """Compute the size and checksums of a file, in several threads. Raises OSError."""
+    with path.open("rb") as file, ThreadPoolExecutor() as pool:
+        size_bytes = os.fstat(file.fileno()).st_size
+
+        def crc32_at(start: int) -> int:
+            return zlib.crc32(os.pread(file.fileno(), BLOCK_BYTES, start))  # reading and crc32 release the GIL
+
+        return FileRecord(bytes=size_bytes, crc32=list(pool.map(crc32_at, range(0, size_bytes, BLOCK_BYTES))))
+
+
 def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str]) -> bytes:
     """Encode a manifest as JSON, with a checksum of its fields."""
     fields = Manifest(files=dict(files), config_files=list(config_files)).model_dump()
-    return json.dumps({**fields, "crc32": _fields_crc32(fields)}, indent=1).encode()
+    return json.dumps(with_checksum(fields), indent=1).encode()
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -85,7 +99,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
     """Parse and check a manifest. Raises DamagedCheckpoint. `path`: the source of `data`, for error messages."""
     try:
         fields = parse_json(data, path)
-        if fields.pop("crc32", None) != _fields_crc32(fields):
+        if not has_checksum(fields):
             raise DamagedCheckpoint("its own checksum does not fit", path)
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
@@ -171,7 +185,3 @@ def _check_size(path: Path, record: FileRecord) -> None:
         raise DamagedCheckpoint("missing from the checkpoint", path)
     if size != record.bytes:
         raise DamagedCheckpoint(f"{size} bytes instead of {record.bytes}", path)
-
-
-def _fields_crc32(fields: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
