@@ -98,8 +98,7 @@ def test_epoch_holds_all_pieces_once(sizes: list[int], length: int, packing: boo
     for index, sequence in enumerate(sequences):
         tokens = sum(size for _, size in sequence)
         assert tokens <= length
-        assert epoch.tokens[index] == tokens
-        assert epoch.predicted[index] == tokens - len(sequence)
+        assert epoch.counts(index, index + 1) == (tokens - len(sequence), tokens)
         assert packing or len(sequence) == 1
 
 
@@ -119,7 +118,8 @@ def test_epochs_and_seeds_shuffle_pieces_and_sequences() -> None:
 
 def test_unpacked_sequences_are_shuffled() -> None:
     packed = Packing.of(numbered(list(range(6, 11))), 10, packing=True)
-    orders = {tuple(packed.epoch(1, number).tokens.tolist()) for number in range(4)}
+    epochs = [packed.epoch(1, number) for number in range(4)]
+    orders = {tuple(epoch.counts(index, index + 1)[1] for index in range(5)) for epoch in epochs}
     assert len(orders) > 1
     assert {tuple(sorted(order)) for order in orders} == {(6, 7, 8, 9, 10)}
 
@@ -148,13 +148,13 @@ def test_packing_and_epochs_equal_the_formulas(
         masks[sizes.index(max(sizes))][1] = 1
     store = memory_store([[7] * size for size in sizes], masks)
     packed = dict(memory_arrays(lambda new: fill_packing(new, store, length, packing, at_once)))
-    assert_same(packed, formula_packing(store, length, packing))
+    assert_packed_as(arrays(packed), formula_packing(store, length, packing))
     for shuffles, orders in (
         ([partial(shuffle, seed=5, stream=2 * epoch + n) for n in range(2)], partial(formula_shuffle, 5, epoch)),
         ([ascending, ascending], lambda pieces, sequences: (np.arange(pieces), np.arange(sequences))),
     ):
         filled = dict(memory_arrays(lambda new, of=shuffles: fill_epoch(new, arrays(packed), *of, at_once)))  # type: ignore[misc]
-        assert_same(filled, formula_epoch(packed, *orders(len(packed["slots"]), len(packed["tokens"]))))
+        assert_same(filled, formula_epoch(packed, *orders(len(packed["start"]), arrays(packed).sequences)))
 
 
 def test_many_pieces_in_files_at_the_real_size_of_a_part(tmp_path: Path) -> None:
@@ -162,31 +162,25 @@ def test_many_pieces_in_files_at_the_real_size_of_a_part(tmp_path: Path) -> None
     offsets = np.concatenate([[0], np.cumsum(draw.integers(1, 60, 600_000))])
     store = TokenStore(tmp_path, np.empty(offsets[-1], np.uint16), offsets, None)
     packed = cached_arrays(tmp_path / "packed", lambda new: fill_packing(new, store, 64, True))
-    assert_same(dict(packed), formula_packing(store, 64, True))
+    assert_packed_as(arrays(dict(packed)), formula_packing(store, 64, True))
     shuffles = [partial(shuffle, seed=5, stream=n) for n in range(2)]
     filled = cached_arrays(tmp_path / "epoch", lambda new: fill_epoch(new, arrays(dict(packed)), *shuffles))  # type: ignore[misc]
-    orders = formula_shuffle(5, 0, len(packed["slots"]), len(packed["tokens"]))
+    orders = formula_shuffle(5, 0, len(packed["start"]), arrays(dict(packed)).sequences)
     assert_same(dict(filled), formula_epoch(dict(packed), *orders))
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "packed", "epoch"}
 
 
-def test_existing_index_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aliquot.data.packing.MAPPED_PIECES", 1)
-    offsets = np.array([0, 5, 9, 30])
-    store = TokenStore(tmp_path, np.empty(30, np.uint16), offsets, None)
-    before = tmp_path / "packed-8"
-    before.mkdir()
-    for name, array in formula_packing(store, 8, True).items():
-        np.save(before / f"{name}.npy", array)
-    found = Packing.of(store, 8, True)
-    assert found.epoch(1, 0).sequence(0) == Packing.of(memory_store([[1] * 5, [1] * 4, [1] * 21]), 8, True).epoch(
-        1, 0
-    ).sequence(0)
-
-
 def arrays(packed: Arrays) -> Packing:
     pieces = Pieces(packed["start"], packed["length"], packed["predicted"])
-    return Packing(pieces, packed["slots"], packed["edges"], packed["tokens"], None)
+    return Packing(pieces, packed["placements"].reshape(4, -1), None)
+
+
+def assert_packed_as(packed: Packing, expected: Arrays) -> None:
+    assert_same(vars(packed.pieces), {name: expected[name] for name in vars(packed.pieces)})
+    slots, edges = expected["slots"], expected["edges"]
+    assert packed.sequences == len(edges) - 1
+    for sequence in range(0, packed.sequences, 1 + packed.sequences // 500):
+        assert packed.slots(sequence).tolist() == slots[edges[sequence] : edges[sequence + 1]].tolist()
 
 
 def assert_same(found: Arrays, expected: Arrays) -> None:
@@ -212,10 +206,8 @@ def formula_packing(store: TokenStore, sequence_length: int, packing: bool) -> A
     sequence = formula_best_fit(histogram, sequence_length) if packing else np.arange(len(start))
     slots = np.argsort(sequence, kind="stable").astype(np.int32)
     edges = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
-    lengths = np.repeat(np.arange(sequence_length, -1, -1), histogram[::-1])
-    tokens = np.add.reduceat(lengths[slots], edges[:-1])
     pieces = {"start": start, "length": length.astype(np.int32), "predicted": predicted.astype(np.int32)}
-    return {**pieces, "slots": slots, "edges": edges, "tokens": tokens}
+    return {**pieces, "slots": slots, "edges": edges}
 
 
 def formula_best_fit(histogram: np.ndarray, sequence_length: int) -> np.ndarray:
@@ -247,12 +239,4 @@ def formula_shuffle(seed: int, epoch: int, pieces: int, sequences: int) -> tuple
 
 def formula_epoch(packed: Arrays, order: np.ndarray, sequences: np.ndarray) -> Arrays:
     shortfall = packed["length"].max() - packed["length"][order]
-    by_slot = order[np.argsort(shortfall, kind="stable")]
-    piece = by_slot[packed["slots"]].astype(np.int32)
-    predicted = np.add.reduceat(packed["predicted"][piece], packed["edges"][:-1], dtype=np.int64)
-    return {
-        "piece": piece,
-        "order": sequences,
-        "predicted": predicted[sequences],
-        "tokens": packed["tokens"][sequences],
-    }
+    return {"piece": order[np.argsort(shortfall, kind="stable")].astype(np.int32), "order": sequences}

@@ -139,12 +139,12 @@ class Stream:
 
     @property
     def epoch_tokens(self) -> int:
-        return round(int(self.packing.tokens.sum()) / self.known_share)
+        return round(self.packing.tokens / self.known_share)
 
     @property
     def sequence_tokens(self) -> Fraction:
         """The mean number of tokens in a sequence of this source."""
-        return Fraction(int(self.packing.tokens.sum()), self.packing.sequences)
+        return Fraction(self.packing.tokens, self.packing.sequences)
 
     def sequence(self, index: int) -> Pieces:
         epoch, within = divmod(index, self.packing.sequences)
@@ -160,8 +160,8 @@ class Stream:
         while first < stop:
             epoch, start = divmod(first, self.packing.sequences)
             end = min(self.packing.sequences, start + stop - first)
-            predicted += int(self.epoch(epoch).predicted[start:end].sum())
-            tokens += int(self.epoch(epoch).tokens[start:end].sum())
+            labels, real = self.epoch(epoch).counts(start, end)
+            predicted, tokens = predicted + labels, tokens + real
             first += end - start
         return predicted, tokens
 

@@ -93,7 +93,7 @@ def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
 
 def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
     tokens = len(store.tokens)
-    learned = store.labels if store.keeps_whole else int(packing.pieces.predicted.sum(dtype=np.int64))
+    learned = store.labels if store.keeps_whole else packing.labels
     kinds = ", ".join(count_of(count, *TITLES[kind]) for kind, count in store.formats.items())
     described_kinds = f"{kinds}; " if kinds else ""
     shown_share = ""

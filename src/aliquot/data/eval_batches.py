@@ -25,9 +25,10 @@ class EvalBatches:
 
     def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
         self.store, self.format, self.micro_batch_size = store, format, micro_batch_size
-        self.epoch = Packing.of(store, format.length, format.packed).in_order()
+        packing = Packing.of(store, format.length, format.packed)
+        self.epoch = packing.in_order()
         # The number of labels, pairs or rated answers on all ranks, by which the summed loss is divided.
-        self.predicted = int(self.epoch.predicted.sum())
+        self.predicted = packing.labels
 
     @classmethod
     def of(

@@ -5,9 +5,9 @@ and the order of the sequences. Every epoch therefore has the same number of seq
 in the data can be computed without building earlier epochs. A pair of answers is one piece, which is never cut, and so
 is a rated answer.
 
-All pieces of one length are placed in a few range operations. Flat arrays are filled by counting sorts, `at_once`
-elements at a time. The Python work and the private memory therefore grow with the number of different lengths, not with
-the number of pieces or sequences.
+All pieces of one length are placed by a few placements, each for a range of sequences. The pieces of a sequence are
+looked up in the placements. Flat arrays are filled by counting sorts, `at_once` elements at a time. The Python work and
+the private memory therefore grow with the number of different lengths, not with the number of pieces or sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,15 +56,14 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Packing:
-    """The assignment of slots to S sequences, the same in every epoch.
+    """The assignment of P slots to S sequences, the same in every epoch.
 
-    A slot takes one piece of a fixed length. Slots are numbered in descending order of length.
+    A slot takes one piece of a fixed length. Slots are numbered in the order of the placements, which is the descending
+    order of length, and within a placement in the order of the sequences.
     """
 
     pieces: Pieces
-    slots: npt.NDArray[Any]  # [P], slot numbers, grouped by sequence
-    edges: Ints  # [S + 1]; sequence s consists of slots[edges[s] : edges[s + 1]]
-    tokens: Ints  # [S], tokens without padding
+    placements: Ints  # [4, placements]; the rows are the fields of `Placement`
     epoch_cache: Path | None  # directory for the arrays of epochs; None: in private memory
     middles: Ints | None = None  # [pairs of the store], first token of the second answer of each pair, ascending
 
@@ -83,11 +82,36 @@ class Packing:
         arrays = _arrays_of(cache, name, lambda new: fill_packing(new, store, sequence_length, packing))
         pieces = Pieces(arrays["start"], arrays["length"], arrays["predicted"])
         directory = None if cache is None else cache / name
-        return cls(pieces, arrays["slots"], arrays["edges"], arrays["tokens"], directory, middles)
+        return cls(pieces, np.array(arrays["placements"]).reshape(4, -1), directory, middles)
 
-    @property
+    @cached_property
     def sequences(self) -> int:
-        return len(self.tokens)
+        return int(self.placements[1].max())
+
+    @cached_property
+    def tokens(self) -> int:
+        """The number of tokens of all sequences, without padding."""
+        return int(self.pieces.length.sum(dtype=np.int64))
+
+    @cached_property
+    def labels(self) -> int:
+        """The number of labels of all sequences."""
+        return int(self.pieces.predicted.sum(dtype=np.int64))
+
+    @cached_property
+    def _first_slots(self) -> Ints:
+        """The first slot of each placement."""
+        first, stop, per_sequence, _ = self.placements
+        counts: Ints = (stop - first) * per_sequence
+        return np.cumsum(counts) - counts
+
+    def slots(self, sequence: int) -> Ints:
+        """Return the slots of a sequence, in ascending order."""
+        first, stop, per_sequence, _ = self.placements
+        at = np.flatnonzero((first <= sequence) & (sequence < stop))
+        counts = per_sequence[at]
+        starts = self._first_slots[at] + (sequence - first[at]) * counts
+        return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
     def epoch(self, seed: int, epoch: int) -> Epoch:
         """Return the sequences of `epoch`; (seed, epoch) determines the shuffle."""
@@ -100,7 +124,7 @@ class Packing:
 
     def _filled(self, name: str, fill: Callable[[NewArrays], None]) -> Epoch:
         arrays = _arrays_of(self.epoch_cache, name, fill, most=("epoch-*", _CACHED_EPOCHS))
-        return Epoch(self, arrays["piece"], arrays["order"], arrays["predicted"], arrays["tokens"])
+        return Epoch(self, arrays["piece"], arrays["order"])
 
 
 def _arrays_of(
@@ -114,10 +138,8 @@ class Epoch:
     """The S sequences of one epoch, which contain each piece once."""
 
     packing: Packing
-    piece: npt.NDArray[Any]  # [P], index of the piece in each slot, in the order of packing.slots
+    piece: npt.NDArray[Any]  # [P], index of the piece in each slot
     order: Ints  # [S]; the i-th sequence of the epoch is sequence order[i] of the packing
-    predicted: Ints  # [S], number of labels in the i-th sequence
-    tokens: Ints  # [S], number of tokens in the i-th sequence, without padding
 
     def sequence(self, index: int) -> list[tuple[int, int]]:
         """Return (start, length) in the token store of each piece of the `index`-th sequence; of pairs, both halves."""
@@ -127,6 +149,12 @@ class Epoch:
     def lengths(self, index: int) -> npt.NDArray[np.int32]:
         """Return the lengths of the pieces of the `index`-th sequence; of a pair, those of both halves."""
         return self._halves(index)[1]
+
+    def counts(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the numbers of (labels, tokens without padding) in sequences [first, stop)."""
+        piece = np.concatenate([self._piece(index) for index in range(first, stop)])
+        pieces = self.packing.pieces
+        return int(pieces.predicted[piece].sum()), int(pieces.length[piece].sum())
 
     def _halves(self, index: int) -> tuple[Ints, npt.NDArray[np.int32]]:
         piece, pieces, middles = self._piece(index), self.packing.pieces, self.packing.middles
@@ -138,8 +166,7 @@ class Epoch:
         return starts, np.stack([middle - start, start + length - middle], axis=1).ravel().astype(np.int32)
 
     def _piece(self, index: int) -> npt.NDArray[Any]:
-        at = self.order[index]
-        return self.piece[self.packing.edges[at] : self.packing.edges[at + 1]]
+        return self.piece[self.packing.slots(self.order[index])]
 
 
 def split(store: TokenStore, sequence_length: int, at_once: int = AT_ONCE) -> Iterator[Pieces]:
@@ -265,30 +292,8 @@ def fill_packing(
         span = slice(at, at + len(part.start))
         starts[span], lengths[span], predicted[span] = part.start, part.length, part.predicted
         at = span.stop
-    _fill_slots(new, best_fit(histogram, sequence_length) if packing else one_per_sequence(histogram), count, at_once)
-
-
-def _fill_slots(new: NewArrays, placements: list[Placement], count: int, at_once: int) -> None:
-    """Compute `slots` [count], `edges` and `tokens` of a `Packing`; slots are numbered in the order of placements."""
-    sequences = max(placement.stop for placement in placements)
-    slots, tokens = new.keep("slots", count, _index_dtype(count)), new.keep("tokens", sequences, np.int64)
-    edges = new.keep("edges", sequences + 1, np.int64)
-    for first, stop, per_sequence, length in placements:
-        edges[first + 2 : stop + 2] += per_sequence  # shifted by 2, so that edges[s + 1] becomes the start of s
-        tokens[first:stop] += per_sequence * length
-    for start in range(1, len(edges), at_once):
-        part = edges[start : start + at_once]
-        part[:] = edges[start - 1] + np.cumsum(part)
-    places = edges[1:]  # next free index in `slots` of each sequence; finally, the end of the sequence
-    slot = 0
-    for first, stop, per_sequence, _ in placements:
-        size = max(1, at_once // per_sequence)
-        for start in range(first, stop, size):
-            part = places[start : min(start + size, stop)]
-            count_here = len(part) * per_sequence
-            slots[(part[:, None] + np.arange(per_sequence)).ravel()] = np.arange(slot, slot + count_here)
-            part += per_sequence
-            slot += count_here
+    placements = best_fit(histogram, sequence_length) if packing else one_per_sequence(histogram)
+    new.keep("placements", 4 * len(placements), np.int64)[:] = np.array(placements).T.ravel()
 
 
 def fill_epoch(
@@ -299,24 +304,12 @@ def fill_epoch(
     `order_pieces` fills an array with an order of all pieces, in which pieces of equal length take their slots.
     `order_sequences` fills an array with the order of the sequences.
     """
-    lengths, labels = map(np.asarray, (packing.pieces.length, packing.pieces.predicted))
-    slots, edges, tokens = map(np.asarray, (packing.slots, packing.edges, packing.tokens))
-    piece = new.keep("piece", len(slots), _index_dtype(len(slots)))
-    order_pieces(piece, new, at_once)  # temporary: the loop below overwrites `piece`
-    piece_of_slot = new.scratch(len(slots), piece.dtype)
-    _sort_by_length(piece_of_slot, lengths, piece, at_once)
-    labels_of_sequence = new.scratch(len(tokens), np.int64)  # in the packing's order of sequences
-    for low, high in _runs(edges, at_once):
-        start, stop = int(edges[low]), int(edges[high])
-        pieces_here = piece_of_slot[slots[start:stop]]
-        piece[start:stop] = pieces_here
-        labels_of_sequence[low:high] = np.add.reduceat(labels[pieces_here], edges[low:high] - start, dtype=np.int64)
-    order, epoch_tokens = new.keep("order", len(tokens), np.int64), new.keep("tokens", len(tokens), np.int64)
-    predicted = new.keep("predicted", len(tokens), np.int64)
-    order_sequences(order, new, at_once)
-    for start in range(0, len(order), at_once):
-        span = slice(start, start + at_once)
-        predicted[span], epoch_tokens[span] = labels_of_sequence[order[span]], tokens[order[span]]
+    count = len(packing.pieces.length)
+    piece = new.keep("piece", count, np.int32 if count < 2**31 else np.int64)
+    order = new.scratch(count, piece.dtype)
+    order_pieces(order, new, at_once)
+    _sort_by_length(piece, np.asarray(packing.pieces.length), order, at_once)
+    order_sequences(new.keep("order", packing.sequences, np.int64), new, at_once)
 
 
 def _sort_by_length(out: Array, lengths: npt.NDArray[np.int32], order: Array, at_once: int) -> None:
@@ -331,17 +324,3 @@ def _sort_by_length(out: Array, lengths: npt.NDArray[np.int32], order: Array, at
         part = order[start : start + at_once]
         places, arrival = cursors.places((longest - lengths[part]).astype(dtype))
         out[places] = part[arrival]
-
-
-def _runs(edges: Ints, at_once: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences [low, high) with at most `at_once` pieces in total, or with a single sequence."""
-    low = 0
-    while low < len(edges) - 1:
-        fit = np.searchsorted(edges, edges[low] + at_once, side="right")
-        high = max(low + 1, int(fit) - 1)
-        yield low, high
-        low = high
-
-
-def _index_dtype(count: int) -> np.dtype[Any]:
-    return np.dtype(np.int32 if count < 2**31 else np.int64)

@@ -75,9 +75,9 @@ class SegmentSequences(Stream):
         return epoch.lengths(within)
 
     def counts(self, first: int, stop: int) -> tuple[int, int]:
-        places = [self._place(index) for index in range(first, stop)]
-        predicted = sum(int(epoch.predicted[within]) for _, epoch, within in places)
-        return predicted, sum(int(epoch.tokens[within]) for _, epoch, within in places)
+        places = (self._place(index) for index in range(first, stop))
+        counts = [epoch.counts(within, within + 1) for _, epoch, within in places]
+        return sum(predicted for predicted, _ in counts), sum(tokens for _, tokens in counts)
 
     def _place(self, index: int) -> tuple[int, Epoch, int]:
         """Return (segment, its sequences, index among these) of a sequence; wait until the segment exists."""
