@@ -64,12 +64,16 @@ class NewArrays:
             return np.asarray(np.memmap(file, dtype, "r+", shape=(count,)))
 
 
-def cached_arrays(directory: Path, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None) -> Arrays:
+def cached_arrays(
+    directory: Path | None, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None
+) -> Arrays:
     """Return the arrays in `directory`; if it is missing or damaged, let `fill` make the arrays and publish them.
 
-    If the directory cannot be written, the arrays are in private memory. `most` is (pattern, count): after publishing,
-    only the newest `count` of the directories that match the pattern are kept.
+    Without a directory, or if it cannot be written, the arrays are in private memory. `most` is (pattern, count): only
+    the newest `count` of the directories that match the pattern are kept.
     """
+    if directory is None:
+        return memory_arrays(fill)
     try:
         with locked(directory.parent):
             cached(directory, lambda partial: fill(NewArrays(partial)))

@@ -26,12 +26,10 @@ from aliquot.core.errors import DataError
 from aliquot.data.disk_arrays import (
     AT_ONCE,
     Array,
-    Arrays,
     Cursors,
     NewArrays,
     ascending,
     cached_arrays,
-    memory_arrays,
     shuffle,
 )
 from aliquot.data.token_store import TokenStore
@@ -79,9 +77,9 @@ class Packing:
         name = f"{'packed' if packing else 'apart'}-{sequence_length}"
         if store.pairs and store.positions is not None and store.positions < sequence_length:
             name += f"-{store.positions}"
-        arrays = _arrays_of(cache, name, lambda new: fill_packing(new, store, sequence_length, packing))
-        pieces = Pieces(arrays["start"], arrays["length"], arrays["predicted"])
         directory = None if cache is None else cache / name
+        arrays = cached_arrays(directory, lambda new: fill_packing(new, store, sequence_length, packing))
+        pieces = Pieces(arrays["start"], arrays["length"], arrays["predicted"])
         return cls(pieces, np.array(arrays["placements"]).reshape(4, -1), directory, middles)
 
     @cached_property
@@ -123,14 +121,9 @@ class Packing:
         return self._filled("in-order", lambda new: fill_epoch(new, self, ascending, ascending))
 
     def _filled(self, name: str, fill: Callable[[NewArrays], None]) -> Epoch:
-        arrays = _arrays_of(self.epoch_cache, name, fill, most=("epoch-*", _CACHED_EPOCHS))
+        directory = None if self.epoch_cache is None else self.epoch_cache / name
+        arrays = cached_arrays(directory, fill, most=("epoch-*", _CACHED_EPOCHS))
         return Epoch(self, arrays["piece"], arrays["order"])
-
-
-def _arrays_of(
-    directory: Path | None, name: str, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None
-) -> Arrays:
-    return memory_arrays(fill) if directory is None else cached_arrays(directory / name, fill, most)
 
 
 @dataclass(frozen=True)

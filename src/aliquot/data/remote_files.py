@@ -48,12 +48,9 @@ class RemoteFile:
         check_space(directory, self.size_bytes)
         (directory / self.copy.name).touch()
         starts = range(0, self.size_bytes, _RANGE_BYTES)
-        pool = ThreadPoolExecutor(_REQUESTS)
-        try:
+        with ThreadPoolExecutor(_REQUESTS) as pool:
             for done_bytes in pool.map(partial(self._copy_range, directory / self.copy.name), starts):
                 report(f"copying {self.url}", done_bytes, self.size_bytes)
-        finally:
-            pool.shutdown(cancel_futures=True)  # after a failure, no further range is read
 
     def _copy_range(self, target: Path, start: int) -> int:
         stop = min(start + _RANGE_BYTES, self.size_bytes)

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, cached_property
@@ -57,10 +57,7 @@ class PlannedModel:
         adapter = config.adapter and config.adapter.model_dump()
         model = [_configuration(config.model), adapter, config.train.freeze]
         self._key = [model, rows, config.data.sequence_length, _software()]
-        values = _read(self._key)
-        if values is None:
-            values = asdict(self._shaped.shape)
-            _write(self._key, values)
+        values = _remembered(self._key, lambda: asdict(self._shaped.shape))
         self.shape = TypeAdapter(ModelShape).validate_python(values)
         self._costs: dict[Hashable, MicroBatchCost] = {}
 
@@ -120,10 +117,7 @@ class PlannedModel:
         the same sizes replaces the model.
         """
         key = [*self._key, asdict(replace(step, compiled=False)), edges, predicted]
-        values = _read(key)
-        if values is None:
-            values = self._measure(step, edges, predicted)
-            _write(key, values)
+        values = _remembered(key, lambda: self._measure(step, edges, predicted))
         if (why := values["as_llama"]) is not None:
             _log.warning("%s is planned as a Llama of its sizes: %s", self.shape.name, why)
         return _cost(values["compiled" if step.compiled else "cost"])
@@ -157,10 +151,7 @@ def with_model_limits(config: RunConfig) -> RunConfig:
     if "sequence_length" in config.data.model_fields_set:
         return config
     key = ["positions", _configuration(config.model), _software()]
-    values = _read(key)
-    if values is None:
-        values = {"positions": resolve(config.model, CONFIG_FILES).positions}
-        _write(key, values)
+    values = _remembered(key, lambda: {"positions": resolve(config.model, CONFIG_FILES).positions})
     return config.with_positions(values["positions"])
 
 
@@ -209,25 +200,19 @@ def _software() -> list[Any]:
     return [*versions, hashlib.sha256(repr(states).encode()).hexdigest()]
 
 
-def _file(key: list[Any]) -> Path:
+def _remembered(key: list[Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the values of `key` from the cache; compute and cache them if they are missing or damaged."""
     text = json.dumps(key, sort_keys=True, default=str)
-    return cache_root() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def _read(key: list[Any]) -> Any:
-    """Read values from the cache; None if they are missing or damaged."""
-    file = _file(key)
-    with suppress(OSError):
-        os.utime(file)
-    return read_checked_json(file)
-
-
-def _write(key: list[Any], values: dict[str, Any]) -> None:
-    """Cache the values. If the cache cannot be written, the next plan takes as long as this one."""
-    file = _file(key)
-    with suppress(OSError):
+    file = cache_root() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    if (cached_values := read_checked_json(file)) is not None:
+        with suppress(OSError):  # the least recently used files are deleted
+            os.utime(file)
+        return cached_values
+    values = compute()
+    with suppress(OSError):  # if the cache cannot be written, the next plan takes as long as this one
         file.parent.mkdir(parents=True, exist_ok=True)
         publish_checked_json(file, values)
         oldest_first = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         for old in oldest_first[:-_CACHED_FILES]:
             old.unlink(missing_ok=True)
+    return values
