@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.decode import publish_checked_json, read_checked_json
 from aliquot.core.errors import UserError
 from aliquot.data.cache import cached, damage, digests
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import aliquot
-from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.decode import publish_checked_json, read_checked_json
 from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import read_cpu
 from aliquot.observe import recorder

@@ -22,7 +22,7 @@ def config(folder: Path, kind: str) -> Path:
     if kind == "sft":
         return runs.write_config(folder, data=data, checkpoint=checkpoint)
     plain.save_llama(folder / "model")
-    data |= {"path": str(write_pairs(folder)), "document": None, "sequence_length": 64, "tokenizer_vocab_size": None}
+    data |= {"path": str(write_pairs(folder)), "document": None, "sequence_length": 64}
     model = {"path": str(folder / "model"), "config": None}
     return runs.write_config(folder, data=data, model=model, train={"objective": "dpo"}, checkpoint=checkpoint)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,14 @@ from typing import Any
 import yaml
 
 from aliquot.core.errors import WeightsFileError, reading
-from aliquot.core.small_files import LIMIT_BYTES, RUN_FILE_BYTES, Links, pointer_message, read_small_file
+from aliquot.core.small_files import (
+    LIMIT_BYTES,
+    RUN_FILE_BYTES,
+    Links,
+    pointer_message,
+    publish_text,
+    read_small_file,
+)
 
 DEEPEST = 100  # levels; configurations and records have at most 30, and recursion takes a few frames per level
 
@@ -102,6 +110,37 @@ def parse_json(data: bytes, where: str | Path) -> dict[str, Any]:
         return decode_json_object(data, unique_names=True)
     except ValueError as error:  # bad UTF-8, bad JSON, too many digits, too deep nesting
         raise WeightsFileError(str(error), where) from error
+
+
+# JSON files that aliquot itself writes and reads again hold a checksum of their fields, because nobody trusts them.
+
+
+def with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a JSON object, and a checksum of them."""
+    return {**fields, "crc32": _crc32(fields)}
+
+
+def has_checksum(fields: dict[str, Any]) -> bool:
+    """Remove the checksum from the fields of a JSON object, and return whether it fits."""
+    return bool(fields.pop("crc32", None) == _crc32(fields))
+
+
+def publish_checked_json(path: Path, fields: Mapping[str, Any], indent: int | None = None) -> None:
+    """Replace `path` by a file with `fields` atomically. Raises OSError."""
+    publish_text(path, json.dumps(with_checksum(fields), indent=indent))
+
+
+def read_checked_json(path: Path) -> dict[str, Any] | None:
+    """Return the fields that `publish_checked_json` wrote; None for any other file, and for one that cannot be read."""
+    try:
+        fields = decode_json_object(read_small_file(path, links="none"))
+    except (OSError, ValueError):
+        return None
+    return fields if has_checksum(fields) else None
+
+
+def _crc32(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def check_json_depth(text: str) -> None:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.decode import publish_checked_json, read_checked_json
 from aliquot.core.errors import DamagedCheckpoint, storage_error
 from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.manifest import file_record, manifest_bytes, parse_manifest

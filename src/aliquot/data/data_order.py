@@ -147,23 +147,22 @@ class Stream:
         return Fraction(self.packing.tokens, self.packing.sequences)
 
     def sequence(self, index: int) -> Pieces:
-        epoch, within = divmod(index, self.packing.sequences)
-        return self.epoch(epoch).sequence(within)
+        tokens_before, epoch, within = self._place(index)
+        return [(tokens_before + start, length) for start, length in epoch.sequence(within)]
 
     def lengths(self, index: int) -> npt.NDArray[np.int32]:
-        epoch, within = divmod(index, self.packing.sequences)
-        return self.epoch(epoch).lengths(within)
+        _, epoch, within = self._place(index)
+        return epoch.lengths(within)
 
     def counts(self, first: int, stop: int) -> tuple[int, int]:
         """Return the numbers of (labels, tokens without padding) in sequences [first, stop)."""
-        predicted = tokens = 0
-        while first < stop:
-            epoch, start = divmod(first, self.packing.sequences)
-            end = min(self.packing.sequences, start + stop - first)
-            labels, real = self.epoch(epoch).counts(start, end)
-            predicted, tokens = predicted + labels, tokens + real
-            first += end - start
-        return predicted, tokens
+        counts = [epoch.counts(within) for _, epoch, within in map(self._place, range(first, stop))]
+        return sum(labels for labels, _ in counts), sum(tokens for _, tokens in counts)
+
+    def _place(self, index: int) -> tuple[int, Epoch, int]:
+        """Return (first token of a sequence's part of the store, epoch of this part, index of the sequence in it)."""
+        epoch, within = divmod(index, self.packing.sequences)
+        return 0, self.epoch(epoch), within
 
     def epoch(self, epoch: int) -> Epoch:
         if epoch not in self._epochs:

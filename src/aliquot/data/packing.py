@@ -143,10 +143,9 @@ class Epoch:
         """Return the lengths of the pieces of the `index`-th sequence; of a pair, those of both halves."""
         return self._halves(index)[1]
 
-    def counts(self, first: int, stop: int) -> tuple[int, int]:
-        """Return the numbers of (labels, tokens without padding) in sequences [first, stop)."""
-        piece = np.concatenate([self._piece(index) for index in range(first, stop)])
-        pieces = self.packing.pieces
+    def counts(self, index: int) -> tuple[int, int]:
+        """Return the numbers of (labels, tokens without padding) in the `index`-th sequence."""
+        piece, pieces = self._piece(index), self.packing.pieces
         return int(pieces.predicted[piece].sum()), int(pieces.length[piece].sum())
 
     def _halves(self, index: int) -> tuple[Ints, npt.NDArray[np.int32]]:

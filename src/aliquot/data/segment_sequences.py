@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from aliquot.data.data_order import Stream, TrainStore, drawn_seed
-from aliquot.data.micro_batch_rows import Pieces, SequenceFormat
+from aliquot.data.micro_batch_rows import SequenceFormat
 from aliquot.data.packing import Epoch, Packing
 from aliquot.data.token_store import TokenStore
 from aliquot.data.token_stream import Segment
@@ -65,29 +64,16 @@ class SegmentSequences(Stream):
     def close(self) -> None:
         self._segments.close()
 
-    def sequence(self, index: int) -> Pieces:
-        segment, epoch, within = self._place(index)
-        tokens_before = self._token_stops[segment - 1] if segment else 0
-        return [(tokens_before + start, length) for start, length in epoch.sequence(within)]
-
-    def lengths(self, index: int) -> npt.NDArray[np.int32]:
-        _, epoch, within = self._place(index)
-        return epoch.lengths(within)
-
-    def counts(self, first: int, stop: int) -> tuple[int, int]:
-        places = (self._place(index) for index in range(first, stop))
-        counts = [epoch.counts(within, within + 1) for _, epoch, within in places]
-        return sum(predicted for predicted, _ in counts), sum(tokens for _, tokens in counts)
-
     def _place(self, index: int) -> tuple[int, Epoch, int]:
-        """Return (segment, its sequences, index among these) of a sequence; wait until the segment exists."""
+        """Return (first token of the segment, its sequences, index among these); wait until the segment exists."""
         while index >= self._stops[-1] and not self._is_complete:
             self._add_segment()
         turn, index = divmod(index, self._stops[-1]) if self._is_complete else (0, index)
         segment = bisect_right(self._stops, index)
         if not self._is_complete:
             self._segments.begin_after(segment)
-        return segment, self._epoch(segment, turn), index - (self._stops[segment - 1] if segment else 0)
+        tokens_before, before = (self._token_stops[segment - 1], self._stops[segment - 1]) if segment else (0, 0)
+        return tokens_before, self._epoch(segment, turn), index - before
 
     def _add_segment(self) -> Segment:
         segment = self._segments.wait_for(len(self._stops))

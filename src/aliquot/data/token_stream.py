@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.decode import publish_checked_json, read_checked_json
 from aliquot.data.cache import cached, damage
 from aliquot.data.cuts import Cut
 from aliquot.data.disk_arrays import locked

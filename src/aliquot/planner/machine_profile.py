@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.decode import publish_checked_json, read_checked_json
 from aliquot.core.small_files import cache_root
 from aliquot.distributed.topology import RankLayout
 from aliquot.machine.cpu import CpuFacts, read_cpu

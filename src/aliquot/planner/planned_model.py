@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from aliquot.config.schema import ModelSection, RunConfig
-from aliquot.core.checked_json import publish_checked_json, read_checked_json
+from aliquot.core.decode import publish_checked_json, read_checked_json
 from aliquot.core.errors import UserError
 from aliquot.core.small_files import cache_root, read_small_file
 from aliquot.data.workload import Workload

@@ -15,8 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from aliquot.core.checked_json import has_checksum, with_checksum
-from aliquot.core.decode import parse_json, read_small
+from aliquot.core.decode import has_checksum, parse_json, read_small, with_checksum
 from aliquot.core.errors import DamagedCheckpoint, UserError
 from aliquot.core.small_files import open_regular
 from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, BlockShares
