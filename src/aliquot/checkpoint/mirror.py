@@ -176,8 +176,7 @@ def fetch_newer(
 
     candidates = run_on_rank_0(ranks, find_newer)
     found_damage = False
-    while candidates:
-        url, folder = candidates.pop()
+    for url, folder in reversed(candidates):
         try:
             fetch(url, folder, root, ranks)
             return
@@ -187,7 +186,7 @@ def fetch_newer(
             warn(f"checkpoint.mirror: {error}; resuming from the local checkpoints")
             return
         except DamagedCheckpoint as error:
-            if is_url(settings.resume) and not candidates:
+            if is_url(settings.resume) and [url, folder] == candidates[0]:
                 raise
             warn(f"skipping a damaged checkpoint: {url}: {error}")
             found_damage = True
@@ -219,16 +218,13 @@ def fetch_replacement(
         return [name for name in complete_steps(open_store(mirror)) if first_step < step_of(Path(name)) <= last_step]
 
     try:
-        candidates = run_on_rank_0(ranks, find_candidates)
-        while candidates:
-            folder = candidates.pop()
+        for folder in reversed(run_on_rank_0(ranks, find_candidates)):
             try:
                 fetched = fetch(mirror, folder, root, ranks)
+                warn(f"{mirror}/{folder} replaces the damaged checkpoint")
+                return fetched
             except DamagedCheckpoint as error:
                 warn(f"skipping a damaged checkpoint: {mirror}: {error}")
-                continue
-            warn(f"{mirror}/{folder} replaces the damaged checkpoint")
-            return fetched
     except StorageError as error:
         if settings.on_error == "stop":
             raise StorageError(f"checkpoint.mirror: {error}") from None

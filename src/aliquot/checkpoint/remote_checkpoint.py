@@ -220,8 +220,8 @@ def _fetch_share(
     folder, directory = route
 
     def fetch_block(item: FileRange) -> None:
-        data = _read(store, f"{folder}/{item.name}", item.start, item.stop)
-        _verified_block(data, manifest, item, item.start)
+        content = _read(store, f"{folder}/{item.name}", item.start, item.stop)
+        data = _verified_block(content, manifest, item, item.start)
         with writing(directory / item.name), (directory / item.name).open("r+b") as file:
             file.seek(item.start)
             file.write(data)

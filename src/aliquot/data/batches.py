@@ -187,7 +187,7 @@ class Batches:
             padded = self.format.pads_sequences and ends[-1] < self.format.length
             edges.append((0, *ends, *([self.format.length] if padded else [])))
         rates = np.array(self.mixture.rates, np.float64)
-        packings = [stream.packing for stream in self.streams]
+        packings = (stream.packing for stream in self.streams)
         means = [[packing.tokens / packing.sequences, packing.labels / packing.sequences] for packing in packings]
         tokens, predicted = (rates / rates.sum()) @ np.array(means)
         stores = [source.store for source in self.sources]

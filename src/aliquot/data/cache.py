@@ -30,6 +30,7 @@ from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.manifest import file_record, manifest_bytes, parse_manifest
 from aliquot.tensor_io.publish import begin_alone, commit, sync, write_file
 
+_REFUSALS = (errno.EACCES, errno.EPERM)
 _log = logging.getLogger(__name__)
 _SAMPLE_BYTES = 1 << 16
 _CHECKSUMS = ".checksums"  # the manifest of a cached directory; hidden, because a copy has the name of its file
@@ -64,8 +65,7 @@ def damage(directory: Path) -> str | None:
     except (ValueError, DamagedCheckpoint):
         return "the checksums of its files are damaged"
     except OSError as error:
-        refused = error.errno in (errno.EACCES, errno.EPERM)
-        advice = "; set data.cache_directory to a directory of this user" if refused else ""
+        advice = "; set data.cache_directory to a directory of this user" if error.errno in _REFUSALS else ""
         raise storage_error(f"cannot read the data cache: {error.strerror}{advice}", error, path) from error
     return None
 
@@ -77,14 +77,11 @@ def publishing(directory: Path) -> Iterator[Path]:
     If another process publishes `directory` first, the published one stays, because both have the same content. A
     damaged one is replaced.
     """
+    partial = None
     try:
         partial = begin_alone(directory)
         partial.chmod(0o700)  # training data may be confidential
         _sweep(directory.parent, partial.stat().st_mtime)
-    except OSError as error:
-        message = f"cannot write the data cache: {error.strerror}; set data.cache_directory"
-        raise storage_error(message, error, directory.parent) from error
-    try:
         yield partial
         files = sorted(partial.iterdir())  # directories among them have checksums of their own
         records = {path.name: file_record(path) for path in files if path.is_file()}
@@ -98,10 +95,11 @@ def publishing(directory: Path) -> Iterator[Path]:
             if damage(directory) is not None:
                 raise
     except OSError as error:
-        message = f"cannot write the data cache: {error}; set data.cache_directory"
-        raise storage_error(message, error, directory) from error
+        message = f"cannot write the data cache: {error.strerror or error}; set data.cache_directory"
+        raise storage_error(message, error, directory.parent if partial is None else directory) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def digest_of_directory(directory: Path) -> str:

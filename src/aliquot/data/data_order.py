@@ -151,8 +151,7 @@ class Stream:
         return [(tokens_before + start, length) for start, length in epoch.sequence(within)]
 
     def lengths(self, index: int) -> npt.NDArray[np.int32]:
-        _, epoch, within = self._place(index)
-        return epoch.lengths(within)
+        return np.array([length for _, length in self.sequence(index)], np.int32)
 
     def counts(self, first: int, stop: int) -> tuple[int, int]:
         """Return the numbers of (labels, tokens without padding) in sequences [first, stop)."""

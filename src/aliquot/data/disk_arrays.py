@@ -23,7 +23,6 @@ from aliquot.data.cache import cached
 from aliquot.tensor_io.publish import check_space
 
 Array = npt.NDArray[Any]
-Arrays = Mapping[str, Array]
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
@@ -66,7 +65,7 @@ class NewArrays:
 
 def cached_arrays(
     directory: Path | None, fill: Callable[[NewArrays], None], most: tuple[str, int] | None = None
-) -> Arrays:
+) -> Mapping[str, Array]:
     """Return the arrays in `directory`; if it is missing or damaged, let `fill` make the arrays and publish them.
 
     Without a directory, or if it cannot be written, the arrays are in private memory. `most` is (pattern, count): only
@@ -78,13 +77,15 @@ def cached_arrays(
         with locked(directory.parent):
             cached(directory, lambda partial: fill(NewArrays(partial)))
             if most is not None:
-                _keep_newest(directory.parent, *most)
+                # A process that has mapped a removed file keeps the data.
+                for old in sorted(directory.parent.glob(most[0]), key=lambda path: path.stat().st_mtime_ns)[: -most[1]]:
+                    shutil.rmtree(old, ignore_errors=True)
             return {path.stem: np.load(path, mmap_mode="r") for path in directory.glob("*.npy")}
     except (OSError, StorageError):
         return memory_arrays(fill)
 
 
-def memory_arrays(fill: Callable[[NewArrays], None]) -> Arrays:
+def memory_arrays(fill: Callable[[NewArrays], None]) -> Mapping[str, Array]:
     """Return the arrays that `fill` makes, in private memory."""
     new = NewArrays(None)
     fill(new)
@@ -100,13 +101,6 @@ def locked(parent: Path) -> Iterator[None]:
         with suppress(OSError):  # no locks, or a read-only cache
             fcntl.flock(opened.enter_context((parent / ".lock").open("a")), fcntl.LOCK_EX)
         yield
-
-
-def _keep_newest(parent: Path, pattern: str, count: int) -> None:
-    """Remove all but the newest `count` directories. A process that has mapped a removed file keeps the data."""
-    directories = sorted(parent.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
-    for old in directories[:-count]:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 class Cursors:

@@ -25,10 +25,9 @@ class EvalBatches:
 
     def __init__(self, store: TokenStore, format: SequenceFormat, micro_batch_size: int) -> None:
         self.store, self.format, self.micro_batch_size = store, format, micro_batch_size
-        packing = Packing.of(store, format.length, format.packed)
-        self.epoch = packing.in_order()
+        self.epoch = Packing.of(store, format.length, format.packed).in_order()
         # The number of labels, pairs or rated answers on all ranks, by which the summed loss is divided.
-        self.predicted = packing.labels
+        self.predicted = self.epoch.packing.labels
 
     @classmethod
     def of(

@@ -27,6 +27,7 @@ from aliquot.data.disk_arrays import (
     AT_ONCE,
     Array,
     Cursors,
+    Ints,
     NewArrays,
     ascending,
     cached_arrays,
@@ -35,7 +36,6 @@ from aliquot.data.disk_arrays import (
 from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import MAPPED_PIECES
 
-Ints = npt.NDArray[np.int64]
 Order = Callable[[Array, NewArrays, int], None]  # fills an array [n] with a permutation of 0 .. n - 1
 
 _CACHED_EPOCHS = 4  # epochs of a packing that stay on disk: enough for two runs that need two epochs each
@@ -73,11 +73,10 @@ class Packing:
         """
         max_pieces = store.documents + int(store.offsets[-1]) // (sequence_length - 1)
         middles = store.offsets[1::2] if store.pairs else None
-        cache = store.path if max_pieces > MAPPED_PIECES else None
         name = f"{'packed' if packing else 'apart'}-{sequence_length}"
         if store.pairs and store.positions is not None and store.positions < sequence_length:
             name += f"-{store.positions}"
-        directory = None if cache is None else cache / name
+        directory = store.path / name if max_pieces > MAPPED_PIECES else None
         arrays = cached_arrays(directory, lambda new: fill_packing(new, store, sequence_length, packing))
         pieces = Pieces(arrays["start"], arrays["length"], arrays["predicted"])
         return cls(pieces, np.array(arrays["placements"]).reshape(4, -1), directory, middles)
@@ -136,26 +135,18 @@ class Epoch:
 
     def sequence(self, index: int) -> list[tuple[int, int]]:
         """Return (start, length) in the token store of each piece of the `index`-th sequence; of pairs, both halves."""
-        start, length = self._halves(index)
+        piece, pieces, middles = self._piece(index), self.packing.pieces, self.packing.middles
+        start, length = pieces.start[piece], pieces.length[piece]
+        if middles is not None:
+            middle = middles[np.searchsorted(middles, start, side="right")]
+            length = np.stack([middle - start, start + length - middle], axis=1).ravel()
+            start = np.stack([start, middle], axis=1).ravel()
         return list(zip(start.tolist(), length.tolist(), strict=True))
-
-    def lengths(self, index: int) -> npt.NDArray[np.int32]:
-        """Return the lengths of the pieces of the `index`-th sequence; of a pair, those of both halves."""
-        return self._halves(index)[1]
 
     def counts(self, index: int) -> tuple[int, int]:
         """Return the numbers of (labels, tokens without padding) in the `index`-th sequence."""
         piece, pieces = self._piece(index), self.packing.pieces
         return int(pieces.predicted[piece].sum()), int(pieces.length[piece].sum())
-
-    def _halves(self, index: int) -> tuple[Ints, npt.NDArray[np.int32]]:
-        piece, pieces, middles = self._piece(index), self.packing.pieces, self.packing.middles
-        start, length = pieces.start[piece], pieces.length[piece]
-        if middles is None:
-            return start, length
-        middle = middles[np.searchsorted(middles, start, side="right")]
-        starts = np.stack([start, middle], axis=1).ravel()
-        return starts, np.stack([middle - start, start + length - middle], axis=1).ravel().astype(np.int32)
 
     def _piece(self, index: int) -> npt.NDArray[Any]:
         return self.piece[self.packing.slots(self.order[index])]
@@ -211,11 +202,12 @@ class Placement(NamedTuple):
     length: int
 
 
-def best_fit(histogram: Ints, sequence_length: int) -> list[Placement]:
+def best_fit(histogram: Ints, sequence_length: int, packing: bool = True) -> list[Placement]:
     """Place all pieces by best-fit decreasing, and return the placements in descending order of length.
 
-    Each piece goes to the sequence in which the least free space remains. Sequences with equal free space are handled
-    as ranges of sequence numbers. `histogram[n]`: the number of pieces of length n.
+    Each piece goes to the sequence in which the least free space remains; without `packing`, to a sequence of its own.
+    Sequences with equal free space are handled as ranges of sequence numbers. `histogram[n]`: the number of pieces of
+    length n.
     """
     rooms = _Rooms()
     rooms.add(sequence_length, 0, int(histogram.sum()))  # one sequence for each piece always suffices
@@ -224,21 +216,13 @@ def best_fit(histogram: Ints, sequence_length: int) -> list[Placement]:
         remaining = int(histogram[length])
         while remaining:
             room, first, stop = rooms.take(length)
-            per_sequence = min(room // length, remaining)
+            per_sequence = min(room // length, remaining) if packing else 1
             sequences = min(remaining // per_sequence, stop - first)
             placements.append(Placement(first, first + sequences, per_sequence, length))
-            rooms.add(room - per_sequence * length, first, first + sequences)
+            rooms.add(room - per_sequence * length if packing else 0, first, first + sequences)
             rooms.add(room, first + sequences, stop)
             remaining -= sequences * per_sequence
     return placements
-
-
-def one_per_sequence(histogram: Ints) -> list[Placement]:
-    """Place each piece in a sequence of its own; return the placements in descending order of length."""
-    lengths = np.flatnonzero(histogram)[::-1]
-    stops = np.cumsum(histogram[lengths]).tolist()
-    firsts = [0, *stops[:-1]]
-    return [Placement(*place) for place in zip(firsts, stops, [1] * len(stops), lengths.tolist(), strict=True)]
 
 
 class _Rooms:
@@ -284,7 +268,7 @@ def fill_packing(
         span = slice(at, at + len(part.start))
         starts[span], lengths[span], predicted[span] = part.start, part.length, part.predicted
         at = span.stop
-    placements = best_fit(histogram, sequence_length) if packing else one_per_sequence(histogram)
+    placements = best_fit(histogram, sequence_length, packing)
     new.keep("placements", 4 * len(placements), np.int64)[:] = np.array(placements).T.ravel()
 
 

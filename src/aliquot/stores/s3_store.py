@@ -119,11 +119,8 @@ class S3Store(Store):
             return bytes(self._s3.get_object(**query)["Body"].read())
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code")
-            if code == "NoSuchKey":
-                raise FileNotFoundError(query["Key"]) from None
-            if code == "PreconditionFailed":
-                raise FileChangedError from None
-            raise self._error(error) from None
+            states = {"NoSuchKey": FileNotFoundError(query["Key"]), "PreconditionFailed": FileChangedError()}
+            raise states.get(code) or self._error(error) from None
 
     def _address(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
