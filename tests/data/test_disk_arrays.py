@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -95,32 +94,14 @@ def test_of_equal_keys_the_first_comes_first(keys: list[int], at_once: int) -> N
 
 
 def test_remains_of_killed_processes_expire_in_a_day(tmp_path: Path) -> None:
-    ready, told = os.pipe()
-    child = os.fork()
-    if child == 0:
-
-        def fill(new: NewArrays) -> None:
-            new.keep("numbers", 1000, np.int64)[:] = 1
-            new.scratch(1000, np.int64)[:] = 2
-            os.write(told, b"x")
-            time.sleep(600)
-
-        cached_arrays(tmp_path / "index", fill)
-        os._exit(0)
-    assert os.read(ready, 1) == b"x"
-    (partial_directory,) = tmp_path.glob(".index.partial-*")
-    assert [path.name for path in partial_directory.iterdir()] == ["numbers.npy"]  # scratch has no name
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    # Not before: another host may be at work there, whose locks are not seen here.
-    cached_arrays(tmp_path / "other", lambda new: new.keep("numbers", 3, np.int64).fill(4))
-    assert partial_directory.is_dir()
-    shutil.rmtree(tmp_path / "other")
-    for path in (partial_directory, *partial_directory.iterdir()):
-        os.utime(path, (time.time() - 90_000,) * 2)
-    found = cached_arrays(tmp_path / "index", lambda new: new.keep("numbers", 3, np.int64).fill(4))
-    assert found["numbers"].tolist() == [4, 4, 4]
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "index"}
+    remains = tmp_path / ".index.partial-01234567"
+    remains.mkdir()
+    (remains / "numbers.npy").write_bytes(b"x")
+    for age_s, left in ((0, {remains.name}), (90_000, set())):  # another host may be at work there
+        for path in (remains, remains / "numbers.npy"):
+            os.utime(path, (time.time() - age_s,) * 2)
+        cached_arrays(tmp_path / f"index-{age_s}", lambda new: new.keep("numbers", 3, np.int64).fill(4))
+        assert {path.name for path in tmp_path.glob(".index*")} == left
 
 
 def test_without_room_nothing_is_begun(tmp_path: Path) -> None:

@@ -60,13 +60,6 @@ def test_masked_pieces_count_labels_and_drop_useless_pieces(sizes: list[int], le
     assert list(zip(pieces.start.tolist(), pieces.length.tolist(), pieces.predicted.tolist(), strict=True)) == expected
 
 
-def test_documents_are_split_in_parts_like_at_once() -> None:
-    store = memory_store([[5] * n for n in (3, 1, 30, 9, 2)], [[1] * n for n in (3, 1, 30, 9, 2)])
-    at_once, parts = whole(store, 8), whole(store, 8, at_once=2)
-    assert np.array_equal(at_once.start, parts.start)
-    assert np.array_equal(at_once.predicted, parts.predicted)
-
-
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=200), st.integers(16, 40))
 def test_best_fit_fills_sequences_and_never_overfills(sizes: list[int], length: int) -> None:
     placements = best_fit(np.bincount(sizes, minlength=length + 1), length)

@@ -205,19 +205,6 @@ def test_damaged_segments_are_made_again(
         assert sum("it is made again" in text for text in caplog.messages) == len(segments(files[0].parents[1]))
 
 
-def test_damage_during_a_run_is_noticed_when_a_segment_is_opened(corpus: Path, model: Path, tmp_path: Path) -> None:
-    settings = section(corpus, tmp_path / "cache", shuffle_buffer=4)
-    prepared, batches = stream(settings, model)
-    directory = prepared.streams[""].directory
-    batches.wait_for(99)
-    made = segments(directory)
-    damage_every_file(segment_directory(directory, 3))
-    batches.streams[0].wait_for(sum(segment.sequences for segment in made))
-    assert prepared.streams[""].open(3).documents == 4
-    assert segments(directory) == made
-    batches.close()
-
-
 def test_nodes_that_share_a_cache_take_turns(
     corpus: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
