@@ -186,8 +186,8 @@ FAULTS = (
     Fault(
         "sigterm-saves-nothing", "run/training_loop.py",
         "a run that is told to stop stops without saving",
-        "if (is_last and settings.last) or stop_signal or is_best or is_due(settings.every, progress.step):",
-        "if (is_last and settings.last) or is_best or is_due(settings.every, progress.step):",
+        "if (is_last and settings.last) or stop_signal or failure or is_best or is_due(settings.every, progress.step):",
+        "if (is_last and settings.last) or failure or is_best or is_due(settings.every, progress.step):",
         ("tests/run/test_train.py",),
     ),
     Fault(
