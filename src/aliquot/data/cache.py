@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aliquot.core.decode import publish_checked_json, read_checked_json
-from aliquot.core.errors import DamagedCheckpoint, storage_error
+from aliquot.core.errors import DamagedCheckpoint, UnfitFileError, storage_error
 from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.manifest import file_record, manifest_bytes, parse_manifest
 from aliquot.tensor_io.publish import begin_alone, commit, sync, write_file
@@ -62,7 +62,7 @@ def damage(directory: Path) -> str | None:
                 return f"{path.name} is damaged"
     except (FileNotFoundError, NotADirectoryError):
         return "the checksums of its files are missing"
-    except (ValueError, DamagedCheckpoint):
+    except (ValueError, DamagedCheckpoint, UnfitFileError):
         return "the checksums of its files are damaged"
     except OSError as error:
         advice = "; set data.cache_directory to a directory of this user" if error.errno in _REFUSALS else ""
