@@ -116,7 +116,7 @@ def test_contradictions(file: Path) -> None:
     assert "exactly one of model.path" in failure(file, "model.config.hidden_size=64", "model.path=x/y")
     assert "exactly one of data.path" in failure(file, "data.dataset=wikitext")
     assert failure(file, "model.config={}").endswith(f": set the other to null; {file}:2 sets model.path")
-    assert failure(file, "train.max_steps=1", "data.prompt=q").startswith("override 'data.prompt=q': prompt and")
+    assert failure(file, "train.max_steps=1", "data.prompt=q").startswith("override 'data.prompt=q': data.prompt needs")
     message = failure(
         file, "train.global_batch_size=8", "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=2"
     )
@@ -317,27 +317,81 @@ def test_key_of_digits_is_one_line(file: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_record_keys_beside_sources_are_refused(file: Path) -> None:
-    sources = "data.sources=[{name: a, path: text.txt}]"
-    for override in ("data.split=train[:1%]", "data.dataset_config=x"):
-        with pytest.raises(UserError, match="belongs in each entry of"):
-            read_config(file, ["data.path=null", sources, override])
+SOURCES = ["data.path=null", "data.sources=[{name: a, path: text.txt}]"]
+SET = ["data.path=null", "data.dataset=x"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        *(
+            ([*SOURCES, f"data.{key}"], "belongs in each entry of data.sources")
+            for key in (
+                "split=train[:1%]",
+                "dataset_config=x",
+                "text_field=a",
+                "prompt=a",
+                "completion=a",
+                "chosen=a",
+                "rejected=a",
+                "label=a",
+                "document=line",
+                "messages=a",
+            )
+        ),
+        ([*SOURCES, "train.objective=dpo", "data.chosen=a"], "data.chosen belongs in each entry of data.sources"),
+        (["data.split=test"], "data.split is for data.dataset, and this source is files: leave it out"),
+        (["data.eval_sources=[{name: b, path: x, dataset_config: c}]"], "data.eval_sources, b: dataset_config is for"),
+        (["data.text_field=a", "data.messages=b"], "data.messages has no use beside text_field or messages"),
+        (["data.messages=b", "data.prompt=a", "data.completion=b"], "data.prompt has no use beside"),
+        (["data.prompt=a"], "data.prompt needs completion"),
+        (["data.shuffle_buffer=9"], "data.shuffle_buffer is for data.streaming: true"),
+        (
+            ["data.streaming=true", "data.eval_fraction=0.1"],
+            "data.streaming holds out no data: give data.eval_path",
+        ),
+        (["data.streaming=true", "data.tokenizer_vocab_size=300"], "data.streaming trains no tokenizer"),
+        ([*SET, "data.streaming=true"], "data.streaming reads files: give path (hf://"),
+        (
+            ["data.path=null", "data.sources=[{name: a, path: x, repeat: false}]", "data.streaming=true"],
+            "data.sources, a: repeat needs the length of a source, which data.streaming does not know",
+        ),
+        (["data.streaming=true"], "data.streaming needs train.max_steps"),
+        (["data.streaming=true", "train.objective=simpo"], "data.streaming has no use: preferences need a reference"),
+        (
+            ["data.tokenizer=x", "data.tokenizer_vocab_size=300"],
+            "has no use beside data.tokenizer: give only one of the two",
+        ),
+        (["data.eval_split=test"], "data.eval_split is for data.dataset; with data.path give data.eval_path"),
+        ([*SET, "data.eval_split=test", "data.eval_path=x"], "data.eval_split has no use beside data.eval_path"),
+        (["data.eval_path=x", "data.eval_fraction=0.1"], "data.eval_fraction has no use beside data.eval_path"),
+        (["data.train_on=all", "data.roles_to_train=[user]"], "data.roles_to_train has no use with data.train_on: all"),
+        (["data.chat_template=none", "data.chat_template_date=2026-01-01"], "no use with data.chat_template: none"),
+        (["train.objective=orpo", "data.completion=a"], "data.completion has no use: train.objective: orpo trains on"),
+    ],
+)
+def test_data_keys_that_the_run_does_not_read_are_refused(file: Path, overrides: list[str], message: str) -> None:
+    assert message in failure(file, *overrides)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["data.chosen=a", "data.rejected=b"], "set train.objective, for example to dpo"),
-        (["train.objective=dpo", "data.chosen=a"], "chosen and rejected name two fields of a record: give both"),
-        (["train.objective=dpo", "data.messages=a"], "trains on pairs of answers: give data.chosen"),
+        (
+            ["train.objective=dpo", "data.messages=a"],
+            "trains on pairs of answers: give data.chosen and data.rejected instead",
+        ),
         (["train.objective=dpo", "train.simpo_gamma=1"], "train.simpo_gamma has no effect on train.objective: dpo"),
         (["train.objective=dpo", "train.loss_type=ipo", "train.label_smoothing=0.1"], "dpo with loss_type: ipo"),
         (["train.objective=orpo", "train.loss_type=ipo"], "train.loss_type has no effect on train.objective: orpo"),
         (["train.beta=1"], "train.beta has no effect on train.objective: sft"),
         (["train.objective=dpo", "train.desirable_weight=2"], "desirable_weight has no effect on train.objective: dpo"),
-        (["data.prompt=a", "data.completion=b", "data.label=c"], "set train.objective to kto"),
-        (["train.objective=kto", "data.label=c"], "label rates an answer: give prompt and completion"),
-        (["train.objective=kto", "data.messages=a"], "trains on rated answers: give data.prompt, completion and label"),
+        (["data.label=c"], "data.label is for rated answers: set train.objective to kto"),
+        (
+            ["train.objective=kto", "data.messages=a"],
+            "trains on rated answers: give data.prompt, completion and label instead",
+        ),
         (["train.objective=kto", "data.train_on=all"], "leave out data.train_on: all"),
         (["train.objective=dpo", "model.config={model_type: llama}", "model.path=null"], "give model.path"),
     ],
@@ -349,9 +403,16 @@ def test_settings_that_do_not_fit_an_objective_are_refused(file: Path, overrides
 def test_preference_objectives_read_trl_s_fields(file: Path) -> None:
     config = read_config(file, ["train.objective=dpo", "data.prompt=question", "data.chosen=chosen", "data.rejected=b"])
     assert (config.data.prompt, config.data.chosen, config.data.rejected) == ("question", "chosen", "b")
-    assert read_config(file, ["train.objective=dpo"]).data.rejected == "rejected"
+    assert read_config(file, ["train.objective=dpo", "data.chosen=a"]).data.rejected == "rejected"
     file.write_text(dump_config(config))
     assert read_config(file) == config
+    mixed = [*SOURCES, "data.prompt=null", "data.chosen=null", "data.rejected=null", "data.eval_path=x"]
+    several = read_config(file, mixed)
+    assert several.data.sources is not None
+    assert [section.chosen for section in (several.data, *several.data.sources)] == ["chosen", "chosen"]
+    file.write_text(dump_config(several))
+    assert read_config(file) == several
+    file.write_text(dump_config(config))
     rated = read_config(file, ["train.objective=kto", "data.chosen=null", "data.rejected=null", "data.prompt=null"])
     assert (rated.data.prompt, rated.data.completion, rated.data.label) == ("prompt", "completion", "label")
     file.write_text(dump_config(rated))

@@ -172,11 +172,8 @@ def test_tokenizer_training_uses_document_words() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"path": "x", "prompt": "q"}, "prompt and completion name two fields"),
-        ({"path": "x", "messages": "m", "text_field": "t"}, "only one of text_field, messages"),
         ({"path": "x", "sources": [{"name": "a", "path": "x"}]}, "exactly one of data.path .* and data.sources"),
         ({"sources": []}, "data.sources is empty"),
-        ({"sources": [{"name": "a", "path": "x"}], "text_field": "t"}, "data.text_field belongs in each entry"),
         ({"sources": [{"name": "a", "path": "x"}] * 2}, "data.sources: two sources are called a: rename one"),
         ({"sources": [{"name": "a", "path": "x", "weight": 1}, {"name": "b", "path": "y"}]}, "a weight, or none"),
         ({"sources": [{"name": "a"}]}, "source a: give exactly one of path and dataset"),

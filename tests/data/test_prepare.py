@@ -276,11 +276,19 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("files", "settings", "message"),
     [
-        ({"a.txt": " \n\n"}, {}, r"data.path .*: no usable document: all are blank"),
+        ({"a.txt": " \n\n"}, {}, r"data.path .*: no usable document: 1 x a blank record, left out"),
         ({"a.txt": "", "b.jsonl": ""}, {}, r"data.path .*: no usable document: there are 0 bytes. Check the path"),
         ({"a.csv": ""}, {}, r"data.path .*: no usable document: there are 0 bytes. Check the path"),
-        ({"a.txt": "x"}, {"add_bos": False, "add_eos": False}, "no usable document: none has a token to learn from"),
-        ({"a.txt": "x y z"}, {"eval_fraction": 0.5}, "data.eval_fraction 0.5.*: no usable document"),
+        (
+            {"a.txt": "x"},
+            {"add_bos": False, "add_eos": False},
+            "no usable document: 1 document without a token to learn",
+        ),
+        (
+            {"a.txt": "x y z"},
+            {"eval_fraction": 0.5},
+            "data.eval_fraction 0.5.*: no usable document: there is none here, because data.eval_fraction",
+        ),
         ({"a.jsonl": '{"text": [{"role": "user", "content": "a"}]}\n'}, {}, "the tokenizer has no chat template"),
         (
             {"a.jsonl": '{"text": "a"}\n{"text": [{"role": "user", "content": "a"}]}\n'},

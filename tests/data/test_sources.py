@@ -309,12 +309,8 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
         print(found.digest)
 
 
-def test_eval_sources_are_given_once_and_fit(folder: Path, tmp_path: Path) -> None:
+def test_eval_path_must_exist(folder: Path, tmp_path: Path) -> None:
     assert sources_of(DataSection(path=str(folder)), tmp_path)[1] == {}
-    with pytest.raises(ValueError, match=r"only one of data.eval_path and data.eval_split"):
-        DataSection(dataset="x", eval_path="stdlib", eval_split="test")
-    with pytest.raises(ValueError, match=r"eval_split is a split of data.dataset"):
-        DataSection(path="stdlib", eval_split="test")
     with pytest.raises(UserError, match=r"data.eval_path: no such file"):
         sources_of(DataSection(path=str(folder), eval_path="absent"), tmp_path)
 

@@ -246,21 +246,3 @@ def test_waiting_for_a_segment_ends_with_the_run(corpus: Path, model: Path, tmp_
     with BatchPrefetcher(other, 0, 1, first=30, stop=31):  # a rank that makes no segments
         pass
     batches.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"path": None, "dataset": "x"}, r"data.streaming reads files: give path instead of dataset"),
-        (
-            {"path": None, "sources": [{"name": "a", "path": "x", "repeat": False}]},
-            "repeat: false needs the length of a source, which data.streaming does not know",
-        ),
-        ({"eval_fraction": 0.1}, "data.streaming holds out no part of the data: give data.eval_path"),
-        ({"tokenizer_vocab_size": 300}, "data.streaming cannot train a tokenizer"),
-        ({"streaming": False, "shuffle_buffer": 9}, "data.shuffle_buffer is for data.streaming"),
-    ],
-)
-def test_settings_without_a_stream_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataSection(**{"path": "x", "streaming": True, **settings})

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import aliquot
+from aliquot.config.evaluation_config import read_evaluation_config
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.token_store import TokenStore
 from aliquot.data.workload import batch_size
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.run.evaluate import evaluate_model
 from tests import plain
 from tests.runs import WORDS, curve, refused, trained, write_config
 
@@ -147,8 +149,14 @@ def whole(folder: Path) -> tuple[Path, str]:
 def test_the_curve_is_that_of_a_plain_loop(whole: tuple[Path, str]) -> None:
     file, output = whole
     assert "1 x a record whose label is neither true nor false, left out" in output
-    assert "1 answer is longer than data.sequence_length, left out" in output
+    assert "1 answer is longer than data.sequence_length 64, left out" in output
     check_curve(file)
+    directory = file.with_suffix("")
+    model = next(directory.glob("checkpoints/step-*6"))
+    evaluation = evaluate_model(read_evaluation_config(model, file, ["launch.ranks=1"]))[""]
+    metrics = {"loss": evaluation.loss, **evaluation.preferences}
+    logged = {name: curve(directory, f"eval_{name}")[6] for name in metrics}
+    assert metrics == pytest.approx(logged, rel=1e-5, abs=1e-6) and "kl" in metrics
 
 
 @pytest.mark.long

@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aliquot
+from aliquot.config.evaluation_config import read_evaluation_config
+from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import batch_size
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.run.evaluate import evaluate_model
 from tests import plain
 from tests.runs import WORDS, curve, killed_when, refused, trained, write_config
 
@@ -130,6 +133,28 @@ def test_the_curve_is_that_of_a_plain_loop(whole: tuple[Path, str]) -> None:
     check_curve(whole[0].with_suffix(".yaml"))
 
 
+def test_evaluate_prints_the_metrics_of_the_run(folder: Path, whole: tuple[Path, str]) -> None:
+    directory, _ = whole
+    checkpoint, file, text = directory / "checkpoints/step-00000006", f"{directory}.yaml", f"{folder}/pairs.jsonl"
+    evaluation = evaluate_model(read_evaluation_config(checkpoint, file, ["launch.ranks=1"]))[""]
+    metrics = {"loss": evaluation.loss, **evaluation.preferences}
+    logged = {name: curve(directory, f"eval_{name}")[6] for name in metrics}
+    assert metrics == pytest.approx(logged, rel=1e-5, abs=1e-7) and {"loss", *METRICS} <= metrics.keys()
+    assert evaluation.perplexity is None
+    plain_text = ["train.precision=fp32", "train.beta=0.3", "data.sequence_length=64", "launch.ranks=1"]
+    printed = {}
+    for objective, base in (("dpo", str(folder / "model")), ("simpo", None)):
+        config = read_evaluation_config(checkpoint, text, [f"train.objective={objective}", *plain_text], base)
+        (printed[objective],) = evaluate_model(config).values()
+    assert {name.partition("/")[0] for name in printed["simpo"].preferences} == {"rewards", "logps"}
+    assert printed["dpo"].preferences["logps/chosen"] == pytest.approx(printed["simpo"].preferences["logps/chosen"])
+    assert printed["dpo"].preferences["rewards/margins"] != pytest.approx(
+        printed["simpo"].preferences["rewards/margins"], rel=0.1
+    )
+    with pytest.raises(UserError, match=r"dpo compares MODEL with the model before training: .* --base, or give"):
+        read_evaluation_config(checkpoint, text, ["train.objective=dpo"])
+
+
 def test_the_checkpoint_of_highest_accuracy_is_the_best(whole: tuple[Path, str]) -> None:
     directory, _ = whole
     losses, accuracies = (curve(directory, f"eval_{metric}") for metric in ("loss", "rewards/accuracies"))
@@ -186,7 +211,7 @@ def test_a_run_goes_on_with_the_reference_of_its_beginning(folder: Path, whole: 
     """At another world size; a reference that is lost or damaged is computed again."""
     directory, output = whole
     assert "1 x a pair of two equal answers, left out" in output
-    assert "1 pair is longer than data.sequence_length, left out" in output
+    assert "1 pair is longer than data.sequence_length 64, left out" in output
     reference = sorted((directory / "reference").iterdir())
     assert len(reference) == 2  # of training data, and of held-out data
     values = [np.frombuffer(file.read_bytes()[32:], np.float32) for file in reference]

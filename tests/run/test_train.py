@@ -368,8 +368,8 @@ def test_export_loads_in_transformers_and_trains_with_same_loss(folder: Path, al
 
 def test_commands_on_what_a_run_left(folder: Path, alone: Path) -> None:
     out = folder / "from-checkpoint"
-    result = command("export", alone / "checkpoints" / "step-00000006", out, "--dtype", "float32")
-    assert result.returncode == 0, result.stderr
+    result = command("export", alone / "checkpoints" / "step-00000006", out)
+    assert result.returncode == 0 and result.stdout.endswith("(float32)\n"), result.stdout + result.stderr
     for name, values in load_file(alone / "export" / "model.safetensors").items():
         assert torch.equal(load_file(out / "model.safetensors")[name], values)
     result = command("generate", out, "--prompt", "the rank", "--max-new-tokens", "4")

@@ -31,40 +31,34 @@ def show(
     """
     with one_line_errors(debug):
         from aliquot.config.read_config import read_config
-        from aliquot.data.batches import Batches
         from aliquot.data.data_order import TrainStore
         from aliquot.data.data_summary import day_line, examples, header, warnings
-        from aliquot.data.eval_batches import EvalBatches
-        from aliquot.data.prepare import TokenizerChanges, prepare
-        from aliquot.data.workload import batch_size
+        from aliquot.distributed.auto_ranks import resolve_auto_ranks
         from aliquot.models.source import DESCRIPTION_FILES, resolve
         from aliquot.observe.console import Display
         from aliquot.observe.run_directory import RunDirectory
+        from aliquot.run.resolved_run import lay_out, load_tokenizer, model_source, prepare_data
 
         settings = read_config(config, overrides or [])
         display = Display("auto", enabled=True)
-        source = resolve(settings.model, DESCRIPTION_FILES)
-        settings = settings.with_positions(source.positions)
-        source.check_length(settings.data.sequence_length, settings.train.answers)
-        fields = source.config.to_dict()
-        rows = source.largest_vocabulary
-        adapter = None if settings.adapter is None else settings.adapter.directory
-        day = settings.data.chat_template_date or RunDirectory(settings.run.directory).day()
-        section = settings.data.model_copy(update={"chat_template_date": day})
-        changes = TokenizerChanges(settings.model.add_tokens, settings.model.add_special_tokens, adapter)
-        prepared = prepare(section, source.directory, rows, display.progress, fields, changes)
+        settings = settings.with_positions(resolve(settings.model, DESCRIPTION_FILES).positions)
+        source = model_source(settings, DESCRIPTION_FILES)
+        day = RunDirectory(settings.run.directory).day()
+        prepared = prepare_data(settings, source, day, display.progress)
         display.finish()
-        train, tokenizer = settings.train, prepared.load_tokenizer()
-        epochs = None if train.max_steps else train.num_train_epochs
-        ranks = settings.launch.most_nodes * (1 if settings.launch.ranks == "auto" else settings.launch.ranks)
-        size = batch_size(train, ranks)
-        batches = Batches.of(prepared, settings.data, settings.run.seed, size, epochs)
-        held_out = EvalBatches.of(prepared, settings.data, size)
-        steps = batches.total_steps(train.max_steps)
+        tokenizer = load_tokenizer(settings, source, prepared)
+        launch, _ = resolve_auto_ranks(settings.launch, settings)
+        assert launch.ranks != "auto"
+        batches, held_out = lay_out(settings, source, prepared, launch.most_nodes * launch.ranks)
+        steps = batches.total_steps(settings.train.max_steps)
         evaluated = [TrainStore(data.store, f"{name} (evaluation)".strip()) for name, data in held_out.items()]
         for source_tokens in [*batches.sources, *evaluated]:
             for line in examples(source_tokens, tokenizer, text=True, first=example):
                 print(printable(line))
         lines = [day_line(prepared.day)] if prepared.day else []
-        for line in [*lines, *header(batches, steps, held_out), *warnings(batches, steps, train.max_steps is not None)]:
+        for line in [
+            *lines,
+            *header(batches, steps, held_out),
+            *warnings(batches, steps, settings.train.max_steps is not None),
+        ]:
             print(printable(line))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from aliquot.cli.options import BaseModel, Debug
+from aliquot.cli.options import Debug
 from aliquot.cli.terminal import one_line_errors, run_rank
 from aliquot.core.errors import UsageError
 from aliquot.core.number_format import count_of
@@ -44,7 +44,13 @@ def command(
         bool,
         typer.Option("--json", help="Print one JSON object; with several evaluation sets, an object for each set."),
     ] = False,
-    base: BaseModel = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="The base model of an adapter, if it has moved; with train.objective dpo or kto, the model before"
+            " training. Default: model.path of the YAML."
+        ),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -113,12 +119,17 @@ def command(
     if as_json:
         from aliquot.observe.metrics import finite
 
-        values = {name: finite(vars(result)) for name, result in results.items()}
+        flat = {name: {**vars(result), **result.preferences} for name, result in results.items()}
+        values = {
+            name: finite({key: fields[key] for key in fields if key != "preferences"}) for name, fields in flat.items()
+        }
         print(json.dumps(values[""] if set(values) == {""} else values))
         return
     for name, result in results.items():
         prefix = f"{name}: " if name else ""
         bits = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
-        print(f"{prefix}loss {result.loss:.4f}, perplexity {result.perplexity:.3f}{bits}")
-        tokens, documents = count_of(result.predicted_tokens, "token"), count_of(result.documents, "document")
-        print(f"over {tokens} of {documents}, {result.sequence_length} at once")
+        perplexity = "" if result.perplexity is None else f", perplexity {result.perplexity:.3f}"
+        preferences = "".join(f", {metric} {value:.4f}" for metric, value in result.preferences.items())
+        print(f"{prefix}loss {result.loss:.4f}{perplexity}{bits}{preferences}")
+        tokens = count_of(result.predicted_tokens, "answer" if result.preferences else "token")
+        print(f"over {tokens} of {count_of(result.documents, 'document')}, {result.sequence_length} at once")

@@ -22,9 +22,10 @@ def command(
     out_dir: Annotated[
         Path, typer.Argument(metavar="OUT_DIR", help="The directory to write, which must be new or empty.")
     ],
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Dtype of the weights.")] = (
-        "bfloat16"
-    ),
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Dtype of the weights. Default: the run's model.dtype, or train.precision."),
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into its base model.")] = False,
     base: BaseModel = None,
     verify: Annotated[bool, typer.Option("--verify", help="Verify every byte of the checkpoint first.")] = False,
@@ -47,7 +48,7 @@ def command(
     with one_line_errors(debug), ExitStack() as stack:
         from aliquot.checkpoint.remote_checkpoint import fetched_weights
         from aliquot.core.decode import read_json
-        from aliquot.models.export import export_checkpoint
+        from aliquot.models.export import export_checkpoint, trained_dtype
         from aliquot.models.model_files import older_transformers
         from aliquot.stores.store import is_url
         from aliquot.tensor_io.manifest import verify as verify_all
@@ -67,7 +68,8 @@ def command(
             directory = stack.enter_context(fetched_weights(checkpoint, out_dir, verify))
         if verify:
             verify_all(directory)
-        export_checkpoint(directory, out_dir, dtype, merge=merge, base=base)
+        stored_dtype = dtype or trained_dtype(directory)
+        export_checkpoint(directory, out_dir, stored_dtype, merge=merge, base=base)
         config = out_dir / "config.json"  # an adapter has none
         model_type = str(read_json(config).get("model_type")) if config.is_file() else ""
         if (warning := older_transformers(model_type)) is not None:
@@ -75,7 +77,7 @@ def command(
         if upload is not None:
             write_model_card(out_dir, directory, upload.name)
             print(f"uploaded {out_dir}: {upload.send(out_dir)}")
-    print(f"exported {checkpoint} to {out_dir} ({dtype})")
+    print(f"exported {checkpoint} to {out_dir} ({str(stored_dtype).removeprefix('torch.')})")
 
 
 def _checkpoint(directory: Path) -> Path:

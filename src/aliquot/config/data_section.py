@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from aliquot.config.section import PATH, Section
+from aliquot.config.section import PATH, KeyUse, Section, refuse_unused
 
 # The chat templates in data/templates, and the special tokens that a tokenizer needs for them.
 CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -20,7 +20,11 @@ CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
     "zephyr": (),
 }
-_SHUFFLE_BUFFER = 10_000
+Objective = Literal["sft", "dpo", "simpo", "orpo", "kto"]
+PAIR_OBJECTIVES: tuple[Objective, ...] = ("dpo", "simpo", "orpo")
+_DEFAULT_FIELDS: dict[Objective, tuple[str, ...]] = {
+    **dict.fromkeys(PAIR_OBJECTIVES, ("chosen", "rejected")), "kto": ("prompt", "completion", "label")
+}  # fmt: skip
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 
@@ -59,21 +63,34 @@ class RecordsSection(Section):
     document: Literal["file", "line", "block", "field"] | None = None
     """The unit that is one document. Default: a file of plain text; a record of the other formats."""
 
-    @model_validator(mode="after")
-    def check_fields(self) -> Self:
-        if (self.chosen is None) != (self.rejected is None):
-            raise ValueError("chosen and rejected name two fields of a record: give both")
-        if self.chosen is not None and (self.text_field or self.messages or self.completion):
-            raise ValueError("a pair of answers has the fields chosen and rejected, and may have prompt: give no other")
-        if self.chosen is None and (self.prompt is None) != (self.completion is None):
-            raise ValueError(
-                "prompt and completion name two fields of a record: give both, or prompt with chosen and rejected"
-            )
-        if self.label is not None and self.completion is None:
-            raise ValueError("label rates an answer: give prompt and completion, too")
-        if sum(field is not None for field in (self.text_field, self.messages, self.prompt)) > 1:
-            raise ValueError("give only one of text_field, messages, and prompt with completion")
-        return self
+    def fill_fields(self, objective: Objective) -> None:
+        """Name the fields of pairs or rated answers by their defaults."""
+        for key in _DEFAULT_FIELDS.get(objective, ()):
+            setattr(self, key, getattr(self, key) or key)
+
+    def key_uses(self, objective: Objective, streaming: bool) -> Iterator[KeyUse]:
+        """Yield which keys a run reads of a source whose documents it takes."""
+        is_dataset, compared = self.dataset is not None, "pairs of answers: give data.chosen and data.rejected instead"
+        if objective == "kto":
+            compared = "rated answers: give data.prompt, completion and label instead"
+        other_records = f"has no use: train.objective: {objective} trains on {compared}"
+        yield ("dataset_config", "split"), is_dataset, "is for data.dataset, and this source is files: leave it out"
+        yield (
+            ("dataset",),
+            not streaming,
+            "has no use: data.streaming reads files: give path (hf://datasets/OWNER/NAME)",
+        )
+        has_pairs = objective in PAIR_OBJECTIVES
+        yield ("chosen", "rejected"), has_pairs, "is for pairs of answers: set train.objective, for example to dpo"
+        yield ("label",), objective == "kto", "is for rated answers: set train.objective to kto"
+        yield ("text_field", "messages"), objective == "sft", other_records
+        yield ("completion",), not has_pairs, other_records
+        if objective == "sft":
+            one = "has no use beside text_field or messages: give only one of them"
+            yield ("messages",), self.text_field is None, one
+            yield ("prompt", "completion"), self.text_field is None and self.messages is None, one
+            yield ("prompt",), self.completion is not None, "needs completion: give both, which are fields of a record"
+            yield ("completion",), self.prompt is not None, "needs prompt: give both, which are fields of a record"
 
     @property
     def paths(self) -> list[str]:
@@ -100,6 +117,11 @@ class SourceSection(NamedSection):
     """The source's share of the tokens, relative to other sources. Default: shares by their numbers of tokens."""
     repeat: bool = True
     """After its last document begin again, shuffled anew; false: the source ends, other sources go on."""
+
+    def key_uses(self, objective: Objective, streaming: bool) -> Iterator[KeyUse]:
+        yield from super().key_uses(objective, streaming)
+        why = "needs the length of a source, which data.streaming does not know: leave it out"
+        yield ("repeat",), not streaming, why
 
 
 class DataSection(RecordsSection):
@@ -135,14 +157,14 @@ class DataSection(RecordsSection):
     streaming: bool = False
     """Begin to train when the first data of each source of files are tokenised, and tokenise the rest during training;
     needs train.max_steps. The order is shuffled within segments of `shuffle_buffer` documents."""
-    shuffle_buffer: PositiveInt = _SHUFFLE_BUFFER
+    shuffle_buffer: PositiveInt = 10_000
     """With streaming: the number of documents that are tokenised, packed and shuffled together."""
     eval_path: Annotated[str | list[str] | None, PATH] = None
     """Files to evaluate on, given like data.path."""
     eval_split: str | None = None
     """A split of data.dataset to evaluate on."""
     eval_fraction: float = Field(0.0, ge=0.0, le=0.5)
-    """Hold out this fraction of each source for evaluation, if neither eval_path nor eval_split is set."""
+    """Hold out this fraction of each source for evaluation, instead of eval_path or eval_split."""
     eval_sources: list[NamedSection] = Field([])
     """Several evaluation sets, with a loss for each: a list of `name` and the keys of a source."""
     num_proc: PositiveInt | None = None
@@ -152,62 +174,59 @@ class DataSection(RecordsSection):
     """Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."""
 
     @model_validator(mode="after")
-    def check_one_source(self) -> Self:
+    def check_sources(self) -> Self:
         if sum(source is not None for source in (self.path, self.dataset, self.sources)) != 1:
             raise ValueError(
                 "give exactly one of data.path (local files), data.dataset (datasets.load_dataset) and data.sources"
             )
-        if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
-            raise ValueError("give only one of data.tokenizer and data.tokenizer_vocab_size")
-        if self.eval_path is not None and self.eval_split is not None:
-            raise ValueError("give only one of data.eval_path and data.eval_split")
-        if self.eval_split is not None and self.dataset is None:
-            raise ValueError("data.eval_split is a split of data.dataset; with data.path give data.eval_path")
-        return self
-
-    @model_validator(mode="after")
-    def check_streaming(self) -> Self:
-        if not self.streaming:
-            if self.shuffle_buffer != _SHUFFLE_BUFFER:
-                raise ValueError("data.shuffle_buffer is for data.streaming: true")
-            return self
-        sources: Sequence[RecordsSection] = self.sources or [self]
-        if any(source.path is None for source in sources):
-            raise ValueError(
-                "data.streaming reads files: give path instead of dataset; for a dataset of the hub, the URL of its"
-                " files (hf://datasets/OWNER/NAME/*.parquet)"
-            )
-        if not all(source.repeat for source in self.sources or []):
-            raise ValueError(
-                "data.sources: repeat: false needs the length of a source, which data.streaming does not know: leave"
-                " repeat out"
-            )
-        if self.eval_fraction:
-            raise ValueError(
-                "data.streaming holds out no part of the data: give data.eval_path instead of eval_fraction"
-            )
-        if self.tokenizer_vocab_size is not None:
-            raise ValueError("data.streaming cannot train a tokenizer, which reads all data first: give data.tokenizer")
-        return self
-
-    @model_validator(mode="after")
-    def check_mixture(self) -> Self:
-        if self.sources is not None:
-            fields = ("text_field", "messages", "prompt", "unused_fields", "document", "dataset_config")
-            misplaced = [name for name in fields if getattr(self, name)]
-            misplaced += ["split"] if "split" in self.model_fields_set else []
-            if misplaced:
-                raise ValueError(f"data.{misplaced[0]} belongs in each entry of data.sources")
-            if not self.sources:
-                raise ValueError("data.sources is empty")
-            if len({source.weight is None for source in self.sources}) > 1:
-                raise ValueError("data.sources: give all of them a weight, or none")
+        if self.sources == []:
+            raise ValueError("data.sources is empty")
+        if len({source.weight is None for source in self.sources or []}) > 1:
+            raise ValueError("data.sources: give all of them a weight, or none")
         for key, sources in (("sources", self.sources or []), ("eval_sources", self.eval_sources)):
             names = [source.name for source in sources]
             duplicate = next((name for name in names if names.count(name) > 1), None)
             if duplicate is not None:
                 raise ValueError(f"data.{key}: two sources are called {duplicate}: rename one")
         return self
+
+    def check_use(self, objective: Objective) -> None:
+        """Name the fields of records by their defaults, and raise ValueError for a key that the run does not read."""
+        refuse_unused(self, "data.", self._key_uses(objective))
+        for key, sources in (("sources", self.sources or []), ("eval_sources", self.eval_sources)):
+            streaming = self.streaming and key == "sources"
+            for source in sources:
+                refuse_unused(source, f"data.{key}, {source.name}: ", source.key_uses(objective, streaming))
+                source.fill_fields(objective)
+        if self.sources is None or self.eval_path:
+            self.fill_fields(objective)
+
+    def _key_uses(self, objective: Objective) -> Iterator[KeyUse]:
+        if self.sources is None:
+            yield from self.key_uses(objective, self.streaming)
+        else:
+            evaluated = _DEFAULT_FIELDS.get(objective, ()) if self.eval_path else ()
+            fields = RecordsSection.model_fields.keys() - {"path", "dataset", *evaluated}
+            yield sorted(fields), False, "belongs in each entry of data.sources"
+        no_stream, trains_all, one = not self.streaming, self.train_on == "all", "give only one of the two"
+        yield ("streaming",), objective == "sft", "has no use: preferences need a reference of all data before step 1"
+        yield ("shuffle_buffer",), self.streaming, "is for data.streaming: true"
+        yield ("eval_fraction",), no_stream, "has no use: data.streaming holds out no data: give data.eval_path"
+        yield (
+            ("tokenizer_vocab_size",),
+            no_stream,
+            "has no use: data.streaming trains no tokenizer: give data.tokenizer",
+        )
+        yield ("tokenizer_vocab_size",), self.tokenizer is None, f"has no use beside data.tokenizer: {one}"
+        yield ("eval_split",), self.dataset is not None, "is for data.dataset; with data.path give data.eval_path"
+        yield ("eval_split", "eval_fraction"), self.eval_path is None, f"has no use beside data.eval_path: {one}"
+        yield ("eval_fraction",), self.eval_split is None, f"has no use beside data.eval_split: {one}"
+        yield ("roles_to_train",), not trains_all, "has no use with data.train_on: all, which learns all messages"
+        learns_prompts = (
+            "compares answers to other prompts: leave out data.train_on: all, which treats prompts as answers"
+        )
+        yield ("train_on",), objective != "kto" or not trains_all, f"has no use: train.objective: kto {learns_prompts}"
+        yield ("chat_template_date",), self.chat_template != "none", "has no use with data.chat_template: none"
 
     @property
     def chat_template_path(self) -> str | None:

@@ -163,8 +163,9 @@ _UNSUPPORTED = {
     "prediction_loss_only include_for_metrics label_names do_predict predict_with_generate compute_metrics",
     "the loss is cross-entropy, a mean over all real tokens of the global batch":
     "average_tokens_across_devices",
-    "a document longer than a sequence is cut into pieces, and no piece is lost":
-    "truncation_mode",
+    "a text or chat longer than data.sequence_length is cut into pieces, none of which is lost; a pair of answers, or a"
+    " rated answer, is left out":
+    "truncation_mode max_prompt_length max_completion_length",
     "all documents are read; name fewer files in data.path":
     "max_samples max_train_samples max_eval_samples",
     "the order of the documents is drawn from run.seed and the epoch":

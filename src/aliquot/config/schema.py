@@ -192,7 +192,7 @@ class RunConfig(Section):
         """Replace a null section by its defaults: in YAML a section is null if all its keys are commented out."""
         if not isinstance(values, dict):
             return values
-        sections = set(cls.model_fields) - {"adapter", "cluster"}  # these are None by default
+        sections = {key for key, field in cls.model_fields.items() if field.default is not None}
         return {key: {} if value is None and key in sections else value for key, value in values.items()}
 
     @model_validator(mode="before")
@@ -219,11 +219,8 @@ class RunConfig(Section):
         if self.launch.node_rank >= self.launch.most_nodes:
             raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
         self._check_objective()
-        if self.data.streaming and (self.train.max_steps is None or self.train.objective != "sft"):
-            raise ValueError(
-                "data.streaming needs train.max_steps, because the length of the data is not known, and"
-                " train.objective: sft, because preferences need a reference of all data before the first step"
-            )
+        if self.data.streaming and self.train.max_steps is None:
+            raise ValueError("data.streaming needs train.max_steps, because the length of the data is not known")
         self._check_evaluations()
         checkpoint = self.checkpoint
         if not (checkpoint.every or checkpoint.last or checkpoint.best or checkpoint.export):
@@ -267,38 +264,12 @@ class RunConfig(Section):
         return self.model_copy(update={"data": data, "train": train})
 
     def _check_objective(self) -> None:
-        """Name the fields of pairs or rated answers for objectives that need them, and refuse them for others."""
+        """Check the data and the model that the objective needs."""
         objective = self.train.objective
-        for section in (self.data, *(self.data.sources or []), *self.data.eval_sources):
-            if objective in ("sft", "kto") and section.chosen is not None:
-                raise ValueError(
-                    "data.chosen and data.rejected are for pairs of answers: set train.objective, for example to dpo"
-                )
-            if objective != "kto" and section.label is not None:
-                raise ValueError("data.label is for rated answers: set train.objective to kto")
-            if objective == "kto":
-                if section.text_field or section.messages:
-                    raise ValueError(
-                        "train.objective: kto trains on rated answers: give data.prompt, completion and label instead"
-                        " of text_field or messages"
-                    )
-                section.prompt, section.completion = section.prompt or "prompt", section.completion or "completion"
-                section.label = section.label or "label"
-            elif objective != "sft" and section.chosen is None:
-                if section.text_field or section.messages or section.completion:
-                    raise ValueError(
-                        f"train.objective: {objective} trains on pairs of answers: give data.chosen and data.rejected"
-                        " instead of text_field, messages or completion"
-                    )
-                section.chosen, section.rejected = "chosen", "rejected"
+        self.data.check_use(objective)
         if objective in ("dpo", "kto") and self.model.path is None:
             raise ValueError(
                 f"train.objective: {objective} compares the model with the one before training: give model.path"
-            )
-        if objective == "kto" and self.data.train_on == "all":
-            raise ValueError(
-                "train.objective: kto compares answers to other prompts: leave out data.train_on: all, which treats"
-                " prompts as answers"
             )
 
     def _check_node_counts(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -100,6 +100,17 @@ class Section(BaseModel):
                 advice = f": choose {', '.join(map(str, options))}" if is_choice else ""
                 raise ValueError(f"{key} cannot be {str(value).lower()}{advice}")
         return values
+
+
+KeyUse = tuple[Sequence[str], bool, str]  # keys, whether the run reads them, and otherwise why not and what to do
+
+
+def refuse_unused(section: Section, prefix: str, uses: Iterable[KeyUse]) -> None:
+    """Raise ValueError for the first key that has another value than its default, although no code reads the key."""
+    for keys, is_read, why in uses:
+        for key in keys:
+            if not is_read and getattr(section, key) != type(section).model_fields[key].default:
+                raise ValueError(f"{prefix}{key} {why}")
 
 
 def _texts(value: Any) -> Iterator[str]:

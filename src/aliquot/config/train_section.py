@@ -19,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from aliquot.config.section import Section
+from aliquot.config.data_section import PAIR_OBJECTIVES, Objective
+from aliquot.config.section import Section, refuse_unused
 
 Kind = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -138,7 +139,7 @@ def _problem(error: ValidationError) -> str:
 
 
 class TrainSection(Section):
-    objective: Literal["sft", "dpo", "simpo", "orpo", "kto"] = "sft"
+    objective: Objective = "sft"
     """sft: cross-entropy. dpo, simpo and orpo train on pairs of answers: the chosen answer becomes more likely than the
     rejected one. kto trains on answers that are desirable or not."""
     beta: PositiveFloat = 0.1
@@ -233,12 +234,12 @@ class TrainSection(Section):
     @property
     def answers(self) -> int:
         """The number of answers, each with its prompt, that a sequence must hold together: 2 if it holds pairs."""
-        return 2 if self.objective in ("dpo", "simpo", "orpo") else 1
+        return 2 if self.objective in PAIR_OBJECTIVES else 1
 
     @model_validator(mode="after")
     def check_objective(self) -> Self:
         is_smoothed = self.objective == "dpo" and self.loss_type in ("sigmoid", "robust")
-        users = {
+        readers = {
             "beta": self.objective != "sft",
             "loss_type": self.objective == "dpo",
             "label_smoothing": self.objective == "simpo" or is_smoothed,
@@ -247,10 +248,9 @@ class TrainSection(Section):
             "undesirable_weight": self.objective == "kto",
             "metric_for_best_model": self.answers == 2,
         }
-        for key, is_used in users.items():
-            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
-                kind = f" with loss_type: {self.loss_type}" if self.objective == "dpo" else ""
-                raise ValueError(f"train.{key} has no effect on train.objective: {self.objective}{kind}: leave it out")
+        kind = f" with loss_type: {self.loss_type}" if self.objective == "dpo" else ""
+        why = f"has no effect on train.objective: {self.objective}{kind}: leave it out"
+        refuse_unused(self, "train.", (([key], is_read, why) for key, is_read in readers.items()))
         return self
 
     @model_validator(mode="after")

@@ -63,11 +63,15 @@ def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
     """Yield a warning if the run has few steps, unless the configuration sets the number of steps (`chosen`)."""
     if total_steps < FEW_STEPS and not chosen:
         smaller = "a smaller train.global_batch_size, " if batches.global_batch_size > 1 else ""
+        # Shorter sequences would leave out pairs and rated answers, which are never cut.
+        shorter = (
+            "" if any(source.store.keeps_whole for source in batches.sources) else "a shorter data.sequence_length, "
+        )
         unpacked = ", or data.packing=false (a document is a sequence)" if batches.format.packed else ""
         sequences = count_of(batches.epoch_sequences, "sequence")
         yield (
             f"this run has only {count_of(total_steps, 'step')}: {sequences} an epoch, and {batches.global_batch_size}"
-            f" a step. For more steps: {smaller}a shorter data.sequence_length, more train.num_train_epochs{unpacked}"
+            f" a step. For more steps: {smaller}{shorter}more train.num_train_epochs{unpacked}"
         )
 
 
@@ -102,11 +106,8 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
     yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){shown_share}"
     yield from irregularities(store)
     if store.keeps_whole:
-        if too_long := int(store.too_long(sequence_length).sum()):
-            what = count_of(too_long, *(("pair is", "pairs are") if store.pairs else ("answer is", "answers are")))
-            limited = store.pairs and store.positions is not None and store.positions < sequence_length
-            positions = f", or an answer longer than the model's {store.positions} positions" if limited else ""
-            yield f"{what} longer than data.sequence_length{positions}, left out"
+        if note := store.length_note(sequence_length):
+            yield note
         return
     cut, into, pieces = _pieces(store, sequence_length)
     if cut:

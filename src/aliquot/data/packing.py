@@ -260,7 +260,7 @@ def fill_packing(
         histogram += np.bincount(part.length, minlength=len(histogram))
     count = int(histogram.sum())
     if count == 0:
-        raise DataError("no usable document: none has a token to learn from", store.path)
+        raise DataError(store.why_unusable(sequence_length), store.label)
     starts = new.keep("start", count, np.int64)
     lengths, predicted = (new.keep(name, count, np.int32) for name in ("length", "predicted"))
     at = 0

@@ -28,7 +28,7 @@ from aliquot.data.file_source import FileSource
 from aliquot.data.remote_files import NamedProgress
 from aliquot.data.sources import Source, joined, sources_of
 from aliquot.data.text_encoder import EncoderSpec
-from aliquot.data.token_store import FORMAT, TokenStore, counted, token_dtype
+from aliquot.data.token_store import FORMAT, TokenStore, token_dtype, why_unusable
 from aliquot.data.token_stream import Segment, SegmentMaker, TokenStream, segment_directory
 from aliquot.data.tokenize import EncoderPool, Progress, tokenize
 from aliquot.data.tokenizer import (
@@ -53,6 +53,7 @@ class Prepared:
 
     train: dict[str, str]  # name of the source ("" for unnamed data) -> directory of its token store
     eval: dict[str, str]
+    labels: dict[str, str] = field(compare=False)  # directory of a token store -> name of the source in error messages
     tokenizer: str  # a directory that save_pretrained wrote
     pad_id: int
     prefix: tuple[int, ...]  # token ids before each document
@@ -72,10 +73,13 @@ class Prepared:
         return cls(**values | {name: tuple(values[name]) for name in ("prefix", "chat_prefix")} | {"streams": streams})
 
     def open_train(self) -> dict[str, TokenStore]:
-        return {name: TokenStore.open(Path(store), self.positions) for name, store in self.train.items()}
+        return self._open(self.train)
 
     def open_eval(self) -> dict[str, TokenStore]:
-        return {name: TokenStore.open(Path(store), self.positions) for name, store in self.eval.items()}
+        return self._open(self.eval)
+
+    def _open(self, stores: Mapping[str, str]) -> dict[str, TokenStore]:
+        return {name: TokenStore.open(Path(path), self.positions, self.labels[path]) for name, path in stores.items()}
 
     def load_tokenizer(self) -> Any:
         """Return the transformers tokenizer that the run will export."""
@@ -157,7 +161,9 @@ def prepare(
         train_stores = {name: str(segment_directory(maker.directory, 0)) for name, maker in makers.items()}
     else:
         train_stores = stores(train, "tokenising")
-    store_paths = [*train_stores.values(), *eval_stores.values()]
+    labels = {train_stores[name]: source.label for name, source in train.items()}
+    labels |= {eval_stores[name]: source.label for name, source in evaluated.items()}
+    store_paths = list(labels)
     if not all_have_rows:
         check_ids(store_paths, tokenizer, rows)
         for maker in makers.values():
@@ -165,6 +171,7 @@ def prepare(
     return Prepared(
         train=train_stores,
         eval=eval_stores,
+        labels=labels,
         tokenizer=str(directory),
         pad_id=convention.pad_id if convention.pad_id < rows else 0,
         prefix=convention.prefix,
@@ -226,9 +233,10 @@ class _Builder:
         encoders = EncoderPool(spec, section.num_proc or 1)
         maker = SegmentMaker(directory, source, cut, self._dtype, encoders, layout)
         maker.make(0, lambda done_bytes: progress(done_bytes, source.total_bytes))
-        if (first := Segment.read(segment_directory(directory, 0))) is None or first.sequences == 0:
-            message = "no usable document among the first data.shuffle_buffer: none has a token to learn from"
-            raise DataError(message, source.label)
+        first = Segment.read(segment_directory(directory, 0))
+        if first is None or first.tokens == 0:
+            reasons = ({}, {}) if first is None else (first.left_out, first.firsts)
+            raise DataError(why_unusable(0, *reasons), source.label)
         return maker
 
     def _ingredients(self, digest: str) -> list[Any]:
@@ -255,9 +263,7 @@ class _Builder:
             with EncoderPool(spec, self.section.num_proc) as encoders:
                 writer = tokenize(source.documents(), cut, self._dtype, directory, encoders, report_written)
             if writer.useful == 0:
-                reasons = "; ".join(counted(writer.left_out, writer.firsts))
-                shown = f" ({reasons})" if reasons else ""
-                raise DataError(f"no usable document: none has a token to learn from{shown}", source.label)
+                raise DataError(why_unusable(writer.documents, writer.left_out, writer.firsts), source.label)
             report_written(source.total_bytes)
 
         return cached(path, write)
@@ -268,15 +274,9 @@ class _Builder:
             raise DataError(
                 "no usable document: there are 0 bytes. Check the path, or fetch the data again", source.label
             )
-        first = next((document for document in source.documents() if not document.blank), None)
-        if first is None:
-            raise DataError(
-                "no usable document: all are blank, or data.eval_fraction leaves none; for few documents, set"
-                " data.eval_fraction=0. A text file is one document, unless data.document is line or block",
-                source.label,
-            )
+        first = next((document.kind for document in source.documents() if not document.blank), "text")
         tokenizer_json = self.tokenizer_directory / "tokenizer.json"
-        fast, answers = tokenizer_json.is_file(), first.kind != "text"
+        fast, answers = tokenizer_json.is_file(), first != "text"
         templated = answers and self._has_template
         cut = cut_of(tokenizer_json.read_text()) if fast and not answers else None
         convention, as_text = self.convention(answers), self.section.special_tokens_in_text
@@ -287,8 +287,8 @@ class _Builder:
             suffix=convention.suffix,
             drop_before=cut.drop_before if cut is not None else None,
             answers=answers,
-            pairs=first.kind == "preference",
-            rated=first.kind == "rated",
+            pairs=first == "preference",
+            rated=first == "rated",
             templated=templated,
             train_on=self.section.train_on,
             roles=tuple(self.section.roles_to_train),

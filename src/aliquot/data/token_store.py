@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from aliquot.core.decode import read_json_object
 from aliquot.core.errors import DataCacheError, reading
+from aliquot.core.number_format import count_of
 from aliquot.data.encoder import Encoded
 
 # Log-probabilities of answers before training: [documents] of pairs, or [2 x documents] of rated answers, of which each
@@ -49,10 +50,14 @@ class TokenStore:
     reference: Reference | None = None
     desirable: npt.NDArray[np.uint8] | None = None  # [documents], for rated answers
     positions: int | None = None  # of the model, which an answer with its prompt must not exceed
+    label: str | Path = ""  # the name of the source in error messages
+    first: str = ""  # the place of the first record in the store
 
     @classmethod
-    def open(cls, path: Path, positions: int | None = None) -> TokenStore:
+    def open(cls, path: Path, positions: int | None = None, label: str | Path = "") -> TokenStore:
         """Map the files of the token store in directory `path`, which `cache.cached` has verified.
+
+        `label` names the source in error messages.
 
         Raises StorageError if a file cannot be read, and DataCacheError if a file has been damaged since.
         """
@@ -70,7 +75,7 @@ class TokenStore:
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
             facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),
-            desirable=desirable, positions=positions,
+            desirable=desirable, positions=positions, label=label or path, first=facts.get("first", ""),
         )  # fmt: skip
 
     @property
@@ -108,6 +113,24 @@ class TokenStore:
         lengths = np.diff(self.offsets[answers * first : end]).reshape(-1, answers)
         too_long: npt.NDArray[np.bool_] = lengths.sum(1) > sequence_length
         return too_long if self.positions is None else too_long | (lengths.max(1) > self.positions)
+
+    def length_note(self, sequence_length: int, place: str = "") -> str | None:
+        """Return how many pairs or rated answers are too long, and what to do; None if all fit."""
+        if not self.keeps_whole or not (count := int(self.too_long(sequence_length).sum())):
+            return None
+        what = count_of(count, *(("pair is", "pairs are") if self.pairs else ("answer is", "answers are")))
+        limited = self.positions is not None and self.positions < sequence_length
+        ending = (
+            f", or an answer than the model's {self.positions} positions, left out"
+            if limited
+            else ", left out: raise it"
+        )
+        return f"{what} longer than data.sequence_length {sequence_length}{place}{ending}"
+
+    def why_unusable(self, sequence_length: int) -> str:
+        """Return why no sequence of `sequence_length` tokens has a token to learn."""
+        place = f" (the first: {self.first})" if self.first else ""
+        return why_unusable(self.documents, self.left_out, self.firsts, self.length_note(sequence_length, place))
 
     def mismatched(self, starts: Iterable[int], longest: int) -> TokenStore:
         """Return a store, in private memory, of the prompts of rated answers, each with the answer to another prompt.
@@ -163,6 +186,7 @@ class StoreWriter:
         self.firsts: dict[str, str] = {}  # reason -> place of the first such record, with details
         self.tokens = self.documents = 0
         self.inexact_cuts = 0
+        self.first = ""
         self.useful = 0  # number of documents with a token to predict
         self.end = 0  # index of the token after the last complete document
         self.text_bytes: int | None = 0
@@ -194,6 +218,8 @@ class StoreWriter:
         """
         ends = self.tokens + np.cumsum(encoded.counts)[last]
         lengths = np.diff(ends, prepend=self.end)
+        if self.answers and self.documents == 0 and (lengths > 0).any():
+            self.first = places[int(np.argmax(lengths > 0)) // (2 if self.pairs else 1)]
         ends = ends[lengths > 0]
         self.useful += int((lengths > 1).sum())
         self.files["tokens"].write(encoded.ids.astype(self.dtype).tobytes())
@@ -214,6 +240,7 @@ class StoreWriter:
         """Write store.json; call this after the other files are closed."""
         names: tuple[str, ...] = (
             "documents", "tokens", "text_bytes", "answers", "formats", "left_out", "inexact_cuts", "firsts",
+            "first",
         )  # fmt: skip
         names += tuple(name for name in ("pairs", "rated") if getattr(self, name))
         facts = {"dtype": self.dtype.name, **{name: getattr(self, name) for name in names}}
@@ -228,6 +255,18 @@ def counted(reasons: Mapping[str, int], firsts: Mapping[str, str]) -> Iterator[s
     """Yield a line for each reason: the number of records, and the place of the first one if known."""
     for reason, count in reasons.items():
         yield f"{count:,} x {reason}{f' (the first: {firsts[reason]})' if firsts.get(reason) else ''}"
+
+
+def why_unusable(
+    documents: int, left_out: Mapping[str, int], firsts: Mapping[str, str], note: str | None = None
+) -> str:
+    """Return the error about a source in which nothing is learned. `note`: why not, if its documents have labels."""
+    note = note or (f"{count_of(documents, 'document')} without a token to learn" if documents else None)
+    none = (
+        "there is none here, because data.eval_fraction divides few documents unevenly: give another fraction, or 0. A"
+        " text file is one document, unless data.document is line or block"
+    )
+    return f"no usable document: {'; '.join([*([note] if note else []), *counted(left_out, firsts)]) or none}"
 
 
 def answer_ends(stores: Iterable[TokenStore], tokenizer: Any, learns_all: bool) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from aliquot.core.decode import parse_json, read_json, read_small
 from aliquot.core.errors import RunDirectoryError, UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
 from aliquot.models.adapter import BASE, STEM, MergedWeights, saves_of
-from aliquot.models.model_files import json_bytes
+from aliquot.models.model_files import export_dtype, json_bytes
 from aliquot.models.source import model_on_meta
 from aliquot.models.stored_weights import (
     Published,
@@ -179,6 +179,13 @@ def export_checkpoint(
         else:
             options = replace(options, published=saves_of(tensors), stem=STEM)
         export(store, tensors, out_dir, stored_dtype, files, ranks, options)
+
+
+def trained_dtype(checkpoint_dir: Path) -> torch.dtype:
+    """Return the dtype that the run of a checkpoint exports, or else computes with. Raises UserError."""
+    read_manifest(checkpoint_dir)  # the error about an incomplete checkpoint comes first
+    settings = read_json(checkpoint_dir / STATE)["config"]
+    return export_dtype(settings["model"]["dtype"], None, settings["train"]["precision"])
 
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:

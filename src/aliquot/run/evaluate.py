@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -170,23 +170,28 @@ class Evaluation:
     """The result of `evaluate_model` on one evaluation set.
 
     Attributes:
-        loss: The mean cross-entropy of the predicted tokens, in nats per token.
-        perplexity: The exponential of the loss.
+        loss: The mean cross-entropy of the predicted tokens, in nats per token; with a preference objective, the mean
+            loss of a pair or of a rated answer.
+        perplexity: The exponential of the loss. None with a preference objective.
         bits_per_byte: Bits of loss per byte of UTF-8 text, which compares models with different tokenizers. None if the
             size of the text is unknown, as for chats.
-        predicted_tokens: The number of tokens that the model predicted.
+        predicted_tokens: The number of tokens that the model predicted; with a preference objective, of pairs or rated
+            answers.
         documents: The number of documents.
         sequence_length: The longest context, in tokens.
         ranks: The number of ranks that computed the result.
+        preferences: The mean of each of TRL's metrics, for example `rewards/accuracies`; empty without a preference
+            objective.
     """
 
     loss: float
-    perplexity: float
+    perplexity: float | None
     bits_per_byte: float | None
     predicted_tokens: int
     documents: int
     sequence_length: int
     ranks: int
+    preferences: Mapping[str, float] = field(default_factory=dict)
 
 
 def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
@@ -229,10 +234,10 @@ def _evaluate_sets(trainer: Trainer) -> dict[str, Evaluation]:
     for name, batches in run.held_out.items():
         result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda: 0)
         assert result is not None  # because nothing stops the evaluation
-        documents, length = batches.store.documents, batches.format.length
+        loss, perplexity, bits = result.pop("loss"), result.pop("perplexity", None), result.pop("bits_per_byte", None)
+        length, documents = batches.format.length, batches.store.documents
         results[name] = Evaluation(
-            result["loss"], result["perplexity"], result.get("bits_per_byte"), batches.predicted, documents, length,
-            ranks.world_size,
-        )  # fmt: skip
+            loss, perplexity, bits, batches.predicted, documents, length, ranks.world_size, preferences=result
+        )
     model.engine.close()
     return results

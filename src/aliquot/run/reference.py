@@ -11,25 +11,29 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from aliquot.config.evaluation_config import EvaluationConfig
 from aliquot.core.errors import WeightsFileError
-from aliquot.core.on_rank_0 import run_on_rank_0
+from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.core.small_files import publish_bytes, read_small_file
 from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.token_store import Reference, TokenStore
 from aliquot.models.stored_weights import fingerprint
 from aliquot.run.activity import Stage
-from aliquot.run.resolved_run import ResolvedRun
+from aliquot.run.built_model import build_model
+from aliquot.run.resolved_run import ResolvedRun, load_tokenizer, model_source, traits_together
+from aliquot.run.starting_point import begin_model
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -145,20 +149,56 @@ class _ReferenceFile:
 
 def _compute(trainer: Trainer, batches: EvalBatches, file: _ReferenceFile, start: int) -> None:
     """Compute the log-probabilities from sequence `start` on; rank 0 receives and writes them. Collective."""
-    ranks, engine, total = trainer.ranks, trainer.model.engine, batches.count(trainer.ranks.world_size)
+    ranks, total = trainer.ranks, batches.count(trainer.ranks.world_size)
     first = start // (ranks.world_size * batches.micro_batch_size)
     started_s, results = time.perf_counter(), list[tuple[list[int], list[float]]]()
-    for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size, first), first + 1):
-        logprobs = engine.evaluate(micro_batch)
-        if micro_batch is not None and micro_batch.answers is not None:
-            results.append((list(micro_batch.answers.places), logprobs.view(-1).tolist()))
-        if batches.store.desirable is not None:
-            mismatched = engine.evaluate(micro_batch and (micro_batch.mismatched or micro_batch))
-            if micro_batch is not None and micro_batch.answers is not None:
-                results.append(([place + 1 for place in micro_batch.answers.places], mismatched.view(-1).tolist()))
+    for done, logprobs in enumerate(_answer_logprobs(trainer, batches, first), first + 1):
+        results += logprobs
         if done < total and (done - first) % _BETWEEN_WRITES:
             continue
         gathered = [result for rank_results in ranks.gather(results) for result in rank_results]
         results = []
         run_on_rank_0(ranks, partial(file.add, gathered))
         trainer.display.evaluating(done, total, time.perf_counter() - started_s, "reference log-probabilities")
+
+
+def _answer_logprobs(
+    trainer: Trainer, batches: EvalBatches, first: int = 0
+) -> Iterator[list[tuple[list[int], list[float]]]]:
+    """Yield (places in `TokenStore.reference`, log-probabilities) of each micro-batch of this rank. Collective.
+
+    `first`: the number of the first micro-batch of each rank.
+    """
+    engine = trainer.model.engine
+    for micro_batch in batches.micro_batches(trainer.ranks.rank, trainer.ranks.world_size, first):
+        results = [engine.evaluate(micro_batch)]
+        if batches.store.desirable is not None:
+            results.append(engine.evaluate(micro_batch and (micro_batch.mismatched or micro_batch)))
+        places = () if micro_batch is None or micro_batch.answers is None else micro_batch.answers.places
+        values = [result.view(-1).tolist() for result in results] if places else []
+        yield [([place + n for place in places], logprobs) for n, logprobs in enumerate(values)]
+
+
+def compare_with_reference(trainer: Trainer, run: ResolvedRun) -> ResolvedRun:
+    """Return a stand-alone evaluation with the log-probabilities of the model before training. Collective.
+
+    That model is built first and closed again, so that no two models are in memory.
+    """
+    config, objective = run.config, run.batches.format.objective
+    if not isinstance(config, EvaluationConfig) or config.reference is None or objective is None:
+        return run
+    before = config.model_copy(update={"model": config.reference, "adapter": config.reference_adapter})
+    source = run_on_all_ranks(trainer.ranks, lambda: model_source(before))
+    run_on_all_ranks(trainer.ranks, lambda: load_tokenizer(before, source, run.data))
+    trainer.resolved = replace(run, config=before, source=source, traits=traits_together(trainer.ranks, before, source))
+    trainer.model = build_model(trainer)
+    begin_model(trainer)
+    held_out = {}
+    for name, batches in run.held_out.items():
+        values = np.full(batches.store.references, np.nan, np.float32)  # the values of this rank's micro-batches
+        for places, logprobs in chain.from_iterable(_answer_logprobs(trainer, batches)):
+            values[places] = logprobs
+        held_out[name] = batches.with_objective(objective, values)
+    trainer.model.engine.close()
+    del trainer.model
+    return replace(run, held_out=held_out)

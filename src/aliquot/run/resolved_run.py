@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -16,15 +17,17 @@ from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import Prepared, TokenizerChanges, prepare, prepare_together
+from aliquot.data.remote_files import NamedProgress
 from aliquot.data.token_store import answer_ends
 from aliquot.data.tokenizer import largest_token
 from aliquot.data.workload import batch_size
 from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.leader_lease import follows_earlier_round
+from aliquot.distributed.ranks import Ranks
 from aliquot.machine.matmul import caches_large_kernels
 from aliquot.machine.memory import memory_limit
 from aliquot.models.adapter import BASE
-from aliquot.models.source import ModelSource, import_models, resolve
+from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
 from aliquot.models.stored_weights import fingerprint
 from aliquot.models.traits import Traits, traits
 from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
@@ -96,57 +99,70 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     ranks = trainer.ranks
     positions = run_on_rank_0(ranks, lambda: resolve(trainer.requested.model).positions)  # only rank 0 downloads
     config = trainer.requested.with_positions(positions)
-    source = run_on_all_ranks(ranks, lambda: _model_source(config))
-    adds_tokens = config.model.add_tokens, config.model.add_special_tokens
-    adapter = None if config.adapter is None else config.adapter.directory
-    day = config.data.chat_template_date or date.fromisoformat(
-        run_on_rank_0(ranks, lambda: str(trainer.directory.day()))
-    )
-    section = config.data.model_copy(update={"chat_template_date": day})
-    prepare_node = partial(
-        prepare, section, source.directory, source.largest_vocabulary, trainer.display.progress,
-        source.config.to_dict(), TokenizerChanges(*adds_tokens, adapter), trains,
-    )  # fmt: skip
-    data = prepare_together(ranks, prepare_node)
-
-    def load_tokenizer() -> Any:
-        tokenizer = data.load_tokenizer()
-        source.adopt_tokenizer(tokenizer, largest_token(tokenizer), any(adds_tokens))
-        # This is the second check, because the padding token may have changed.
-        source.check_length(config.data.sequence_length, config.train.answers)
-        return tokenizer
-
-    tokenizer = run_on_all_ranks(ranks, load_tokenizer)
-    size = batch_size(config.train, ranks.world_size)
-    epochs = None if config.train.max_steps else config.train.num_train_epochs
-    model_traits = Traits(**run_on_rank_0(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
+    source = run_on_all_ranks(ranks, lambda: model_source(config))
+    day = date.fromisoformat(run_on_rank_0(ranks, lambda: str(trainer.directory.day())))
+    data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
+    tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config, source, data))
+    model_traits = traits_together(ranks, config, source)
     fills_up = caches_large_kernels(ranks.topology.device, config.train.precision)
-
-    def lay_out() -> tuple[Batches, dict[str, EvalBatches]]:
-        fitting = replace(data, positions=source.positions)
-        batches = Batches.of(fitting, config.data, config.run.seed, size, epochs, model_traits.packs, fills_up)
-        held_out = EvalBatches.of(fitting, config.data, size, model_traits.packs, fills_up)
-        if (objective := objective_of(config.train)) is not None:
-            if getattr(source.config, "output_router_logits", False):
-                raise UnsupportedModelError(
-                    f"train.objective: {objective.name} has no loss for output_router_logits: set it to false in"
-                    " config.json"
-                )
-            batches = batches.with_objective(objective)
-            held_out = {name: batches_of_set.with_objective(objective) for name, batches_of_set in held_out.items()}
-        batches.total_steps(config.train.max_steps)  # raises the error of data without a whole step
-        return batches, held_out
-
-    batches, held_out = run_on_all_ranks(ranks, lay_out)
+    layout = partial(lay_out, config, source, data, ranks.world_size, model_traits.packs, fills_up)
+    batches, held_out = run_on_all_ranks(ranks, layout)
     inputs = ResolvedRun(config, source, model_traits, data, tokenizer, batches, held_out)
     check_equal_on_ranks(ranks, lambda: _identities(inputs))
     return inputs
 
 
-def _model_source(config: RunConfig) -> ModelSource:
-    source = resolve(config.model)
+def traits_together(ranks: Ranks, config: RunConfig, source: ModelSource) -> Traits:
+    """Return how the model computes, by a trial on rank 0. Collective."""
+    return Traits(**run_on_rank_0(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
+
+
+def model_source(config: RunConfig, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:
+    """Return the model's description. Raises UserError for sequences that are longer than the model's positions."""
+    source = resolve(config.model, hub_files)
     source.check_length(config.data.sequence_length, config.train.answers)  # early: tokenising a corpus takes long
     return source
+
+
+def prepare_data(
+    config: RunConfig, source: ModelSource, day: date, progress: NamedProgress | None, trains: bool = True
+) -> Prepared:
+    """Tokenise the data of a run, unless the cache has the tokens. `day`: the day on which the run began."""
+    section = config.data.model_copy(update={"chat_template_date": config.data.chat_template_date or day})
+    adapter = None if config.adapter is None else config.adapter.directory
+    changes = TokenizerChanges(config.model.add_tokens, config.model.add_special_tokens, adapter)
+    fields, rows = source.config.to_dict(), source.largest_vocabulary
+    prepared = prepare(section, source.directory, rows, progress, fields, changes, trains)
+    return replace(prepared, positions=source.positions)
+
+
+def load_tokenizer(config: RunConfig, source: ModelSource, data: Prepared) -> Any:
+    """Return the tokenizer, after the model's description has adopted it."""
+    tokenizer, model = data.load_tokenizer(), config.model
+    source.adopt_tokenizer(tokenizer, largest_token(tokenizer), bool(model.add_tokens or model.add_special_tokens))
+    # This is the second check, because the padding token may have changed.
+    source.check_length(config.data.sequence_length, config.train.answers)
+    return tokenizer
+
+
+def lay_out(
+    config: RunConfig, source: ModelSource, data: Prepared, ranks: int, packs: bool = True, fills_up: bool = False
+) -> tuple[Batches, dict[str, EvalBatches]]:
+    """Return the batches and the evaluation batches of a run on a number of ranks."""
+    size, train = batch_size(config.train, ranks), config.train
+    epochs = None if train.max_steps else train.num_train_epochs
+    batches = Batches.of(data, config.data, config.run.seed, size, epochs, packs, fills_up)
+    held_out = EvalBatches.of(data, config.data, size, packs, fills_up)
+    if (objective := objective_of(train)) is not None:
+        if getattr(source.config, "output_router_logits", False):
+            raise UnsupportedModelError(
+                f"train.objective: {objective.name} has no loss for output_router_logits: set it to false in"
+                " config.json"
+            )
+        batches = batches.with_objective(objective)
+        held_out = {name: batches_of_set.with_objective(objective) for name, batches_of_set in held_out.items()}
+    batches.total_steps(train.max_steps)  # raises the error of data without a whole step
+    return batches, held_out
 
 
 def _identities(inputs: ResolvedRun) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from aliquot.run.built_model import build_model, files_beside_weights
 from aliquot.run.callbacks import Callback, Callbacks, Event, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, introduce, show_data
 from aliquot.run.export_run import finish_run, is_exported
-from aliquot.run.reference import with_reference
+from aliquot.run.reference import compare_with_reference, with_reference
 from aliquot.run.resolved_run import read_inputs, resolve_run
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
 from aliquot.run.shutdown import Shutdown
@@ -194,7 +194,7 @@ class Trainer:
         """Read the inputs and choose each setting that is `auto`."""
         if not self._trains:
             self.activity.enter(Stage.EVALUATE_MODEL)
-            self.resolved = read_inputs(self, trains=False)
+            self.resolved = compare_with_reference(self, read_inputs(self, trains=False))
             return
         self.activity.enter(Stage.READ_DATA)
         inputs = read_inputs(self)

@@ -38,7 +38,8 @@ def loss(run: Run) -> Figure:
     lines = [
         Line("training loss", trained, 0, smooth=True), Line("evaluation loss", evaluated, 1, "dots dashed")
     ]  # fmt: skip
-    unit = "nats per token" if run.setting("train", "objective") in (None, "sft") else "loss of a pair"
+    compared = "loss of a rated answer" if run.setting("train", "objective") == "kto" else "loss of a pair"
+    unit = "nats per token" if run.setting("train", "objective") in (None, "sft") else compared
     axis = Axis(unit, "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
     epochs = {step: f"{value:.3g}" for step, value in run.points("epoch")}
     return line_figure(Figure("loss", "Loss", says), axis, lines, {"epoch": epochs} if epochs else {})

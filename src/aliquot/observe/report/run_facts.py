@@ -92,14 +92,18 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     in_epochs = f"; epoch {epochs[-1][1]:.3g}" if epochs else ""
     figures = [("steps", f"{done:,.0f}", planned_steps + in_epochs)]
     figures.append(("training loss", *_last(run.points("loss"), "no step was logged")))
-    figures.append(("evaluation loss", *_last(run.points("eval_loss", run.evaluations), "nothing was evaluated")))
+    evaluation_set = next(iter(evaluation_sets(run.evaluated)), "")
+    named = f" ({evaluation_set})" if evaluation_set else ""
+    figures.append(
+        (f"evaluation loss{named}", *_last(run.points("eval_loss", run.evaluations), "nothing was evaluated"))
+    )
     evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
     if evaluated:
-        figures.append(("perplexity", significant(evaluated[-1][1]), "on held-out text"))
+        figures.append((f"perplexity{named}", significant(evaluated[-1][1]), "on held-out text"))
     if accuracies := run.points("eval_rewards/accuracies", run.evaluations):
-        figures.append(("accuracy", percent(accuracies[-1][1]), "of held-out pairs have the preferred order"))
+        figures.append((f"accuracy{named}", percent(accuracies[-1][1]), "of held-out pairs have the preferred order"))
     if bits:
-        figures.append(("bits per byte", f"{bits[-1][1]:.3f}", "of held-out text"))
+        figures.append((f"bits per byte{named}", f"{bits[-1][1]:.3f}", "of held-out text"))
     if (training_s := run.training_s()) > 0:
         figures.append(("training time", duration(training_s), cost(run, training_s) or "without pauses"))
     if tokens := run.points("tokens"):
