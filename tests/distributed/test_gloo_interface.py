@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import socket
+
 import psutil
 import pytest
 
-from aliquot.core.errors import RendezvousError
+from aliquot.core.errors import LaunchError, RendezvousError, resource_error
 from aliquot.distributed.gloo_interface import (
     address_here,
     address_of,
+    check_network,
     group_address,
     interface_towards,
     listening_address,
 )
+from aliquot.distributed.store_server import allow_open_files, check_connection
 
 OTHER = next((name for name in psutil.net_if_addrs() if name != "lo" and address_of(name) != "no address"), None)
 
@@ -39,3 +45,18 @@ def test_listening_address_is_the_one_that_others_use(monkeypatch: pytest.Monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     with pytest.raises(RendezvousError, match="GLOO_SOCKET_IFNAME is eth77"):
         group_address()
+
+
+def test_machine_that_no_rank_can_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:  # bound, but listening to nobody, as behind a loopback interface that is down
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(RendezvousError, match=r"cannot connect to that port: .* Is the loopback interface up"):
+            check_connection(*silent.getsockname())
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    with pytest.raises(LaunchError, match="has 64 characters: torch reads at most 63"):
+        check_network()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    with pytest.raises(LaunchError, match="this process may open 24 files"):
+        allow_open_files()
+    error = OSError(errno.EMFILE, "Too many open files", "a-cache")
+    assert "a-cache: too many open files: this process may open 24. Raise" in str(resource_error(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,8 +36,10 @@ def command(
     """
     from aliquot.config.key_locations import locate_errors
     from aliquot.config.read_config import read_with_locations
+    from aliquot.core.standard_streams import continue_without_console
     from aliquot.distributed import launcher
     from aliquot.distributed.auto_ranks import crowding_warning, resolve_auto_ranks
+    from aliquot.distributed.rank_errors import LOG_DIRECTORY
     from aliquot.machine.allocator import restart_with_allocator
     from aliquot.machine.memory import memory_limit
     from aliquot.observe.run_directory import RunDirectory
@@ -47,12 +50,13 @@ def command(
         all_overrides = [*(overrides or []), *(["observe.console=quiet"] if quiet else [])]
         settings, written = read_with_locations(config, all_overrides)
         locations.update(written)
+        directory = RunDirectory(settings.run.directory)
+        continue_without_console(Path(os.environ.get(LOG_DIRECTORY, directory.logs)) / "console.log")
         placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
         mode = launcher.launch_mode(placed, os.environ)
         if mode != "rank" and not force:
             check_start(settings, int(placed.ranks), memory_limit())
         if mode == "launcher":
-            directory = RunDirectory(settings.run.directory)
             if not placed.is_elastic:
                 directory.check(settings)  # before the launcher writes into the directory
             if reason is not None:

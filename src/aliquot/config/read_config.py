@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,6 +100,10 @@ def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPat
         raise ConfigError(f"override {override!r}: {error.problem}") from None
     except TooDeepError as error:
         raise ConfigError(f"override {override[:200]!r}: {error}") from None
+    except yaml.reader.ReaderError as error:
+        # The interpreter gives a byte that is not UTF-8 as a surrogate. YAML refuses control characters, too.
+        what = "its bytes are not UTF-8" if 0xDC80 <= error.character <= 0xDCFF else "YAML allows no control characters"
+        raise ConfigError(f"override {os.fsencode(override[:200])!r}: {what}. Type the value again") from None
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"override {override[:200]!r}: the value is not valid YAML") from None
     section = values

@@ -23,6 +23,8 @@ _STORAGE_FAILURES = {
 # Error numbers that only a file system returns. They identify a failed write, whose OSError names no file.
 _FILE_SYSTEM_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE}
 
+_TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
+
 
 # Control characters of a terminal without newline and tab, and characters that reverse the order of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -226,7 +228,13 @@ def user_error_types(base: type[UserError] = UserError) -> Iterator[type[UserErr
 
 
 def storage_error(message: str, error: OSError, where: str | Path | None = None) -> StorageError:
-    """Return `message` as a StorageError, or as a StorageFailureError if `error` says that a disk or server fails."""
+    """Return `message` as a StorageError, or as a StorageFailureError if `error` says that a disk or server fails.
+
+    If this process or the system has too many open files, no file is at fault, and the message says that instead.
+    """
+    if error.errno in _TOO_MANY_FILES:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return StorageError(f"too many open files: this process may open {limit}. Raise the limit (ulimit -n)", where)
     return (StorageFailureError if error.errno in _STORAGE_FAILURES else StorageError)(message, where)
 
 
@@ -248,7 +256,7 @@ def resource_error(error: BaseException) -> UserError | None:
         largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = "the file system's limit" if largest == resource.RLIM_INFINITY else f"{largest} bytes (ulimit -f)"
         return StorageError(f"a file or shared memory would be larger than {limit}. Raise the limit", error.filename)
-    if isinstance(error, OSError) and number in _FILE_SYSTEM_ERRORS:
+    if isinstance(error, OSError) and number in _FILE_SYSTEM_ERRORS | _TOO_MANY_FILES:
         return storage_error(error.strerror or text, error, error.filename)
     return None
 

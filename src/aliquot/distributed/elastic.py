@@ -32,6 +32,7 @@ from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRu
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
+from aliquot.distributed.store_server import check_connection
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
@@ -312,10 +313,14 @@ def _listen(address: str) -> list[socket.socket]:
             first = socket.create_server((address, 0), family=family)
         except OSError as error:
             raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
+        port = first.getsockname()[1]
+        check_connection(address, port)
         if address == "127.0.0.1":
             return [first]
         with suppress(OSError):  # the port is taken on loopback
-            return [first, socket.create_server(("127.0.0.1", first.getsockname()[1]))]
+            second = socket.create_server(("127.0.0.1", port))
+            check_connection("127.0.0.1", port)
+            return [first, second]
         first.close()
     raise RendezvousError(f"no port is free both on {address} and on 127.0.0.1")
 

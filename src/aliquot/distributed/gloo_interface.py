@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import psutil
 
-from aliquot.core.errors import RendezvousError
+from aliquot.core.errors import LaunchError, RendezvousError
 from aliquot.distributed.topology import Topology
 
+_LONGEST_HOST_NAME = 63  # gloo and the resolver fail with the 64 characters that Linux allows
 _ANYWHERE = "192.0.2.1"  # an address reserved for documentation, used to find the default route
 
 
@@ -71,7 +72,7 @@ def group_address() -> str:
     The address belongs to the interface in GLOO_SOCKET_IFNAME if set, otherwise to the interface of the default route,
     otherwise to the first interface that is up.
     """
-    check_interface()
+    check_network()
     interface = gloo_interface() or interface_towards(_ANYWHERE) or next(_active_interfaces(), None)
     return "127.0.0.1" if interface is None else address_of(interface)
 
@@ -104,8 +105,13 @@ def choose_interface(topology: Topology) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-def check_interface() -> None:
-    """Raise RendezvousError if GLOO_SOCKET_IFNAME names an interface that this machine does not have."""
+def check_network() -> None:
+    """Raise an error for a host name that gloo cannot read, or for an unknown interface in GLOO_SOCKET_IFNAME."""
+    if len(host := socket.gethostname()) > _LONGEST_HOST_NAME:
+        raise LaunchError(
+            f"the name of this host, {host}, has {len(host)} characters: torch reads at most {_LONGEST_HOST_NAME}. Give"
+            " the machine or the container a shorter name"
+        )
     name, known = gloo_interface(), sorted(psutil.net_if_addrs())
     if name is not None and name not in known:
         raise RendezvousError(

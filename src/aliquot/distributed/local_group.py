@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from aliquot.core.errors import RendezvousError
 from aliquot.core.python_command import python_command
 from aliquot.distributed.forked_rank import end_forked_ranks, fork_server_errors, run_forked_rank
+from aliquot.distributed.gloo_interface import check_network
 from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import ERROR_LOG, ErrorLog, explain_failure, explain_stop
 from aliquot.distributed.rendezvous import NodeGroup
@@ -59,8 +60,10 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
     """Run the program as the local `ranks` of a node of `group`, and wait for them. When a rank dies, all ranks end.
 
     The ranks of an elastic `round` are forked from the fork server (forked_rank.py). Without a round, every rank starts
-    a new interpreter. Raises RendezvousError if the nodes cannot join, and TrainingError if the fork server has ended.
+    a new interpreter. Raises LaunchError for an unusable host name, RendezvousError if the nodes cannot
+    join, and TrainingError if the fork server has ended.
     """
+    check_network()
     # Silence torch's launcher, because aliquot reports the failures itself.
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
         logging.getLogger(name).addHandler(logging.NullHandler())

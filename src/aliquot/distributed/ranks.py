@@ -23,10 +23,11 @@ import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
 
+from aliquot.core.errors import RendezvousError
 from aliquot.distributed.collectives.peers import host_identity
 from aliquot.distributed.collectives.wire import connect_groups
 from aliquot.distributed.flight_recorder import limit_nccl
-from aliquot.distributed.gloo_interface import address_of, check_interface, choose_interface, gloo_interface
+from aliquot.distributed.gloo_interface import address_of, check_network, choose_interface, gloo_interface
 from aliquot.distributed.numa_binding import bind_memory, pin_process, set_preferred_node
 from aliquot.distributed.rendezvous import meet_ranks
 from aliquot.distributed.signed_store import SignedStore
@@ -83,11 +84,17 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         store = None
+        check_network()
         if topology.world_size == 1:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            try:
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+            except RuntimeError as error:
+                raise RendezvousError(
+                    f"gloo finds no address of this machine: {str(error).partition(chr(10))[0]}. Is the loopback interface"
+                    " up (ip link set lo up)?"
+                ) from error
         else:
             choose_interface(topology)
-            check_interface()
             allow_open_files()
             store = meet_ranks(topology, os.environ, join_timeout_s)
             # NCCL's threads read the store even after the interpreter has ended, when a SignedStore, which is Python

@@ -20,12 +20,13 @@ import psutil
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from aliquot.core.errors import RendezvousError
+from aliquot.core.errors import LaunchError, RendezvousError
 from aliquot.distributed.gloo_interface import address_here, listening_address
 
 CONNECT_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0
 _HOST_NAME = re.compile(r"[\w.-]+|[0-9a-fA-F:]+(%\w+)?")  # including IPv6 addresses
+_FEWEST_FILES = 64
 _POLL_S = 0.1
 _REPORT_INTERVAL_S = 30.0
 _SERVERS: WeakValueDictionary[int, TCPStore] = WeakValueDictionary()  # servers of this process by port
@@ -97,18 +98,28 @@ def serve_store(address: str, port: int) -> TCPStore:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family)
         port = listener.getsockname()[1]
+        check_connection(address, port)
         server = TCPStore(
             address, port, None, True, timedelta(seconds=STORE_TIMEOUT_S), False, master_listen_fd=listener.detach()
         )
     except (OSError, DistError) as error:
-        raise RendezvousError(f"port {port} cannot be opened at {address}: {_port_failure(port, error)}") from None
+        name = f"port {port} cannot" if port else "no port can"
+        raise RendezvousError(f"{name} be opened at {address}: {_port_failure(port, error)}") from None
     _SERVERS[port] = server
     return server
 
 
 def allow_open_files() -> None:
-    """Let this process open as many files as the system allows: a connection to every rank needs a descriptor."""
+    """Let this process open as many files as the system allows: a connection to every rank needs a descriptor.
+
+    Raises LaunchError if the system allows too few for two ranks, because torch would only log a lost connection.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < _FEWEST_FILES:
+        raise LaunchError(
+            f"this process may open {hard} files: connections between ranks need at least {_FEWEST_FILES}. Raise the"
+            " limit (ulimit -n 1024)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -129,6 +140,15 @@ def connection_failure(address: str, port: int) -> str | None:
     except OSError as error:
         return str(error.strerror)
     return None
+
+
+def check_connection(address: str, port: int) -> None:
+    """Raise RendezvousError if this process cannot connect to its own `port`, at which it listens."""
+    if failure := connection_failure(address, port):
+        interface = "the loopback interface up (ip link set lo up)" if address == "127.0.0.1" else "its interface up"
+        raise RendezvousError(
+            f"this machine listens at {address}:{port}, but cannot connect to that port: {failure}. Is {interface}?"
+        )
 
 
 def check_host_name(address: str) -> None:
