@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from aliquot.distributed.leader_lease import (
     newest_round,
 )
 from aliquot.distributed.membership import ElasticRun, Leader, PreviousRound
+from aliquot.distributed.rank_errors import Ended, Verdict, judge
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
 from tests.runs import command, curve, refused, trained, write_config
@@ -182,7 +183,7 @@ class Nodes:
 
 
 def end(peer: Peer, round: int, code: int = 0, kind: str = "done", line: str = "") -> None:
-    peer.send("ended", round=round, code=code, lines=[line], kind=kind)
+    peer.send("ended", round=round, report=asdict(Ended(code, (line,), kind)))
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def test_rounds_follow_new_and_lost_nodes(nodes: Nodes) -> None:
         b"{" * 100_000,
         b'{"what": "hello", "nonce": ["word"]}\n',
         b'{"what": "hello", "nonce": "\\ud800"}\n',
-        b'{"what": "ended", "round": 1, "code": 2, "lines": ["evil"], "kind": "user"}\n',
+        b'{"what": "ended", "round": 1, "report": {"code": 2, "lines": ["evil"]}}\n',
         b'{"what": ' + b"9" * 5000 + b"}\n",
         os.urandom(5000) + b"\n",
     ],
@@ -342,12 +343,26 @@ def test_recurring_failure_ends_the_run_on_all_nodes(nodes: Nodes) -> None:
     assert (ended["code"], ended["lines"][0]) == (1, "aliquot: rank 1 failed: Y [crash]")
 
 
-def test_bad_input_ends_the_run_at_once(nodes: Nodes) -> None:
-    a, b = nodes.come("a"), nodes.come("b")
-    assert nodes.whats(a, b) == ["start"] * 2
-    end(a, 1, 2, "user", "aliquot: data.txt: no such file [data]")
-    end(b, 1, 1, "peer_lost")
-    assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
+@pytest.mark.parametrize(
+    ("reports", "changed", "newcomers", "again", "verdict"),
+    [
+        ([Ended(0), Ended(0)], True, True, True, "finish"),
+        ([Ended(1, ("OSError: /runs/[diverged]/x",), "crash")], False, False, False, "retry"),
+        ([Ended(2, ("[cut-off].jsonl: no such file [data]",), "user", "data")], True, False, False, "end"),
+        ([Ended(1, kind="peer_lost"), Ended(1, kind="training", id="diverged")], True, True, False, "end"),
+        ([Ended(1, kind="training", id="engine-check")], False, False, False, "end"),
+        ([Ended(1, id="cut-off"), Ended(2, kind="user", id="data")], True, True, True, "send away"),
+        ([Ended(143, kind="training", id="terminated")], False, False, False, "end"),
+        ([Ended(143, kind="training", id="terminated")], True, False, False, "retry"),
+        ([Ended(1, kind="crash")], False, False, True, "end"),
+        ([Ended(1, kind="crash")], True, False, True, "retry"),
+        ([], True, False, True, "retry"),
+    ],
+)  # fmt: skip
+def test_verdict_about_a_round(
+    reports: list[Ended], changed: bool, newcomers: bool, again: bool, verdict: Verdict
+) -> None:
+    assert judge(reports, changed, newcomers, again)[0] == verdict
 
 
 def test_new_node_with_bad_input_ends_alone(nodes: Nodes) -> None:

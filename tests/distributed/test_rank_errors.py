@@ -17,6 +17,7 @@ from aliquot.distributed import rank_errors
 from aliquot.distributed.rank_errors import (
     ERROR_LOG,
     LOG_DIRECTORY,
+    Ended,
     ErrorLog,
     RankError,
     classify,
@@ -83,7 +84,7 @@ def said(rank: int, kind: rank_errors.Kind, time: float, message: str = "what ha
 
 
 def first_line(failures: dict[int, Dead], *words: RankError) -> str:
-    return explain_failure(failures, words, NO_LOGS)[0][0]
+    return explain_failure(failures, words, NO_LOGS).lines[0]
 
 
 def test_cause_precedes_echo_and_signals_of_the_launcher() -> None:
@@ -96,11 +97,15 @@ def test_cause_precedes_echo_and_signals_of_the_launcher() -> None:
 
 def test_run_stopped_through_another_node_exits_with_143() -> None:
     saved = [RankError(0, "training", "saved [terminated]", "", 7.0, 143)]
-    assert explain_failure({0: Dead(143)}, saved, NO_LOGS) == (["aliquot: rank 0: saved [terminated]"], 143, "training")
-    assert explain_stop(signal.SIGTERM, saved) == (["aliquot: rank 0: saved [terminated]"], 143)
-    assert explain_stop(signal.SIGTERM, []) == (["aliquot: stopped by SIGTERM"], 143)  # before there was anything
+    assert explain_failure({0: Dead(143)}, saved, NO_LOGS) == Ended(
+        143, ("aliquot: rank 0: saved [terminated]",), "training"
+    )
+    assert explain_stop(signal.SIGTERM, saved) == Ended(143, ("aliquot: rank 0: saved [terminated]",), "stopped")
+    assert explain_stop(signal.SIGTERM, []) == Ended(
+        143, ("aliquot: stopped by SIGTERM",), "stopped"
+    )  # before there was anything
     words = [*saved, said(1, "training", 9.0, "no space left [disk]"), said(2, "peer_lost", 6.0)]
-    assert explain_stop(signal.SIGTERM, words) == (["aliquot: rank 1: no space left [disk]"], 1)
+    assert explain_stop(signal.SIGTERM, words) == Ended(1, ("aliquot: rank 1: no space left [disk]",), "stopped")
 
 
 def test_earlier_of_two_causes_is_shown_despite_clocks() -> None:
@@ -118,26 +123,22 @@ def test_cause_is_found_in_ranks_that_torch_does_not_name() -> None:
 
 
 def test_silent_deaths() -> None:
-    assert explain_failure({1: Dead(3)}, [], NO_LOGS) == (
-        ["aliquot: rank 1 ended with exit code 3 [crash]"],
-        1,
-        "killed",
+    assert explain_failure({1: Dead(3)}, [], NO_LOGS) == Ended(
+        1, ("aliquot: rank 1 ended with exit code 3 [crash]",), "killed"
     )
-    assert explain_failure({1: Dead(-40)}, [], NO_LOGS) == (
-        ["aliquot: rank 1 was killed by signal 40 [killed]"],
-        1,
-        "killed",
+    assert explain_failure({1: Dead(-40)}, [], NO_LOGS) == Ended(
+        1, ("aliquot: rank 1 was killed by signal 40 [killed]",), "killed"
     )
-    assert explain_failure({0: Dead(-signal.SIGTERM)}, [], NO_LOGS) == (
-        ["aliquot: rank 0 was killed by SIGTERM [killed]"],
-        1,
-        "killed",
+    assert explain_failure({0: Dead(-signal.SIGTERM)}, [], NO_LOGS) == Ended(
+        1, ("aliquot: rank 0 was killed by SIGTERM [killed]",), "killed"
     )
 
 
 def test_bad_input_is_code_2_and_one_line(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("text")
-    assert explain_failure({1: Dead(2)}, [said(1, "user", 100.0)], tmp_path) == (["aliquot: what happened"], 2, "user")
+    assert explain_failure({1: Dead(2)}, [said(1, "user", 100.0)], tmp_path) == Ended(
+        2, ("aliquot: what happened",), "user"
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 2), (errno.EACCES, 2), (errno.ESTALE, 1), (errno.EIO, 1)])
@@ -210,7 +211,8 @@ def test_launcher_gets_errors_despite_a_full_disk(
     words = ErrorLog()
     monkeypatch.setenv(ERROR_LOG, words.path)
     assert report_error(full) == 2
-    assert not capsys.readouterr().err and explain_failure({0: Dead(2)}, words.read(), tmp_path)[1:] == (2, "user")
+    ended = explain_failure({0: Dead(2)}, words.read(), tmp_path)
+    assert not capsys.readouterr().err and (ended.code, ended.kind, ended.id) == (2, "user", "disk")
     words.close()
 
 

@@ -238,7 +238,7 @@ def test_ranks_bound_by_srun_use_all_their_cores(apart: bool) -> None:
     [
         ({"MASTER_ADDR": "http://node0"}, "'http://node0' cannot be the name of a host"),
         ({"MASTER_ADDR": ""}, "'' cannot be the name of a host"),
-        ({"MASTER_PORT": "29500/tcp"}, "the environment variable MASTER_PORT is '29500/tcp', a number is needed"),
+        ({"MASTER_PORT": "29500/tcp"}, "the environment variable MASTER_PORT is '29500/tcp': set it to a whole number"),
         ({"RANK": "2"}, "the environment says rank 2 of 2"),
         ({"MASTER_PORT": "99999"}, "the environment variable MASTER_PORT is 99999: ports are 1 to 65535"),
         ({"MASTER_PORT": "99999", "RANK": "0"}, "the environment variable MASTER_PORT is 99999: ports are"),

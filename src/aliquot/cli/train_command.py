@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +38,6 @@ def command(
     from aliquot.core.standard_streams import continue_without_console
     from aliquot.distributed import launcher
     from aliquot.distributed.auto_ranks import crowding_warning, resolve_auto_ranks
-    from aliquot.distributed.rank_errors import LOG_DIRECTORY
     from aliquot.machine.allocator import restart_with_allocator
     from aliquot.machine.memory import memory_limit
     from aliquot.observe.run_directory import RunDirectory
@@ -51,7 +49,7 @@ def command(
         settings, written = read_with_locations(config, all_overrides)
         locations.update(written)
         directory = RunDirectory(settings.run.directory)
-        continue_without_console(Path(os.environ.get(LOG_DIRECTORY, directory.logs)) / "console.log")
+        continue_without_console(directory.logs / "console.log")
         placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
         mode = launcher.launch_mode(placed, os.environ)
         if mode != "rank" and not force:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -27,12 +28,13 @@ from aliquot.distributed.forked_rank import live_forked_ranks, start_server, wai
 from aliquot.distributed.gloo_interface import group_address
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims, is_finished
-from aliquot.distributed.local_group import Ended, RankProgram, run_local_ranks
+from aliquot.distributed.local_group import RankProgram, run_local_ranks
 from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRun, Leader, PreviousRound
+from aliquot.distributed.rank_errors import Ended
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
-from aliquot.distributed.store_server import check_connection
+from aliquot.distributed.store_server import UNSERVED, check_connection, connection_failure, listen
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
@@ -74,7 +76,7 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
                 return int(order["code"])
             start_server(program.log_directory, program.modules)  # if the server has ended
             ended = _run_round(node, order, launch, program, secret)
-            if ended.was_stopped:
+            if ended.kind == "stopped":
                 _print(ended.lines)
                 return ended.code
             node.report(order["round"], ended)
@@ -110,7 +112,7 @@ def _run_round(node: _Node, order: Message, launch: LaunchSection, program: Rank
         group = meet_round(round_launch, order["nodes"], run_id, secret, _MEET_S)
         return run_local_ranks(order["ranks"], group, program, order["round"])
     except (RendezvousError, TrainingError) as error:
-        return Ended(1, (f"aliquot: {error.line}",), "crash")
+        return Ended(1, (f"aliquot: {error.line}",), "crash", error.id)
     finally:
         node.link.in_round.clear()
 
@@ -214,7 +216,7 @@ class _Node:
 
     def report(self, round: int, ended: Ended) -> None:
         assert self.link is not None
-        self.link.peer.send("ended", round=round, code=ended.code, lines=ended.lines, kind=ended.kind)
+        self.link.peer.send("ended", round=round, report=asdict(ended))
 
     def told_to_stop(self, signal_name: str) -> None:
         if self.link is not None and self.link.in_round.is_set():
@@ -274,7 +276,7 @@ class _Node:
     def _is_gone(self, claim: Claim) -> bool:
         """Whether the leader that made `claim` has ended, so that another node may lead."""
         link = self.link if self.link is not None and self.link.claim.nonce == claim.nonce else None
-        if link is not None and (link.dismissed or _refuses(link.peer.address, claim.port)):
+        if link is not None and (link.dismissed or connection_failure(link.peer.address, claim.port) == UNSERVED):
             return True
         then, ago_s = self._claims.beaten(claim.number)
         if self._still[:2] != (claim.number, then):
@@ -307,33 +309,20 @@ def _listen(address: str) -> list[socket.socket]:
 
     Raises RendezvousError.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for _ in range(_PORTS):
         try:
-            first = socket.create_server((address, 0), family=family)
+            first = listen(address)
         except OSError as error:
             raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
-        port = first.getsockname()[1]
-        check_connection(address, port)
+        check_connection(address, first.getsockname()[1])
         if address == "127.0.0.1":
             return [first]
         with suppress(OSError):  # the port is taken on loopback
-            second = socket.create_server(("127.0.0.1", port))
-            check_connection("127.0.0.1", port)
-            return [first, second]
+            listeners = [first, listen("127.0.0.1", first.getsockname()[1])]
+            check_connection("127.0.0.1", first.getsockname()[1])
+            return listeners
         first.close()
     raise RendezvousError(f"no port is free both on {address} and on 127.0.0.1")
-
-
-def _refuses(address: str, port: int) -> bool:
-    """Whether the machine at `address` is up, but no process listens at `port`."""
-    try:
-        socket.create_connection((address, port), timeout=_CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _print(lines: list[str] | tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from aliquot.core.small_files import publish_text
-from aliquot.distributed.rank_errors import RankError, bounded_call, end_rank
+from aliquot.distributed.rank_errors import RankError, bounded_call, bounded_value, end_rank
 from aliquot.distributed.topology import Topology
 
 _ENTRIES = "2000"  # collectives that the recorder keeps
@@ -123,11 +123,8 @@ def oldest_pending() -> Collective | None:
 
 def describe_pending() -> str:
     """Return text for an error line about a hang: the collective that this rank waits for, or an empty text."""
-    pending: list[Collective | None] = []
-    bounded_call(lambda: pending.append(oldest_pending()))
-    if not pending or pending[0] is None:
-        return ""
-    return f"; {pending[0]} has not ended for {pending[0].age_s:.0f} s"
+    pending = bounded_value(oldest_pending, None)
+    return "" if pending is None else f"; {pending} has not ended for {pending.age_s:.0f} s"
 
 
 class CollectiveWatchdog:

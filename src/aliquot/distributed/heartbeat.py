@@ -115,10 +115,6 @@ class Heartbeat:
     def _beat(self, count: int) -> dict[str, str | int]:
         return {"beats": count, "doing": self._activity(), "host": platform.node()}
 
-    @staticmethod
-    def _key(node: int) -> str:
-        return f"heartbeat/{node}"
-
     def _exchange_beats(self, store: Store) -> None:
         count = 0
         while not self._is_over.wait(self._interval_s if count else 0):
@@ -126,11 +122,11 @@ class Heartbeat:
             try:
                 if store.check([_END]):
                     self._heed_end(json.loads(store.get(_END)))
-                store.set(self._key(self._topology.node_rank), json.dumps(self._beat(count)))
+                store.set(f"heartbeat/{self._topology.node_rank}", json.dumps(self._beat(count)))
                 for node in self._heard_at:
-                    if not store.check([self._key(node)]):
+                    if not store.check([f"heartbeat/{node}"]):
                         continue
-                    beat = json.loads(store.get(self._key(node)))
+                    beat = json.loads(store.get(f"heartbeat/{node}"))
                     if beat != self._last_beats.get(node):
                         self._last_beats[node], self._heard_at[node] = beat, time.monotonic()
             except Exception as error:

@@ -21,7 +21,7 @@ from aliquot.core.errors import LaunchError, StorageError
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import exit_on_sigterm
-from aliquot.distributed.topology import check_port
+from aliquot.distributed.topology import check_port, integer_variable
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # infer_local_ranks infers LOCAL_RANK and others
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds, read by torchrun unless its command line has the option
@@ -55,9 +55,9 @@ def apply_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Laun
         return _apply_exported(launch, environ)
     update: dict[str, object] = {"nodes": _nodes(launch, environ)}
     if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
-        update["ranks"] = _integer(environ, "PET_NPROC_PER_NODE", 1)
+        update["ranks"] = integer_variable(environ, "PET_NPROC_PER_NODE", 0, 1)
     if "PET_NODE_RANK" in environ:
-        update["node_rank"] = _integer(environ, "PET_NODE_RANK", 0)
+        update["node_rank"] = integer_variable(environ, "PET_NODE_RANK", 0, 0)
     if "PET_MASTER_ADDR" in environ:
         update["master_address"] = environ["PET_MASTER_ADDR"]
     if "PET_MASTER_PORT" in environ:
@@ -78,14 +78,14 @@ def _nodes(launch: LaunchSection, environ: Mapping[str, str]) -> int | str:
             return LaunchSection(nodes=text).nodes
         except ValidationError:
             raise LaunchError(f"the environment variable PET_NNODES is {text!r}: give a number, or MIN:MAX") from None
-    nodes = _integer(environ, "PET_NNODES", 1)
+    nodes = integer_variable(environ, "PET_NNODES", 0, 1)
     return f"{min(launch.fewest_nodes, nodes)}:{nodes}" if launch.is_elastic else nodes
 
 
 def _apply_exported(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
     update: dict[str, object] = {}
     if "WORLD_SIZE" in environ and "RANK" not in environ and launch.ranks == "auto":
-        world_size = _integer(environ, "WORLD_SIZE", 1)
+        world_size = integer_variable(environ, "WORLD_SIZE", 0, 1)
         if world_size % launch.most_nodes:
             raise LaunchError(
                 f"WORLD_SIZE is {world_size}, which {launch.most_nodes} nodes cannot share: set launch.ranks"
@@ -152,13 +152,6 @@ def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
 
 
 def _port(environ: Mapping[str, str], name: str) -> int:
-    port = _integer(environ, name, 1)
+    port = integer_variable(environ, name, 0, 1)
     check_port(name, port)
     return port
-
-
-def _integer(environ: Mapping[str, str], name: str, smallest: int) -> int:
-    text = environ[name]
-    if not text.isdecimal() or int(text) < smallest:
-        raise LaunchError(f"the environment variable {name} is {text!r}: set it to a whole number, at least {smallest}")
-    return int(text)

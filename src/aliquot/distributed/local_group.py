@@ -27,7 +27,7 @@ from aliquot.core.python_command import python_command
 from aliquot.distributed.forked_rank import end_forked_ranks, fork_server_errors, run_forked_rank
 from aliquot.distributed.gloo_interface import check_network
 from aliquot.distributed.leader_lease import ROUND
-from aliquot.distributed.rank_errors import ERROR_LOG, ErrorLog, explain_failure, explain_stop
+from aliquot.distributed.rank_errors import ERROR_LOG, Ended, ErrorLog, explain_failure, explain_stop
 from aliquot.distributed.rendezvous import NodeGroup
 from aliquot.distributed.run_secret import SECRET_VARIABLE
 from aliquot.distributed.signals import STOP_SIGNALS
@@ -44,16 +44,6 @@ class RankProgram:
     log_directory: Path
     grace_s: float  # time to save after a stop signal, before the rank is killed
     modules: tuple[str, ...] = ()  # modules that the fork server of elastic ranks imports once
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How the ranks of a node ended."""
-
-    code: int  # 0, 1, 2 for bad input, or 128 + signal if all ranks saved because a node received a stop signal
-    lines: tuple[str, ...] = ()  # messages for the console
-    kind: str = "done"  # otherwise the kind of the first rank error, or "killed" if that rank reported no error
-    was_stopped: bool = False  # whether this launcher itself received the signal
 
 
 def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: int | None = None) -> Ended:
@@ -104,11 +94,9 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
                     {ROUND: str(round), **environ}, program.log_directory, program.argv
                 )
     except ChildFailedError as failed:
-        lines, code, kind = explain_failure(failed.failures, errors.read(), program.log_directory)
-        return Ended(code, tuple(lines), kind)
+        return explain_failure(failed.failures, errors.read(), program.log_directory)
     except SignalException as stopped:
-        lines, code = explain_stop(signal.Signals(stopped.sigval), errors.read())
-        return Ended(code, tuple(lines), "stopped", was_stopped=True)
+        return explain_stop(signal.Signals(stopped.sigval), errors.read())
     except (DistError, ElasticRendezvousError) as error:
         raise RendezvousError(
             f"the {group.nodes} nodes could not be brought together at {group.address}:{group.port}, as node"

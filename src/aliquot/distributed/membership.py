@@ -23,6 +23,7 @@ from aliquot.core.errors import NodesDifferError, RendezvousError, StorageError,
 from aliquot.distributed.config_consistency import describe_differences
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import Claim, Claims, newest_round
+from aliquot.distributed.rank_errors import Ended, judge
 
 BEAT_S = 1.0
 SILENT_S = 6.0  # a node that is silent for this long counts as lost
@@ -34,8 +35,6 @@ _MINORITY_S = 15.0
 _POLL_S = 0.1
 _FAREWELL_S = 2.0
 _MOST_STRANGERS = 64  # limit of connections that have not sent the nonce
-_RECURRING = ("[diverged]", "[engine-check]")  # errors that recur with the same input and state
-_TRANSIENT = ("[rendezvous]", "[cut-off]")
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,12 @@ class Member:
     ranks: int = 0
     automatic: bool = False
     name: str = ""  # for the console
-    ended: Message | None = None  # the message `ended` of the node's ranks in the present round
+    ended: Ended | None = None  # how the node's ranks have ended in the present round
 
     @property
     def finished(self) -> bool:
         """Whether the node's ranks have finished the whole run, so that other nodes no longer need this node."""
-        return self.ended is not None and self.ended["code"] == 0
+        return self.ended is not None and self.ended.code == 0
 
 
 @dataclass
@@ -195,8 +194,8 @@ class Leader:
         elif not member.id:
             self._remove(member)  # not a node of this run
         elif what == "ended" and message["round"] == self._claim.number:
-            member.ended = message
-            if message["code"]:
+            member.ended = Ended(**message["report"])
+            if member.ended.code:
                 self._round.ending = self._round.ending or time.monotonic()
         elif what == "leave":
             if member in self._round.members and not member.finished:
@@ -325,40 +324,32 @@ class Leader:
         for member in self._round.members:
             member.peer.send("kill")
 
-    def _judge(self, ended: list[Message]) -> None:
-        """Decide, after all remaining ranks have ended, whether the run ends or another round starts."""
-        causes = [report for report in ended if report["code"] and report["kind"] != "peer_lost"] or ended
-        worst = next((report for report in causes if _is_final(report)), None)
-        if ended and not any(report["code"] for report in ended):
+    def _judge(self, reports: list[Ended]) -> None:
+        """Obey the verdict after all remaining ranks have ended."""
+        reasons, saved, new = self._round.reasons, self._run.progress()[0], self._new_beside_proven()
+        verdict, cause = judge(reports, bool(reasons), bool(new), self._failed_at == saved)
+        if verdict == "finish":
             self._claims.finish(self._run.finish_mark())
             self._end(0)
-        elif worst is not None and worst["code"] == 2 and (new := self._new_beside_proven()):
-            self._send_away(new, worst["lines"])
-            self._next_round()
-        elif worst is not None:
-            self._end(worst["code"], *worst["lines"])
-        elif not self._round.reasons and causes[0]["code"] > 2:  # the ranks received a signal directly
-            self._end(causes[0]["code"], *causes[0]["lines"])
-        elif not self._round.reasons and self._failed_at == self._run.progress()[0]:
-            self._end(causes[0]["code"], *causes[0]["lines"], "  twice since the last checkpoint: the run ends")
+        elif verdict == "end":
+            self._end(cause.code, *cause.lines)
         else:
-            if not self._round.reasons:
-                self._failed_at = self._run.progress()[0]
-                self._round.reasons.append(causes[0]["lines"][0].removeprefix("aliquot: "))
+            if verdict == "send away":
+                self._send_away(new, cause.lines)
+            elif not reasons:
+                self._failed_at = saved
+                reasons.append(cause.lines[0].removeprefix("aliquot: "))
             else:  # without the change of nodes, the round would have continued: its members work
                 self._proven |= {member.id for member in self._round.members}
-            self._next_round()
-
-    def _next_round(self) -> None:
-        self._round.running, self._round.ending = False, None
-        self._changed = self._waiting_since = time.monotonic()
+            self._round.running, self._round.ending = False, None
+            self._changed = self._waiting_since = time.monotonic()
 
     def _new_beside_proven(self) -> list[Member]:
         """Return the members that have never trained, if other members have: then a new member caused the failure."""
         new = [member for member in self._round.members if member.id not in self._proven]
         return new if len(new) < len(self._round.members) else []
 
-    def _send_away(self, members: list[Member], lines: list[str]) -> None:
+    def _send_away(self, members: list[Member], lines: Sequence[str]) -> None:
         """End the run on nodes whose data differ or are missing; the remaining nodes continue."""
         names = ", ".join(member.name for member in members)
         self._round.reasons = [f"{names} cannot take part: {lines[0].removeprefix('aliquot: ')}"]
@@ -371,13 +362,6 @@ class Leader:
         for member in self._members:
             member.peer.send("end", code=code, lines=lines)
         self._over.set()
-
-
-def _is_final(ended: Message) -> bool:
-    """Whether the failure would recur: bad input, or an error that depends only on input and state."""
-    text = " ".join(ended["lines"])
-    is_bad_input = ended["code"] == 2 and not any(mark in text for mark in _TRANSIENT)
-    return is_bad_input or any(mark in text for mark in _RECURRING)
 
 
 def _nodes(count: int) -> str:

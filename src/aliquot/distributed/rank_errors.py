@@ -17,11 +17,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from aliquot.core.errors import TrainingError, UserError, printable, resource_error
+from aliquot.core.errors import DivergedError, SelfTestError, TrainingError, UserError, printable, resource_error
 from aliquot.core.small_files import open_unlinked, publish_text
 
 if TYPE_CHECKING:
@@ -31,8 +31,12 @@ LOG_DIRECTORY = "ALIQUOT_LOG_DIRECTORY"  # set in the ranks of aliquot's launche
 ERROR_LOG = "ALIQUOT_LAST_WORDS"  # the path of the launcher's ErrorLog
 
 Kind = Literal["user", "training", "crash", "peer_lost"]
+# What follows a round of an elastic run: its end, or the next round, after newcomers were sent away or of all nodes.
+Verdict = Literal["finish", "end", "send away", "retry"]
 
+T = TypeVar("T")
 _BOUNDED_CALL_S = 3.0
+_RECURRING = (DivergedError.id, SelfTestError.id)  # errors that recur with the same input and state
 _CONNECTION_ERRORS = {"DistNetworkError", "DistStoreError", "DistBackendError"}
 _CONNECTION_WORDS = (
     "gloo/transport", "connectFullMesh", "Connection closed by peer", "Connection reset by peer", "Broken pipe",
@@ -51,6 +55,7 @@ class RankError:
     traceback: str
     time: float  # seconds since the epoch
     exit_code: int = 1
+    id: str = ""  # of a UserError
 
     @property
     def line(self) -> str:
@@ -65,6 +70,17 @@ class RankError:
         if self.kind == "peer_lost":
             return f"rank {self.rank} lost the connection to another rank, which may say why: {first} [peer-lost]"
         return f"rank {self.rank} failed: {first} [crash]"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a node ended."""
+
+    code: int  # 0, 1, 2 for bad input, or 128 + signal if all ranks saved because a node received a stop signal
+    lines: tuple[str, ...] = ()  # messages for the console
+    kind: str = "done"  # otherwise the kind of the first rank error, or "killed" if that rank reported no error,
+    # or "stopped" if this launcher itself received a stop signal
+    id: str = ""  # of the UserError that ended the first rank
 
 
 class ErrorLog:
@@ -110,8 +126,8 @@ def report_error(error: Exception, debug: bool = False) -> int:
     error = resource_error(error) or error
     kind = classify(error)
     message = error.line if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    code = error.exit_code if isinstance(error, UserError) else 1
-    rank_error = RankError(rank, kind, message, text, time.time(), code)
+    code, id = (error.exit_code, error.id) if isinstance(error, UserError) else (1, "")
+    rank_error = RankError(rank, kind, message, text, time.time(), code, id)
     is_recorded = record_error(rank_error)
     if kind == "peer_lost":
         # The first exit of a rank ends all ranks. The rank that failed needs time to record its error.
@@ -131,10 +147,16 @@ def bounded_call(work: Callable[[], object]) -> bool:
 
     `work` needs a disk, a network or a terminal that may never answer. Returns False if `work` has not finished.
     """
-    thread = threading.Thread(target=work, daemon=True)
+    return bounded_value(lambda: (work(), True)[1], False)
+
+
+def bounded_value(work: Callable[[], T], default: T) -> T:
+    """Return the value of `work` as `bounded_call` calls it, or `default` if `work` has failed or not finished."""
+    values: list[T] = []
+    thread = threading.Thread(target=lambda: values.append(work()), daemon=True)
     thread.start()
     thread.join(_BOUNDED_CALL_S)
-    return not thread.is_alive()
+    return values[0] if values else default
 
 
 def end_rank(error: RankError) -> NoReturn:
@@ -196,17 +218,13 @@ def _is_connection_error(error: BaseException) -> bool:
 
 def explain_failure(
     dead_ranks: Mapping[int, ProcessFailure], errors: Sequence[RankError], log_directory: Path
-) -> tuple[list[str], int, str]:
+) -> Ended:
     """Choose the failure of a rank that caused the failures of the other ranks.
 
     Args:
         dead_ranks: torch's failures by global rank. torch may name only the first rank that exits, so the cause may be
             among `errors` alone.
         errors: the errors that the ranks of this launcher have recorded, in the order of recording.
-
-    Returns:
-        The lines for the console, the exit code of the launcher, and the kind of the error, or "killed" if a rank died
-        without an error.
     """
     recorded: dict[int, RankError | None] = dict.fromkeys(dead_ranks) | {error.rank: error for error in errors}
     rank = min(dead_ranks, key=lambda rank: _order(dead_ranks[rank], recorded[rank], errors))
@@ -217,13 +235,13 @@ def explain_failure(
         if (cause := next(causes, None)) is not None:
             rank, error, lines = cause.rank, cause, [f"aliquot: {cause.line}"]
     if error is not None and error.exit_code != 1:
-        return lines, error.exit_code, error.kind
-    more = f"  more in {log_file(log_directory, rank)}"
-    bounded_call(lambda: lines.append(more) if log_file(log_directory, rank).exists() else None)
-    return lines, 1, "killed" if error is None else error.kind
+        return Ended(error.exit_code, tuple(lines), error.kind, error.id)
+    if bounded_value(log_file(log_directory, rank).exists, False):
+        lines.append(f"  more in {log_file(log_directory, rank)}")
+    return Ended(1, tuple(lines), "killed") if error is None else Ended(1, tuple(lines), error.kind, error.id)
 
 
-def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> tuple[list[str], int]:
+def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> Ended:
     """Return the lines for the console and the exit code of a launcher that has received a stop signal.
 
     The code is 128 + signal, unless a rank failed, for example because it could not save.
@@ -234,8 +252,8 @@ def explain_stop(number: signal.Signals, errors: Sequence[RankError]) -> tuple[l
     if not obeyed:
         failed = failed or list(errors)  # only lost connections, which no other error explains: a rank did not save
     for error in (failed or obeyed)[:1]:
-        return [f"aliquot: {error.line}"], error.exit_code if failed else stopped
-    return [f"aliquot: stopped by {number.name}"], stopped
+        return Ended(error.exit_code if failed else stopped, (f"aliquot: {error.line}",), "stopped")
+    return Ended(stopped, (f"aliquot: stopped by {number.name}",), "stopped")
 
 
 def _order(dead: ProcessFailure, error: RankError | None, errors: Sequence[RankError]) -> tuple[int, float]:
@@ -258,3 +276,27 @@ def _describe(rank: int, dead: ProcessFailure, error: RankError | None) -> str:
     number = -dead.exitcode
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"rank {rank} was killed by {name}{' (out of memory?)' if number == signal.SIGKILL else ''} [killed]"
+
+
+def judge(
+    reports: Sequence[Ended], nodes_changed: bool, has_newcomers: bool, failed_here: bool
+) -> tuple[Verdict, Ended]:
+    """Return the verdict about a round, and the report that caused it.
+
+    Args:
+        reports: one of each remaining node.
+        nodes_changed: whether a node has left, joined or been lost, which ends the ranks of the other nodes.
+        has_newcomers: whether the round has nodes that have never trained, beside nodes that have.
+        failed_here: whether the last failure came after the same checkpoint.
+    """
+    causes = [report for report in reports if report.code and report.kind != "peer_lost"] or [*reports, Ended(1)]
+    recurring = next((cause for cause in causes if cause.code == 2 or cause.id in _RECURRING), None)
+    if reports and not any(report.code for report in reports):
+        return "finish", causes[0]
+    if recurring is not None:
+        return ("send away" if recurring.code == 2 and has_newcomers else "end"), recurring
+    if not nodes_changed and causes[0].code > 2:  # the ranks received a signal directly
+        return "end", causes[0]
+    if not nodes_changed and failed_here:
+        return "end", replace(causes[0], lines=(*causes[0].lines, "  twice since the last checkpoint: the run ends"))
+    return "retry", causes[0]

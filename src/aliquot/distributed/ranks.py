@@ -23,7 +23,6 @@ import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not re-exported
 
-from aliquot.core.errors import RendezvousError
 from aliquot.distributed.collectives.peers import host_identity
 from aliquot.distributed.collectives.wire import connect_groups
 from aliquot.distributed.flight_recorder import limit_nccl
@@ -86,13 +85,7 @@ class Ranks:
         store = None
         check_network()
         if topology.world_size == 1:
-            try:
-                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-            except RuntimeError as error:
-                raise RendezvousError(
-                    f"gloo finds no address of this machine: {str(error).partition(chr(10))[0]}. Is the loopback interface"
-                    " up (ip link set lo up)?"
-                ) from error
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             choose_interface(topology)
             allow_open_files()

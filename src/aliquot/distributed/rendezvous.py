@@ -38,6 +38,7 @@ from aliquot.distributed.store_server import (
     Deadline,
     check_host_name,
     connection_failure,
+    listen,
     open_store,
     serve_store,
     wrong_master_address,
@@ -205,7 +206,7 @@ def _listen() -> socket.socket:
     """Listen at gloo's address for test connections of other hosts, because gloo does not name an unreachable host."""
     address = address_of(gloo_interface())
     try:
-        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return listen(address)
     except OSError:
         raise RendezvousError(
             f"other nodes cannot reach {platform.node()} at {address}: set GLOO_SOCKET_IFNAME to the interface that"

@@ -24,6 +24,7 @@ from aliquot.core.errors import LaunchError, RendezvousError
 from aliquot.distributed.gloo_interface import address_here, listening_address
 
 CONNECT_TIMEOUT_S = 5.0
+UNSERVED = "nobody listens there"
 STORE_TIMEOUT_S = 30.0
 _HOST_NAME = re.compile(r"[\w.-]+|[0-9a-fA-F:]+(%\w+)?")  # including IPv6 addresses
 _FEWEST_FILES = 64
@@ -48,8 +49,9 @@ class Deadline:
         now = time.monotonic()
         if now > self._last_report + _REPORT_INTERVAL_S:
             self._last_report = now
-            text = f"aliquot: waiting for {missing} since {now - self._start:.0f} s{reason}"
-            print(text, file=sys.stderr, flush=True)
+            print(
+                f"aliquot: waiting for {missing} since {now - self._start:.0f} s{reason}", file=sys.stderr, flush=True
+            )
 
 
 def open_store(address: str, port: int, is_server: bool, deadline: Deadline, server_name: str) -> TCPStore:
@@ -95,8 +97,7 @@ def serve_store(address: str, port: int) -> TCPStore:
         return server
     allow_open_files()
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family)
+        listener = listen(address, port)
         port = listener.getsockname()[1]
         check_connection(address, port)
         server = TCPStore(
@@ -107,6 +108,11 @@ def serve_store(address: str, port: int) -> TCPStore:
         raise RendezvousError(f"{name} be opened at {address}: {_port_failure(port, error)}") from None
     _SERVERS[port] = server
     return server
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen on `address` only. Port 0 takes a free port. Raises OSError."""
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def allow_open_files() -> None:
@@ -134,7 +140,7 @@ def connection_failure(address: str, port: int) -> str | None:
     except socket.gaierror:
         return f"the name {address} does not resolve"
     except ConnectionRefusedError:
-        return "nobody listens there"
+        return UNSERVED
     except TimeoutError:
         return "no answer (a firewall, a security group?)"
     except OSError as error:
@@ -145,9 +151,9 @@ def connection_failure(address: str, port: int) -> str | None:
 def check_connection(address: str, port: int) -> None:
     """Raise RendezvousError if this process cannot connect to its own `port`, at which it listens."""
     if failure := connection_failure(address, port):
-        interface = "the loopback interface up (ip link set lo up)" if address == "127.0.0.1" else "its interface up"
         raise RendezvousError(
-            f"this machine listens at {address}:{port}, but cannot connect to that port: {failure}. Is {interface}?"
+            f"this machine listens at {address}:{port}, but cannot connect to that port: {failure}. Is the"
+            " interface up (for loopback: ip link set lo up)?"
         )
 
 
@@ -189,10 +195,8 @@ def _port_failure(port: int, error: Exception) -> str:
 
 def _port_owner(port: int) -> str:
     """Name the process that listens at `port`, if this user may see it."""
-    try:
+    with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.pid is not None:
                 return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
-    except psutil.Error:
-        pass
     return ""

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from aliquot.core.small_files import read_small_file
-from aliquot.distributed.rank_errors import bounded_call
+from aliquot.distributed.rank_errors import bounded_value
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
@@ -23,9 +23,7 @@ def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
     `stack_file` has the stack traces of this rank; the files of the other ranks are in the same directory. The text is
     empty if no rank or every rank waits for others, or if reading the files takes longer than three seconds.
     """
-    words: list[str] = []
-    bounded_call(lambda: words.append(_describe(stack_file, world_size)))
-    return words[0] if words else ""
+    return bounded_value(lambda: _describe(stack_file, world_size), "")
 
 
 def all_stack_files(stack_file: Path) -> Path:

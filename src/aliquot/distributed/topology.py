@@ -142,11 +142,11 @@ def _set_by_torchrun(environ: Mapping[str, str], local_ranks: int) -> bool:
     )
 
 
-def integer_variable(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return the number in an environment variable. Raises LaunchError if the value is no number."""
+def integer_variable(environ: Mapping[str, str], name: str, default: int, smallest: int = 0) -> int:
+    """Return the number in an environment variable. Raises LaunchError unless it is a number of at least `smallest`."""
     text = environ.get(name, str(default))
-    if not text.isdecimal():
-        raise LaunchError(f"the environment variable {name} is {text!r}, a number is needed")
+    if not text.isdecimal() or int(text) < smallest:
+        raise LaunchError(f"the environment variable {name} is {text!r}: set it to a whole number, at least {smallest}")
     return int(text)
 
 
