@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from aliquot.cluster.findings import RuleFinding
@@ -10,7 +10,7 @@ from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, configs_of, job_views
 from aliquot.cluster.kind_schemas import KindSchema, supported
 from aliquot.cluster.manifests import ManifestObject, dig, select_kinds
-from aliquot.cluster.node_pool_view import pool_view
+from aliquot.cluster.node_pool_view import PoolView, pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
 from aliquot.cluster.rules_environment import check_environment, check_hugepages
@@ -35,32 +35,36 @@ def check_manifests(
     """
     given_kinds = {(schema.group, schema.kind) for schema in crds}
     known = [*crds, *(schema for schema in supported() if (schema.group, schema.kind) not in given_kinds)]
-    findings = list(check_schemas(manifests, known))
     pools = [pool_view(pool) for pool in select_kinds(manifests, "NodePool")]
-    for pool in pools:
-        findings.extend(check_pool(pool))
-    for node_class in select_kinds(manifests, "EC2NodeClass"):
-        findings.extend(check_node_class(node_class, pools))
-    findings.extend(check_references(manifests))
     views = job_views(manifests)
-    findings.extend(check_storage(views, manifests))
-    findings.extend(check_pods_references(views, manifests))
-    findings.extend(check_security(views, manifests))
-    findings.extend(check_environment(views, pools, manifests))
-    for view in views:
-        if job is not None:
-            findings.extend(check_job(view, job.section.trainer, job.plan, job.config.checkpoint.grace_s))
-        else:
-            findings.extend(check_job(view, None, None, _grace_s(view, manifests)))
-        findings.extend(check_elastic(view, manifests))
-        findings.extend(check_mounted_config(view, manifests))
-        findings.extend(check_together(view, pools, manifests))
-        if pools:
-            findings.extend(check_hugepages(view))
-    findings.extend(check_secrets(views, manifests))
-    if job is not None:
-        findings.extend(check_config(job))
-    return errors_first(findings)
+    groups: list[Iterable[RuleFinding]] = [
+        check_schemas(manifests, known),
+        *(check_pool(pool) for pool in pools),
+        *(check_node_class(node_class, pools) for node_class in select_kinds(manifests, "EC2NodeClass")),
+        check_references(manifests),
+        check_storage(views, manifests),
+        check_pods_references(views, manifests),
+        check_security(views, manifests),
+        check_environment(views, pools, manifests),
+        *(rules for view in views for rules in _job_rules(view, pools, manifests, job)),
+        check_secrets(views, manifests),
+        check_config(job) if job is not None else (),
+    ]
+    return errors_first([item for group in groups for item in group])
+
+
+def _job_rules(
+    view: JobView, pools: Sequence[PoolView], manifests: Sequence[ManifestObject], job: Job | None
+) -> list[Iterable[RuleFinding]]:
+    return [
+        check_job(view, job.section.trainer, job.plan, job.config.checkpoint.grace_s)
+        if job is not None
+        else check_job(view, None, None, _grace_s(view, manifests)),
+        check_elastic(view, manifests),
+        check_mounted_config(view, manifests),
+        check_together(view, pools, manifests),
+        check_hugepages(view) if pools else (),
+    ]
 
 
 def _grace_s(view: JobView, manifests: Sequence[ManifestObject]) -> float | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning"]
 
@@ -155,6 +155,21 @@ class RuleFinding:
 def finding(rule: str, where: object, message: str, fix: str, level: Level | None = None) -> RuleFinding:
     """Make a finding; `level` overrides the level in RULES."""
     return RuleFinding(rule, str(where), message, fix, level or RULES[rule].level)
+
+
+class Check(NamedTuple):
+    """A row in a table of checks of one object: if `fails` is true, the object violates the rule."""
+
+    fails: object
+    rule: str  # key in RULES
+    message: str
+    fix: str
+    level: Level | None = None  # None: the level in RULES
+
+
+def failures(where: object, *checks: Check) -> Iterator[RuleFinding]:
+    """Yield a finding for each check that fails."""
+    return (finding(check.rule, where, *check[2:]) for check in checks if check.fails)
 
 
 def did_you_mean(word: object, known: Iterable[str], otherwise: str, similarity: float = 0.6) -> str:

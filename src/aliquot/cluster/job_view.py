@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
 from aliquot.cluster.quantity import parse_bytes, parse_millicores
 from aliquot.core.decode import BoundedTextLoader, TooDeepError
 
@@ -109,8 +109,8 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     runtime = next((item for item in runtimes if (item.kind, item.name) == runtime_key), None)
     base = runtime_pod(runtime)
     base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
-    init_containers = containers(base_spec, "initContainers")
-    sidecars = [item for item in containers(base_spec, "containers") if item != base_container]
+    init_containers = mappings(base_spec, "initContainers")
+    sidecars = [item for item in mappings(base_spec, "containers") if item != base_container]
     sidecars += [item for item in init_containers if item.get("restartPolicy") == "Always"]
     patches = pod_patches(job)
     specs = [base_spec, *(spec for _, spec in patches)]
@@ -192,12 +192,7 @@ def _patched(base: Any, patch: Any) -> Any:
 
 
 def _node_container(spec: dict[str, Any]) -> dict[str, Any]:
-    return next((container for container in containers(spec, "containers") if container.get("name") == NODE), {})
-
-
-def containers(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return the containers of a pod under `containers` or `initContainers`."""
-    return [mapping(container) for container in listed(spec.get(key))]
+    return next((container for container in mappings(spec, "containers") if container.get("name") == NODE), {})
 
 
 def _requested(resources: dict[str, Any], name: str, read: Callable[[object], int | None]) -> int:

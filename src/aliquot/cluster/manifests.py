@@ -94,6 +94,11 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def mappings(holder: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the items of the list at `key`; an item that is no mapping counts as an empty one."""
+    return [mapping(item) for item in listed(holder.get(key))]
+
+
 def namespaces_differ(first: object, second: object) -> bool:
     return isinstance(first, str) and isinstance(second, str) and first != second
 

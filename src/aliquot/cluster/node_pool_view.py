@@ -16,7 +16,8 @@ from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, sele
 from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
 
 _NUMBER = re.compile(r"^[0-9]{1,18}$")
-LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")  # at most 63 characters
+LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")
+_LONGEST_LABEL = 63
 
 TYPE = "node.kubernetes.io/instance-type"
 ZONE = "topology.kubernetes.io/zone"
@@ -57,6 +58,10 @@ class PoolView:
         """Return the values of the requirement `key In [...]`; empty if the pool has no such requirement."""
         matching = [item for item in self.requirements if (item.get("key"), item.get("operator")) == (key, "In")]
         return [str(value) for requirement in matching for value in listed(requirement.get("values"))]
+
+
+def is_label_value(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_LABEL and LABEL_VALUE.match(value) is not None
 
 
 def pool_view(pool: ManifestObject) -> PoolView:

@@ -49,14 +49,15 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
         message = f"a save takes {plan.save_s:.0f} s ({rate}), and the next one is due after {interval_s:.0f} s"
         fix = f"checkpoint.every: at least {math.ceil(plan.save_s / plan.step_s)}, or a faster file system"
         yield finding("storage-speed", "checkpoint.every", message, fix)
+    if storage.kind == "claim":
+        return
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
-    if storage.kind != "claim" and storage.deployment_type == "SCRATCH_2" and settings.mirror is None:
+    if storage.deployment_type == "SCRATCH_2" and settings.mirror is None:
+        message = "SCRATCH_2 is not replicated, and checkpoints are nowhere else"
         fix = "checkpoint.mirror: s3://..., or storage.deployment_type: PERSISTENT_2"
-        yield finding(
-            "storage-safety", "cluster.storage", "SCRATCH_2 is not replicated, and checkpoints are nowhere else", fix
-        )
-    if storage.kind != "claim" and needed_bytes > storage.size_gib * GIB:
+        yield finding("storage-safety", "cluster.storage", message, fix)
+    if needed_bytes > storage.size_gib * GIB:
         message = f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}"
         fix = "a larger file system, or a smaller checkpoint.keep"
         yield finding("storage-size", "cluster.storage.size_gib", message, fix)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import GPU
-from aliquot.cluster.job_view import JobView, containers, pod_spec
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
+from aliquot.cluster.job_view import JobView, pod_spec
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
 from aliquot.cluster.node_pool_view import ZONE, PoolView, disk_bytes
 from aliquot.cluster.quantity import GIB
+from aliquot.cluster.rules_references import check_mounts
 
 _ZONE_NAME = re.compile(r"([a-z]{2}(?:-[a-z]+)+-\d)[a-z]")
 _FSX_NAME = re.compile(r"fs-[0-9a-f]+\.fsx\.([a-z0-9-]+)\.amazonaws\.com")
@@ -120,24 +120,13 @@ def _kubernetes_job(job: ManifestObject) -> Iterator[RuleFinding]:
     if spec.get("restartPolicy") not in ("Never", "OnFailure"):
         shown = spec.get("restartPolicy") or "not set, so Always"
         yield finding("restart-policy", job, f"restartPolicy is {shown}", "restartPolicy: Never")
-    volumes = {str(mapping(volume).get("name")) for volume in listed(spec.get("volumes"))}
-    for container, name in _mounts(spec):
-        if name not in volumes:
-            message = f"the container {container} mounts {name!r}, and there is no such volume"
-            yield finding("reference", job, message, f"one of {', '.join(sorted(volumes))}" if volumes else "a volume")
-
-
-def _mounts(spec: dict[str, Any]) -> Iterator[tuple[object, str]]:
-    for key in ("initContainers", "containers"):
-        for container in containers(spec, key):
-            for mount in listed(container.get("volumeMounts")):
-                yield container.get("name"), str(mapping(mount).get("name"))
+    yield from check_mounts(job, [spec], mappings(spec, "volumes"))
 
 
 def check_hugepages(job: JobView) -> Iterator[RuleFinding]:
     """Report requests for huge pages: Karpenter does not know the resource, so it makes no node for the pod."""
     resources = [{"requests": job.requests, "limits": job.limits}]
-    resources += [mapping(dig(item, "resources")) for item in containers(pod_spec(job), "containers")]
+    resources += [mapping(dig(item, "resources")) for item in mappings(pod_spec(job), "containers")]
     asked = {name for item in resources for part in item.values() for name in mapping(part)}
     if pages := sorted(name for name in asked if str(name).startswith("hugepages-")):
         message = f"{', '.join(pages)}: Karpenter makes no node with huge pages, so the pods stay Pending"

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs, patched_jobs, pod_spec
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings
 from aliquot.cluster.pod import ANCESTOR
 from aliquot.cluster.quantity import GIB, MIB, parse, parse_bytes, parse_millicores
 from aliquot.config.cluster_section import max_job_name_length
+from aliquot.core.number_format import count_of
 from aliquot.planner.plan import Plan
 
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
@@ -72,20 +73,25 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
             fix = "one of the two: cluster.trainer of a config, or the version that is installed"
             yield finding("trainer-dialect", job.manifest, message, fix)
     if job.runtime is None:
-        reference = mapping(job.manifest.get("spec", "runtimeRef"))
+        reference = mapping(spec.get("runtimeRef"))
         runtime = f"{reference.get('kind', 'ClusterTrainingRuntime')}/{reference.get('name')}"
         message = f"runtimeRef names {runtime}, which is not among the manifests"
         fix = did_you_mean(runtime, job.other_runtimes, "check its manifest, too", similarity=0.0)
         yield finding("runtime", job.manifest, message, fix, "error" if job.other_runtimes else None)
     else:
         yield from _runtime(job, job.runtime)
-    for patch in job.patches:
-        for container in patch.get("containers") or []:
-            name = mapping(container).get("name")
-            if name != NODE:
-                yield finding("container-name", job.manifest, f"patches a container {name!r}", f"name it {NODE!r}")
-            elif mapping(container).get("env"):
-                yield finding("node-env", job.manifest, "a patch has env for the container `node`", "spec.trainer.env")
+    for container in (item for patch in job.patches for item in mappings(patch, "containers")):
+        name = container.get("name")
+        yield from failures(
+            job.manifest,
+            Check(name != NODE, "container-name", f"patches a container {name!r}", f"name it {NODE!r}"),
+            Check(
+                name == NODE and container.get("env"),
+                "node-env",
+                "a patch has env for the container `node`",
+                "spec.trainer.env",
+            ),
+        )
     for variable in job.env:
         if variable.get("name") in RESERVED_ENV:
             yield finding("reserved-env", job.manifest, f"env has {variable['name']}", "leave it to the controller")
@@ -97,20 +103,36 @@ def _runtime(job: JobView, runtime: ManifestObject) -> Iterator[RuleFinding]:
     Source: kubeflow/trainer, pkg/runtime/core/trainingruntime.go and pkg/webhooks/trainingruntime_webhook.go.
     """
     policy = mapping(runtime.get("spec", "mlPolicy"))
-    if not policy.keys() - {"numNodes"}:
-        yield finding("no-trainer", runtime, "spec.mlPolicy names no framework", "mlPolicy: {torch: {}}")
     replicated = runtime.items("spec", "template", "spec", "replicatedJobs")
     trainers = [item for item in replicated if dig(item, "template", "metadata", "labels", ANCESTOR) == "trainer"]
-    if not trainers:
-        fix = f"{ANCESTOR}: trainer in its template.metadata.labels"
-        yield finding("container-name", runtime, "no replicated job has the label of the trainer", fix)
+    yield from failures(
+        runtime,
+        Check(
+            not policy.keys() - {"numNodes"},
+            "no-trainer",
+            "spec.mlPolicy names no framework",
+            "mlPolicy: {torch: {}}",
+        ),
+        Check(
+            not trainers,
+            "container-name",
+            "no replicated job has the label of the trainer",
+            f"{ANCESTOR}: trainer in its template.metadata.labels",
+        ),
+    )
     for item in trainers:
         names = [mapping(container).get("name") for container in listed(dig(item, *_CONTAINERS))]
-        if NODE not in names:
-            yield finding("container-name", runtime, f"the trainer has the containers {names}", f"name one {NODE!r}")
-        if item.get("replicas", 1) != 1:
-            message = f"the trainer has {item['replicas']} replicas; the nodes of a job are spec.trainer.numNodes"
-            yield finding("container-name", runtime, message, "replicas: 1")
+        replicas = item.get("replicas", 1)
+        yield from failures(
+            runtime,
+            Check(NODE not in names, "container-name", f"the trainer has the containers {names}", f"name one {NODE!r}"),
+            Check(
+                replicas != 1,
+                "container-name",
+                f"the trainer has {replicas} replicas; the nodes of a job are spec.trainer.numNodes",
+                "replicas: 1",
+            ),
+        )
     known = [item.get("name") for item in replicated]
     for name in patched_jobs(job.manifest):
         if name not in known:
@@ -119,32 +141,30 @@ def _runtime(job: JobView, runtime: ManifestObject) -> Iterator[RuleFinding]:
 
 
 def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    processes = job.processes
+    processes, millicores, gpus = job.processes, job.cpu_millicores, job.count(GPU)
     if job.nodes < 1:
         yield finding("processes", job.manifest, f"numNodes is {job.nodes}: the job has no pod", "numNodes: 1 or more")
     if not isinstance(processes, int) or isinstance(processes, bool):
         # Without numProcPerNode, Trainer 2.3 starts one process per GPU, or per requested CPU without GPUs. Trainer 2.1
         # starts one per CPU.
-        if processes is None and (job.cpu_millicores or 0) <= 1000 and job.count(GPU) == 0:
+        if processes is None and (millicores or 0) <= 1000 and gpus == 0:
             return  # the default is one process
         shown = "not set" if processes is None else repr(processes)
         yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
         return
-    if (gpus := job.count(GPU)) and processes > gpus:
-        message = f"{processes} processes on {gpus} GPU{'' if gpus == 1 else 's'}"
+    if gpus and processes > gpus:
+        message = f"{processes} processes on {count_of(gpus, 'GPU')}"
         yield finding("processes", job.manifest, message, "numProcPerNode: one process for each GPU")
-    millicores = job.cpu_millicores
     cpus = f"{(millicores or 0) / 1000:g} CPUs"
+    threads = 1 if plan is None else plan.threads_per_rank
+    fix, threads_each = "one process for many CPUs", ""
     if plan is not None:
+        fix, threads_each = "fewer processes, launch.threads_per_rank, or a larger type", f" x {threads} threads"
         if processes != plan.ranks_per_node or job.nodes != plan.nodes:
             message = f"{job.nodes} nodes x {processes} processes; the plan has {plan.nodes} x {plan.ranks_per_node}"
             yield finding("processes", job.manifest, message, "render again, or plan for these")
-        if millicores is not None and processes * plan.threads_per_rank * 1000 > millicores:
-            message = f"{processes} processes x {plan.threads_per_rank} threads on {cpus}"
-            fix = "fewer processes, launch.threads_per_rank, or a larger type"
-            yield finding("threads", job.manifest, message, fix)
-    elif millicores is not None and processes * 1000 > millicores:
-        yield finding("threads", job.manifest, f"{processes} processes on {cpus}", "one process for many CPUs")
+    if millicores is not None and processes * threads * 1000 > millicores:
+        yield finding("threads", job.manifest, f"{processes} processes{threads_each} on {cpus}", fix)
 
 
 def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
@@ -167,15 +187,29 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
             message = f"the limit is {limit_bytes / GIB:.1f} GiB, the plan needs {needed / GIB:.1f} ({plan.peak.name})"
             fix = "a larger type, more nodes, or the settings that `aliquot plan` names"
             yield finding("memory-limit", job.manifest, message, fix)
-    image = job.image.lower()
-    if job.count(GPU) == 0 and re.search(r"cuda|nvidia|-gpu\b", image):
-        yield finding("image-kind", job.manifest, f"{job.image} without a GPU", "the image with CPU torch")
-    if job.count(GPU) > 0 and re.search(r"[-_:.]cpu\b", image):
-        yield finding("image-kind", job.manifest, f"{job.image} on GPU nodes", "the image with CUDA")
+    image, gpus = job.image.lower(), job.count(GPU)
     tag = re.search(r"[:@](.+)", image.rpartition("/")[2])
-    if image and (tag is None or tag[1] == "latest"):
-        fix = "a tag that is pushed once, or a digest"
-        yield finding("image-tag", job.manifest, f"{job.image} has no fixed tag", fix)
+    yield from failures(
+        job.manifest,
+        Check(
+            gpus == 0 and re.search(r"cuda|nvidia|-gpu\b", image),
+            "image-kind",
+            f"{job.image} without a GPU",
+            "the image with CPU torch",
+        ),
+        Check(
+            gpus > 0 and re.search(r"[-_:.]cpu\b", image),
+            "image-kind",
+            f"{job.image} on GPU nodes",
+            "the image with CUDA",
+        ),
+        Check(
+            image and (tag is None or tag[1] == "latest"),
+            "image-tag",
+            f"{job.image} has no fixed tag",
+            "a tag that is pushed once, or a digest",
+        ),
+    )
 
 
 def _amounts(job: JobView) -> Iterator[RuleFinding]:
@@ -185,12 +219,22 @@ def _amounts(job: JobView) -> Iterator[RuleFinding]:
         amount = parse(request)
         if amount is None:
             continue
-        if "/" in name and (amount.denominator != 1 or amount != parse(limit)):
-            message = f"{name}: {request} requested, limit {limit}; Kubernetes takes whole numbers that are equal"
-            yield finding("resource-amount", job.manifest, message, "the same whole number in both")
-        elif "/" not in name and name != "cpu" and amount < MIB:
-            message = f"{name}: {request} is {float(amount):g} bytes"
-            yield finding("resource-amount", job.manifest, message, "a unit like Mi or Gi")
+        is_device = "/" in name
+        yield from failures(
+            job.manifest,
+            Check(
+                is_device and (amount.denominator != 1 or amount != parse(limit)),
+                "resource-amount",
+                f"{name}: {request} requested, limit {limit}; Kubernetes takes whole numbers that are equal",
+                "the same whole number in both",
+            ),
+            Check(
+                not is_device and name != "cpu" and amount < MIB,
+                "resource-amount",
+                f"{name}: {request} is {float(amount):g} bytes",
+                "a unit like Mi or Gi",
+            ),
+        )
 
 
 def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
@@ -198,10 +242,12 @@ def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     volume, limit = job.shm, job.memory_limit_bytes
     fix = "an emptyDir {medium: Memory, sizeLimit: ...} at /dev/shm"
     if volume is None:
-        if needed > _SHM_DEFAULT_BYTES:
-            yield finding("shm", job.manifest, f"the plan needs {needed / GIB:.2f} GiB of /dev/shm", fix)
-        elif job.count(GPU) > 1 and plan is None:
-            yield finding("shm", job.manifest, "several GPUs a pod, and /dev/shm is not mounted", fix, "warning")
+        several = job.count(GPU) > 1 and plan is None
+        yield from failures(
+            job.manifest,
+            Check(needed > _SHM_DEFAULT_BYTES, "shm", f"the plan needs {needed / GIB:.2f} GiB of /dev/shm", fix),
+            Check(several, "shm", "several GPUs a pod, and /dev/shm is not mounted", fix, "warning"),
+        )
         return
     size = parse_bytes(volume.get("sizeLimit"))
     if volume.get("medium") != "Memory":
@@ -228,18 +274,19 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
 
 
 def _efa(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
+    efa, gpus = job.count(EFA) > 0, job.count(GPU) > 0
     uses_nccl = plan is None or plan.engine != "host"
-    if job.count(EFA) == 0 and job.count(GPU) > 0 and job.nodes > 1 and uses_nccl:
+    if not efa and gpus and job.nodes > 1 and uses_nccl:
         fix = f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)"
         yield finding("efa-unused", job.manifest, "GPUs on several nodes without EFA", fix)
     variables = {variable.get("name"): variable.get("value") for variable in job.env}
-    for name, value in _EFA_VARIABLES.items() if job.count(EFA) > 0 else ():
+    for name, value in _EFA_VARIABLES.items() if efa else ():
+        message = f"env {name} is {variables.get(name)!r}, and the pods ask for EFA"
         if name == "NCCL_NET" and name not in variables:
             message = "without NCCL_NET, an image whose EFA plugin does not load trains over TCP without a message"
-            yield finding("efa-unused", job.manifest, message, f"env {name}: {value}")
-        elif variables.get(name, value) != value:
-            message = f"env {name} is {variables[name]!r}, and the pods ask for EFA"
-            yield finding("efa-unused", job.manifest, message, f"env {name}: {value}")
+        elif variables.get(name, value) == value:
+            continue
+        yield finding("efa-unused", job.manifest, message, f"env {name}: {value}")
 
 
 def _ending(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
@@ -287,13 +334,23 @@ def check_elastic(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator
             fix = "podFailurePolicy: first Ignore for DisruptionTarget, then for exit code 143, as `render` writes it"
             yield finding("nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and a pod that {event} {what}", fix)
             return
-    if spec.get("backoffLimit") == 0:
-        message = f"launch.nodes is {nodes}, and the first pod that fails ends the Job"
-        yield finding("nodes-that-go", job.runtime, message, "a backoffLimit above 0: restarts a node x nodes")
-    if spec.get("successPolicy") is None:
-        over = "the Job is over only when each of its pods has succeeded, one that finds no node, too"
-        fix = "successPolicy: {rules: [{succeededCount: 1}]}"
-        yield finding("nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and {over}", fix, "warning")
+    yield from failures(
+        job.runtime,
+        Check(
+            spec.get("backoffLimit") == 0,
+            "nodes-that-go",
+            f"launch.nodes is {nodes}, and the first pod that fails ends the Job",
+            "a backoffLimit above 0: restarts a node x nodes",
+        ),
+        Check(
+            spec.get("successPolicy") is None,
+            "nodes-that-go",
+            f"launch.nodes is {nodes}, and the Job is over only when each of its pods has succeeded, one that finds no"
+            " node, too",
+            "successPolicy: {rules: [{succeededCount: 1}]}",
+            "warning",
+        ),
+    )
 
 
 def _node_range(job: JobView, manifests: Sequence[ManifestObject]) -> str | None:

@@ -8,10 +8,19 @@ import re
 from collections.abc import Iterator, Sequence
 
 from aliquot.catalogue.instances import catalogue, instances
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
-from aliquot.cluster.node_pool_view import CAPACITY, LABEL_VALUE, TYPE, ZONE, PoolView, root_device, type_labels
+from aliquot.cluster.node_pool_view import (
+    CAPACITY,
+    LABEL_VALUE,
+    TYPE,
+    ZONE,
+    PoolView,
+    is_label_value,
+    root_device,
+    type_labels,
+)
 from aliquot.core.number_format import count_of
 
 _NODE_CLASS, _AUTO_MODE = ("karpenter.k8s.aws", "EC2NodeClass"), ("eks.amazonaws.com", "NodeClass")
@@ -40,28 +49,42 @@ def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
     yield from _types(pool)
     yield from _sold(pool)
     yield from _disruption(pool)
-    if "spot" in pool.capacities:
-        fix = "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only"
-        yield finding("spot", pool.manifest, "capacity type spot is allowed", fix)
 
 
 def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
     yield from _images(node_class, [pool for pool in pools if pool.node_class_name == node_class.name])
-    user_data = str(node_class.get("spec", "userData") or "")
-    for match in _PACKAGES.finditer(user_data):
-        fix = "put it into the container image (deploy/Dockerfile has tcmalloc and CPU torch)"
-        yield finding("user-data-packages", node_class, f"userData runs `{match.group().strip()}`", fix)
-    role = str(node_class.get("spec", "role") or "")
-    if role and not re.fullmatch(_ROLE_NAME, role):
-        fix = f"role: {role.rpartition('/')[2]}"
-        yield finding("node-role", node_class, f"role is {role!r}, and a role has a name", fix)
+    user_data, role = (str(node_class.get("spec", key) or "") for key in ("userData", "role"))
     mappings, device = node_class.items("spec", "blockDeviceMappings"), root_device(node_class)
-    if mappings and device and not any(item.get("rootVolume") or item.get("deviceName") == device for item in mappings):
-        message = f"no mapping is of {device}, the disk of the pods, which keeps its default size"
-        yield finding("volume-size", node_class, message, f"deviceName: {device}")
-    for name, why in _DISCONTINUED.items():
-        if name in user_data:
-            yield finding("discontinued", node_class, f"userData installs {name}: {why}", "leave it out")
+    is_mapped = any(item.get("rootVolume") or item.get("deviceName") == device for item in mappings)
+    packages = (match.group().strip() for match in _PACKAGES.finditer(user_data))
+    yield from failures(
+        node_class,
+        *(
+            Check(
+                True,
+                "user-data-packages",
+                f"userData runs `{line}`",
+                "put it into the container image (deploy/Dockerfile has tcmalloc and CPU torch)",
+            )
+            for line in packages
+        ),
+        Check(
+            role and not re.fullmatch(_ROLE_NAME, role),
+            "node-role",
+            f"role is {role!r}, and a role has a name",
+            f"role: {role.rpartition('/')[2]}",
+        ),
+        Check(
+            mappings and device and not is_mapped,
+            "volume-size",
+            f"no mapping is of {device}, the disk of the pods, which keeps its default size",
+            f"deviceName: {device}",
+        ),
+        *(
+            Check(name in user_data, "discontinued", f"userData installs {name}: {why}", "leave it out")
+            for name, why in _DISCONTINUED.items()
+        ),
+    )
 
 
 def check_references(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -82,27 +105,22 @@ def check_references(manifests: Sequence[ManifestObject]) -> Iterator[RuleFindin
 def _labels(pool: PoolView) -> Iterator[RuleFinding]:
     for requirement in pool.requirements:
         for value in listed(requirement.get("values")):
-            if isinstance(value, str) and LABEL_VALUE.match(value) and len(value) <= 63:
+            if is_label_value(value):
                 continue
             parts = [part for part in re.split(r"[,\s]+", str(value)) if part]
-            split = len(parts) > 1 and all(LABEL_VALUE.match(part) for part in parts)
             fix = "a label value is a string of letters, digits, '-', '_' and '.', at most 63 of them"
-            if split:
+            if len(parts) > 1 and all(LABEL_VALUE.match(part) for part in parts):
                 fix = f"write {len(parts)} values: {json.dumps(parts)}"
             yield finding("label-value", pool.manifest, f"{requirement.get('key')} has the value {value!r}", fix)
 
 
 def _names(pool: PoolView) -> Iterator[RuleFinding]:
     """Report instance types, families and sizes that EC2 does not have."""
-    known = {
-        TYPE: {node_type.name for node_type in instances()},
-        _FAMILY: {node_type.family for node_type in instances()},
-        _SIZE: {node_type.size for node_type in instances()},
-    }
-    for key, names in known.items():
+    for key, attribute in ((TYPE, "name"), (_FAMILY, "family"), (_SIZE, "size")):
+        names = sorted({getattr(node_type, attribute) for node_type in instances()})
         for value in pool.values(key):
             if value not in names and LABEL_VALUE.match(value):
-                near = difflib.get_close_matches(value, sorted(names), 2, 0.6)
+                near = difflib.get_close_matches(value, names, 2, 0.6)
                 fix = f"did you mean {' or '.join(near)}?" if near else "see `aliquot instances`"
                 yield finding("instance-type", pool.manifest, f"{key}: {value!r} is not in the catalogue", fix)
 
@@ -133,59 +151,106 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
 
 
 def _sold(pool: PoolView) -> Iterator[RuleFinding]:
+    types, zones, prices = pool.types, pool.values(ZONE), catalogue()
     unknown = [value for value in pool.capacities if value not in _CAPACITIES]
-    if unknown:
-        message = f"{CAPACITY} {', '.join(unknown)}: there is {', '.join(_CAPACITIES)}"
-        fix = (difflib.get_close_matches(unknown[0].lower(), _CAPACITIES, 1) or ["on-demand"])[0]
-        yield finding("not-sold", pool.manifest, message, fix)
-    names = ", ".join(node_type.name for node_type in pool.types[:3])
-    if pool.types and pool.capacities == ["spot"] and not any(node_type.on_spot for node_type in pool.types):
-        yield finding("not-sold", pool.manifest, f"{names}: not sold as spot", f"{CAPACITY}: on-demand")
-    zones = pool.values(ZONE)
-    is_priced_region = bool(zones) and all(zone.startswith(catalogue().region) for zone in zones)
-    if is_priced_region and pool.types and all(node_type.usd_per_hour is None for node_type in pool.types):
-        message = f"{names}: not sold on demand in {catalogue().region} ({catalogue().date})"
-        fix = "a type that is (`aliquot instances` shows prices), or another region"
-        yield finding("not-sold", pool.manifest, message, fix, "warning")
+    near = difflib.get_close_matches(unknown[0].lower(), _CAPACITIES, 1) if unknown else []
+    names = ", ".join(node_type.name for node_type in types[:3])
+    is_priced_region = bool(zones) and all(zone.startswith(prices.region) for zone in zones)
+    yield from failures(
+        pool.manifest,
+        Check(
+            unknown,
+            "not-sold",
+            f"{CAPACITY} {', '.join(unknown)}: there is {', '.join(_CAPACITIES)}",
+            (near or ["on-demand"])[0],
+        ),
+        Check(
+            types and pool.capacities == ["spot"] and not any(node_type.on_spot for node_type in types),
+            "not-sold",
+            f"{names}: not sold as spot",
+            f"{CAPACITY}: on-demand",
+        ),
+        Check(
+            is_priced_region and types and all(node_type.usd_per_hour is None for node_type in types),
+            "not-sold",
+            f"{names}: not sold on demand in {prices.region} ({prices.date})",
+            "a type that is (`aliquot instances` shows prices), or another region",
+            "warning",
+        ),
+    )
 
 
 def _disruption(pool: PoolView) -> Iterator[RuleFinding]:
-    policy = pool.manifest.get("spec", "disruption", "consolidationPolicy") or "WhenEmptyOrUnderutilized"
-    if policy != "WhenEmpty":
-        fix = "consolidationPolicy: WhenEmpty"
-        yield finding("consolidation", pool.manifest, f"consolidationPolicy is {policy}", fix)
-    if policy == "WhenEmpty" and pool.manifest.get("spec", "disruption", "consolidateAfter") == "Never":
-        yield finding("idle-nodes", pool.manifest, "consolidateAfter is Never", "consolidateAfter: 10m")
+    disruption = mapping(pool.manifest.get("spec", "disruption"))
+    policy = disruption.get("consolidationPolicy") or "WhenEmptyOrUnderutilized"
     expiry = pool.manifest.get("spec", "template", "spec", "expireAfter") or "720h"
-    if expiry != "Never":
-        fix = "expireAfter: Never; nodes leave when empty"
-        yield finding("node-expiry", pool.manifest, f"expireAfter is {expiry}", fix)
+    yield from failures(
+        pool.manifest,
+        Check(
+            policy != "WhenEmpty", "consolidation", f"consolidationPolicy is {policy}", "consolidationPolicy: WhenEmpty"
+        ),
+        Check(
+            policy == "WhenEmpty" and disruption.get("consolidateAfter") == "Never",
+            "idle-nodes",
+            "consolidateAfter is Never",
+            "consolidateAfter: 10m",
+        ),
+        Check(
+            expiry != "Never", "node-expiry", f"expireAfter is {expiry}", "expireAfter: Never; nodes leave when empty"
+        ),
+        Check(
+            "spot" in pool.capacities,
+            "spot",
+            "capacity type spot is allowed",
+            "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only",
+        ),
+    )
 
 
 def _images(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
-    gpu_pools, cpu_pools = [p for p in pools if p.gpu], [p for p in pools if p.types and not p.gpu]
-    new_families = {node_type.family for pool in gpu_pools for node_type in pool.types} & _NEWER_DRIVER
+    gpu_pools = [pool.manifest.name for pool in pools if pool.gpu]
+    cpu_pools = [pool.manifest.name for pool in pools if pool.types and not pool.gpu]
+    new_families = {node_type.family for pool in pools if pool.gpu for node_type in pool.types} & _NEWER_DRIVER
+    fix = "amiSelectorTerms: [{alias: al2023@vYYYYMMDD}], which takes the standard or NVIDIA image by the type"
     for term in node_class.items("spec", "amiSelectorTerms"):
-        alias, name = str(term.get("alias") or ""), str(term.get("name") or "")
-        fix = "amiSelectorTerms: [{alias: al2023@vYYYYMMDD}], which takes the standard or NVIDIA image by the type"
-        if alias and not _LINUX_ALIAS.match(alias):
-            message = f"alias {alias}: EKS has no such image for Linux pods since Kubernetes 1.33"
-            yield finding("node-image-eks", node_class, message, "alias: al2023@vYYYYMMDD")
-        if alias and not _PINNED_ALIAS.search(alias):
-            yield finding("node-image-drift", node_class, f"alias {alias}", "pin a release: al2023@vYYYYMMDD")
-        if alias.startswith("al2023@") and new_families:
-            message = f"GPUs of {', '.join(new_families)} need NVIDIA's driver 595, and the images of EKS have 580"
-            other = "another GPU type, or an image that you build: amiSelectorTerms: [{id: ami-...}]"
-            yield finding("node-image-kind", node_class, message, other, "warning")
-        if name and ("*" in name or "?" in name):
-            yield finding("node-image-drift", node_class, f"any image named {name!r}", fix)
-        if term.get("tags"):
-            yield finding("node-image-drift", node_class, f"any image with the tags {term['tags']}", fix)
-        if name and not _EKS_IMAGE.search(name):
-            yield finding("node-image-eks", node_class, f"{name!r} is not an image for EKS nodes", fix)
-        if name and _GPU_IMAGE.search(name) and cpu_pools:
-            message = f"the GPU image {name!r} for the CPU nodes of NodePool {cpu_pools[0].manifest.name}"
-            yield finding("node-image-kind", node_class, message, fix)
-        if name and not _GPU_IMAGE.search(name) and gpu_pools:
-            message = f"{name!r} has no GPU driver for the nodes of NodePool {gpu_pools[0].manifest.name}"
-            yield finding("node-image-kind", node_class, message, fix)
+        alias, name, tags = str(term.get("alias") or ""), str(term.get("name") or ""), term.get("tags")
+        gpu_image = _GPU_IMAGE.search(name) is not None
+        yield from failures(
+            node_class,
+            Check(
+                alias and not _LINUX_ALIAS.match(alias),
+                "node-image-eks",
+                f"alias {alias}: EKS has no such image for Linux pods since Kubernetes 1.33",
+                "alias: al2023@vYYYYMMDD",
+            ),
+            Check(
+                alias and not _PINNED_ALIAS.search(alias),
+                "node-image-drift",
+                f"alias {alias}",
+                "pin a release: al2023@vYYYYMMDD",
+            ),
+            Check(
+                alias.startswith("al2023@") and new_families,
+                "node-image-kind",
+                f"GPUs of {', '.join(new_families)} need NVIDIA's driver 595, and the images of EKS have 580",
+                "another GPU type, or an image that you build: amiSelectorTerms: [{id: ami-...}]",
+                "warning",
+            ),
+            Check("*" in name or "?" in name, "node-image-drift", f"any image named {name!r}", fix),
+            Check(tags, "node-image-drift", f"any image with the tags {tags}", fix),
+            Check(
+                name and not _EKS_IMAGE.search(name), "node-image-eks", f"{name!r} is not an image for EKS nodes", fix
+            ),
+            Check(
+                gpu_image and cpu_pools,
+                "node-image-kind",
+                f"the GPU image {name!r} for the CPU nodes of NodePool {''.join(cpu_pools[:1])}",
+                fix,
+            ),
+            Check(
+                name and not gpu_image and gpu_pools,
+                "node-image-kind",
+                f"{name!r} has no GPU driver for the nodes of NodePool {''.join(gpu_pools[:1])}",
+                fix,
+            ),
+        )

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import JobView, containers, pod_patches, pod_spec, runtime_pod
-from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
+from aliquot.cluster.job_view import JobView, pod_patches, pod_spec, runtime_pod
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, mappings, select_kinds
 
 # The references in a pod spec: kind, and path to the name; `*` stands for all items of a list.
 _REFERENCES = (
@@ -98,17 +98,22 @@ def _namespaces_differ(job: JobView, other: ManifestObject) -> RuleFinding:
 def _mounts(job: JobView) -> Iterator[RuleFinding]:
     if job.runtime is None:  # a runtime outside the manifests may define the volumes
         return
-    volumes = {str(volume.get("name")) for volume in job.volumes}
     pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]
+    yield from check_mounts(job.manifest, pods, job.volumes)
+
+
+def check_mounts(
+    where: ManifestObject, pods: Sequence[dict[str, Any]], volumes: Sequence[dict[str, Any]]
+) -> Iterator[RuleFinding]:
+    """Check that the containers of pod specs mount only `volumes`, and a single volume at each path."""
+    names = sorted({str(volume.get("name")) for volume in volumes})
     keys = ("initContainers", "containers")
-    for container in (item for pod in pods for key in keys for item in containers(pod, key)):
-        name, mounts = container.get("name"), [mapping(item) for item in listed(container.get("volumeMounts"))]
-        for mount in mounts:
-            if str(mount.get("name")) not in volumes:
-                message = f"the container {name} mounts {mount.get('name')!r}, and there is no such volume"
-                fix = f"one of {', '.join(sorted(volumes))}" if volumes else "a volume of that name"
-                yield finding("reference", job.manifest, message, fix)
+    for container in (item for pod in pods for key in keys for item in mappings(pod, key)):
+        subject, mounts = f"the container {container.get('name')} mounts", mappings(container, "volumeMounts")
+        for name in (mount.get("name") for mount in mounts):
+            if str(name) not in names:
+                fix = f"one of {', '.join(names)}" if names else "a volume of that name"
+                yield finding("reference", where, f"{subject} {name!r}, and there is no such volume", fix)
         for path, count in Counter(str(mount.get("mountPath")) for mount in mounts).items():
             if count > 1:
-                message = f"the container {name} mounts {count} volumes at {path}"
-                yield finding("reference", job.manifest, message, "a path each")
+                yield finding("reference", where, f"{subject} {count} volumes at {path}", "a path each")

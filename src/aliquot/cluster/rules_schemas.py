@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind
 from aliquot.cluster.manifests import ManifestObject, mapping
-from aliquot.cluster.node_pool_view import LABEL_VALUE
+from aliquot.cluster.node_pool_view import is_label_value
 
 KUBERNETES = "1.34"  # version of the core kinds
 
@@ -91,7 +91,7 @@ def _check_names(manifest: ManifestObject) -> Iterator[RuleFinding]:
         for key, value in mapping(metadata.get(part)).items():
             if not _KEY.match(str(key)):
                 yield finding("field-value", manifest, f"metadata.{part} has {key!r}", "a name, or domain/name")
-            if part == "labels" and isinstance(value, str) and not (LABEL_VALUE.match(value) and len(value) < 64):
+            if part == "labels" and isinstance(value, str) and not is_label_value(value):
                 fix = "at most 63 letters, digits, -, _ and ."
                 yield finding("field-value", manifest, f"metadata.labels.{key} is {value!r}", fix)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import JobView, containers, pod_spec
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
+from aliquot.cluster.job_view import JobView, pod_spec
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
 from aliquot.core.errors import has_url_credentials
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
@@ -86,7 +86,7 @@ def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
         if sysctl.get("name") not in _SYSCTLS:
             yield f"sysctl {sysctl.get('name')}"
     yield from _options(pod_context)
-    for container in (container for key in _CONTAINERS for container in containers(pod, key)):
+    for container in (container for key in _CONTAINERS for container in mappings(pod, key)):
         for violation in _container_violations(container, pod_context):
             yield f"container {container.get('name')}: {violation}"
 

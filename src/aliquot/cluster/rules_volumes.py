@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, namespaces_differ, select_kinds
 from aliquot.cluster.quantity import GIB, parse_bytes
@@ -56,29 +56,35 @@ def check_storage(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) 
 
 def _volume(volume: ManifestObject) -> Iterator[RuleFinding]:
     attributes = mapping(volume.get("spec", "csi", "volumeAttributes"))
-    identity = str(volume.get("spec", "csi", "volumeHandle") or "")
+    identity, dnsname = str(volume.get("spec", "csi", "volumeHandle") or ""), attributes.get("dnsname")
+    fix = "take it from `aws fsx describe-file-systems`"
     for key, (pattern, effect) in _ATTRIBUTES.items():
-        value, fix = attributes.get(key), "take it from `aws fsx describe-file-systems`"
-        if not value:
-            message = f"spec.csi.volumeAttributes.{key} is missing, so {effect}"
-            yield finding("storage-address", volume, message, fix)
-        elif not re.fullmatch(pattern, str(value)):
-            yield finding("storage-address", volume, f"{key} {value} is not that of a file system of FSx", fix)
-    if (dnsname := attributes.get("dnsname")) and identity and not str(dnsname).startswith(f"{identity}."):
-        message = f"dnsname {dnsname} is of another file system than volumeHandle {identity}"
-        yield finding("storage-address", volume, message, "take both from one file system", "warning")
+        value = attributes.get(key)
+        missing = f"spec.csi.volumeAttributes.{key} is missing, so {effect}"
+        wrong = f"{key} {value} is not that of a file system of FSx"
+        is_right = value and re.fullmatch(pattern, str(value))
+        yield from failures(volume, Check(not is_right, "storage-address", wrong if value else missing, fix))
+    yield from failures(
+        volume,
+        Check(
+            dnsname and identity and not str(dnsname).startswith(f"{identity}."),
+            "storage-address",
+            f"dnsname {dnsname} is of another file system than volumeHandle {identity}",
+            "take both from one file system",
+            "warning",
+        ),
+    )
     yield from _access(volume)
-    yield from _reclaimed(volume, volume.get("spec", "persistentVolumeReclaimPolicy") or "Retain")
-    if "flock" not in listed(volume.get("spec", "mountOptions")):
-        yield finding("storage-lock", volume, "mountOptions lack flock", "mountOptions: [flock]")
+    policy = volume.get("spec", "persistentVolumeReclaimPolicy") or "Retain"
+    yield from _lasting(volume, policy, volume.get("spec", "mountOptions"))
 
 
 def _storage_class(storage_class: ManifestObject) -> Iterator[RuleFinding]:
     parameters = mapping(storage_class.get("parameters"))
     for key in ("subnetId", "securityGroupIds"):
         if not parameters.get(key):
-            fix = "the nodes' own, of one zone"
-            yield finding("storage-subnet", storage_class, f"parameters.{key} is missing", fix)
+            message = f"parameters.{key} is missing"
+            yield finding("storage-subnet", storage_class, message, "the nodes' own, of one zone")
     for key, value in parameters.items():
         pattern = _PARAMETERS.get(str(key))
         if pattern is None:
@@ -90,9 +96,8 @@ def _storage_class(storage_class: ManifestObject) -> Iterator[RuleFinding]:
     if parameters.get("fileSystemTypeVersion", default) == TOO_OLD_LUSTRE:
         message = f"FSx makes a file system of Lustre {TOO_OLD_LUSTRE}, which Amazon Linux 2023 cannot mount"
         yield finding("storage-parameters", storage_class, message, 'fileSystemTypeVersion: "2.15"')
-    yield from _reclaimed(storage_class, storage_class.get("reclaimPolicy") or "Delete")
-    if "flock" not in listed(storage_class.get("mountOptions")):
-        yield finding("storage-lock", storage_class, "mountOptions lack flock", "mountOptions: [flock]")
+    policy = storage_class.get("reclaimPolicy") or "Delete"
+    yield from _lasting(storage_class, policy, storage_class.get("mountOptions"))
 
 
 def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject], lustre: bool) -> Iterator[RuleFinding]:
@@ -105,30 +110,54 @@ def _claim(claim: ManifestObject, volumes: Sequence[ManifestObject], lustre: boo
         return
     volume = next((candidate for candidate in volumes if candidate.name == name), None)
     if volume is None:
-        fix = "check it, too"
-        yield finding("storage-binding", claim, f"volumeName {name!r} is not among the manifests", fix, "warning")
+        message = f"volumeName {name!r} is not among the manifests"
+        yield finding("storage-binding", claim, message, "check it, too", "warning")
         return
-    if (volume.get("spec", "storageClassName") or "") != (claim.get("spec", "storageClassName") or ""):
-        fix = 'storageClassName: "" in both'
-        yield finding("storage-binding", claim, "storageClassName differs from the volume's", fix)
-    elif claim.get("spec", "storageClassName") is None:
-        message = "storageClassName is missing, so the cluster's default class is taken"
-        yield finding("storage-binding", claim, message, 'storageClassName: ""')
-    bound = mapping(volume.get("spec", "claimRef"))
-    differ = namespaces_differ(bound.get("namespace"), claim.get("metadata", "namespace"))
-    if bound and (bound.get("name") != claim.name or differ):
-        other = f"{bound.get('namespace', 'default')}/{bound.get('name')}"
-        fix = "this claim's name and namespace in the volume's claimRef"
-        yield finding("storage-binding", claim, f"the volume is kept for another claim: claimRef {other}", fix)
+    class_name, bound = claim.get("spec", "storageClassName"), mapping(volume.get("spec", "claimRef"))
+    is_other_class = (volume.get("spec", "storageClassName") or "") != (class_name or "")
+    is_other_namespace = namespaces_differ(bound.get("namespace"), claim.get("metadata", "namespace"))
     capacity = parse_bytes(volume.get("spec", "capacity", "storage"))
-    if size is not None and capacity is not None and size > capacity:
-        yield finding("storage-binding", claim, "asks for more than the volume's capacity", "the same size in both")
+    yield from failures(
+        claim,
+        Check(
+            is_other_class,
+            "storage-binding",
+            "storageClassName differs from the volume's",
+            'storageClassName: "" in both',
+        ),
+        Check(
+            class_name is None and not is_other_class,
+            "storage-binding",
+            "storageClassName is missing, so the cluster's default class is taken",
+            'storageClassName: ""',
+        ),
+        Check(
+            bound and (bound.get("name") != claim.name or is_other_namespace),
+            "storage-binding",
+            f"the volume is kept for another claim: claimRef {bound.get('namespace', 'default')}/{bound.get('name')}",
+            "this claim's name and namespace in the volume's claimRef",
+        ),
+        Check(
+            size is not None and capacity is not None and size > capacity,
+            "storage-binding",
+            "asks for more than the volume's capacity",
+            "the same size in both",
+        ),
+    )
 
 
-def _reclaimed(manifest: ManifestObject, policy: object) -> Iterator[RuleFinding]:
-    if policy == "Delete":
-        fix = "reclaimPolicy: Retain; persistentVolumeReclaimPolicy in a PersistentVolume"
-        yield finding("storage-safety", manifest, "the file system is deleted together with its claim", fix)
+def _lasting(manifest: ManifestObject, reclaim_policy: object, mount_options: object) -> Iterator[RuleFinding]:
+    """Check the settings that a volume and the storage class of a volume share."""
+    yield from failures(
+        manifest,
+        Check(
+            reclaim_policy == "Delete",
+            "storage-safety",
+            "the file system is deleted together with its claim",
+            "reclaimPolicy: Retain; persistentVolumeReclaimPolicy in a PersistentVolume",
+        ),
+        Check("flock" not in listed(mount_options), "storage-lock", "mountOptions lack flock", "mountOptions: [flock]"),
+    )
 
 
 def _driver(claim: ManifestObject, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:

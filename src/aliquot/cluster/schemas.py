@@ -26,7 +26,6 @@ from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"
-_NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a CEL function that Kubernetes adds is missing
 _MOST_SHOWN = 60  # maximum number of characters of a value in a message
 
 
