@@ -21,13 +21,3 @@ def test_facts_are_schemas() -> None:
     assert all(each.shipped for each in supported())
     for each in supported():
         check_schema(each)
-
-
-def test_kinds_have_versions() -> None:
-    sources: dict[str, set[str]] = {}
-    for each in supported():
-        sources.setdefault(each.kind, set()).add(each.source)
-    assert sources["NodePool"] == {"Karpenter 1.14.1"}
-    assert sources["TrainJob"] == {"Kubeflow Trainer 2.3.0", "Kubeflow Trainer 2.1.0"}
-    assert sources["StorageClass"] == {"Kubernetes 1.34"}
-    assert {"JobSet", "LocalQueue", "PersistentVolume", "Secret", "EC2NodeClass"} <= set(sources)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import GPU
 from aliquot.cluster.job_view import JobView, pod_spec
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
@@ -70,11 +70,22 @@ def _architecture(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFindi
     arm_image = _ARM.search(job.image) is not None
     for pool in pools:
         architectures = {node_type.arch for node_type in pool.types}
-        if arm_image and architectures == {"amd64"}:
-            yield finding("architecture", job.manifest, f"{job.image} on amd64 nodes", "an image for linux/amd64")
-        elif not arm_image and "arm64" in architectures:
-            message = f"NodePool {pool.manifest.name} may make arm64 nodes, and deploy/Dockerfile builds for amd64"
-            yield finding("architecture", job.manifest, message, "amd64 types only, or an image of arm64", "warning")
+        yield from failures(
+            job.manifest,
+            Check(
+                arm_image and architectures == {"amd64"},
+                "architecture",
+                f"{job.image} on amd64 nodes",
+                "an image for linux/amd64",
+            ),
+            Check(
+                not arm_image and "arm64" in architectures,
+                "architecture",
+                f"NodePool {pool.manifest.name} may make arm64 nodes, and deploy/Dockerfile builds for amd64",
+                "amd64 types only, or an image of arm64",
+                "warning",
+            ),
+        )
 
 
 def _gpu_nodes(job: JobView, pools: Sequence[PoolView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:

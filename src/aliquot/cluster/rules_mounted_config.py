@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import GPU
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
@@ -77,12 +77,21 @@ def _key(mount: dict[str, Any], volume: dict[str, Any], path: str) -> str:
 
 def _device(job: JobView, config: RunConfig) -> Iterator[RuleFinding]:
     device, gpus = config.launch.device, job.count(GPU)
-    if device == "cuda" and not gpus:
-        fix = f"{GPU} in requests and limits, or launch.device: cpu"
-        yield finding("processes", job.manifest, "launch.device is cuda, and the pods ask for no GPU", fix)
-    if device == "cpu" and gpus:
-        message = f"launch.device is cpu, and the pods ask for {GPU}: {gpus}"
-        yield finding("gpu-unused", job.manifest, message, "launch.device: cuda, or CPU nodes")
+    return failures(
+        job.manifest,
+        Check(
+            device == "cuda" and not gpus,
+            "processes",
+            "launch.device is cuda, and the pods ask for no GPU",
+            f"{GPU} in requests and limits, or launch.device: cpu",
+        ),
+        Check(
+            device == "cpu" and gpus,
+            "gpu-unused",
+            f"launch.device is cpu, and the pods ask for {GPU}: {gpus}",
+            "launch.device: cuda, or CPU nodes",
+        ),
+    )
 
 
 def _directories(job: JobView, config: RunConfig) -> Iterator[RuleFinding]:

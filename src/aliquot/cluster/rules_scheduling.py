@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
@@ -68,12 +68,22 @@ def _alike(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
     """Check that all pools that may serve the job make nodes of one size, with GPUs only if the job asks for them."""
     sizes = [{(item.vcpus, item.memory_bytes, item.gpus) for item in pool.types} for pool in pools]
     # The rule for a pool reports different sizes within one pool.
-    if job.nodes > 1 and all(len(size) == 1 for size in sizes) and any(size != sizes[0] for size in sizes):
-        message = f"nodes of different sizes can come from {', '.join(pool.manifest.name for pool in pools)}"
-        yield finding("unequal-nodes", job.manifest, message, "a nodeSelector that only one of them meets")
-    if job.runtime is not None and not job.count(GPU) and all(pool.gpu for pool in pools):
-        message = f"NodePool {pools[0].manifest.name} makes GPU nodes, and the pods ask for no GPU"
-        yield finding("gpu-unused", job.manifest, message, f"{GPU} in requests and limits, or CPU types")
+    differ = all(len(size) == 1 for size in sizes) and any(size != sizes[0] for size in sizes)
+    return failures(
+        job.manifest,
+        Check(
+            job.nodes > 1 and differ,
+            "unequal-nodes",
+            f"nodes of different sizes can come from {', '.join(pool.manifest.name for pool in pools)}",
+            "a nodeSelector that only one of them meets",
+        ),
+        Check(
+            job.runtime is not None and not job.count(GPU) and all(pool.gpu for pool in pools),
+            "gpu-unused",
+            f"NodePool {pools[0].manifest.name} makes GPU nodes, and the pods ask for no GPU",
+            f"{GPU} in requests and limits, or CPU types",
+        ),
+    )
 
 
 def _namespace_limits(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -217,17 +227,33 @@ def _limits(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> 
 
 def _drained(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     period = str(pool.manifest.get("spec", "template", "spec", "terminationGracePeriod") or "")
-    if job.annotations.get("karpenter.sh/do-not-disrupt") == "true":
-        if not period:
-            fix = 'no such annotation; in the NodePool disruption.budgets: [{nodes: "0", reasons: [Drifted]}]'
-            yield finding("do-not-disrupt", job.manifest, "the pods have karpenter.sh/do-not-disrupt", fix)
-    elif not any(map(_keeps_drifted, pool.manifest.items("spec", "disruption", "budgets"))):
-        fix = 'budgets: [{nodes: "0", reasons: [Drifted, Underutilized]}]'
-        yield finding("drift", pool.manifest, "disruption.budgets allow nodes that have drifted to be replaced", fix)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(period))
-    if period and seconds < job.grace_s:
-        message = f"terminationGracePeriod is {period}, and the pods have {job.grace_s} s to save"
-        yield finding("grace", pool.manifest, message, "none, or longer than terminationGracePeriodSeconds of the pods")
+    is_protected = job.annotations.get("karpenter.sh/do-not-disrupt") == "true"
+    keeps_drifted = any(map(_keeps_drifted, pool.manifest.items("spec", "disruption", "budgets")))
+    yield from failures(
+        job.manifest,
+        Check(
+            is_protected and not period,
+            "do-not-disrupt",
+            "the pods have karpenter.sh/do-not-disrupt",
+            'no such annotation; in the NodePool disruption.budgets: [{nodes: "0", reasons: [Drifted]}]',
+        ),
+    )
+    yield from failures(
+        pool.manifest,
+        Check(
+            not is_protected and not keeps_drifted,
+            "drift",
+            "disruption.budgets allow nodes that have drifted to be replaced",
+            'budgets: [{nodes: "0", reasons: [Drifted, Underutilized]}]',
+        ),
+        Check(
+            period and seconds < job.grace_s,
+            "grace",
+            f"terminationGracePeriod is {period}, and the pods have {job.grace_s} s to save",
+            "none, or longer than terminationGracePeriodSeconds of the pods",
+        ),
+    )
 
 
 def _keeps_drifted(budget: object) -> bool:
