@@ -364,7 +364,8 @@ def test_check_finds_a_mistake(mistake: str) -> None:
 
 
 HARMLESS: dict[str, Callable[[Documents], Any]] = {
-    "a volume that is on the cluster": lambda d: (d.pop("persistent-volume.yaml"), d.pop("persistent-volume-claim.yaml")),
+    "a volume that is on the cluster": lambda d: (
+        d.pop("persistent-volume.yaml"), d.pop("persistent-volume-claim.yaml")),
     "a ConfigMap that is applied wherever kubectl is": lambda d: d["config-map.yaml"]["metadata"].pop("namespace"),
     "a ConfigMap that is on the cluster": lambda d: trainer(d)["env"].append(
         {"name": "X", "valueFrom": {"configMapKeyRef": {"name": "others", "key": "x"}}}),

@@ -8,7 +8,7 @@ from typing import Any
 
 from aliquot.catalogue.aws_answers import aws_session
 from aliquot.cluster.aws_resources import ask_resources
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import EFA
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.manifests import ManifestObject, mapping, select_kinds
@@ -96,37 +96,30 @@ class _Account:
 
 
 def _refused(error: Any, rule: str, where: object) -> RuleFinding:
-    details = mapping(error.response.get("Error"))
+    details, operation = mapping(error.response.get("Error")), error.operation_name
     code, message = str(details.get("Code")), " ".join(str(details.get("Message")).split())
     if code.endswith((".NotFound", ".Malformed")):
-        return finding(
-            rule, where, f"{message} ({code})", "correct the id, or check in the account and region that it belongs to"
-        )
+        fix = "correct the id, or check in the account and region that it belongs to"
+        return finding(rule, where, f"{message} ({code})", fix)
     if code in _NOT_ALLOWED:
-        return finding("permission", "AWS", f"{error.operation_name} was refused: {code}",
-                       f"a policy that allows ec2:{error.operation_name}")  # fmt: skip
-    return finding(
-        "permission",
-        "AWS",
-        f"{error.operation_name} failed: {code}: {message}",
-        "try again, or send the request with the aws command",
-    )
+        return finding("permission", "AWS", f"{operation} was refused: {code}", f"a policy that allows ec2:{operation}")
+    fix = "try again, or send the request with the aws command"
+    return finding("permission", "AWS", f"{operation} failed: {code}: {message}", fix)
 
 
 def _node_class(
     account: _Account, node_class: ManifestObject, manifests: Sequence[ManifestObject]
 ) -> Iterator[RuleFinding]:
     groups = account.groups(node_class.items("spec", "securityGroupSelectorTerms"), node_class)
-    if groups == []:
-        fix = "tag one, or correct the terms"
-        yield finding("security-group", node_class, "no security group meets its terms", fix)
-    elif groups:
+    subnets = account.subnets(node_class.items("spec", "subnetSelectorTerms"), node_class)
+    if groups:
         needs_efa = any(view.count(EFA) for view in job_views(manifests))
         yield from _open_among_nodes(node_class, groups, needs_efa)
-    subnets = account.subnets(node_class.items("spec", "subnetSelectorTerms"), node_class)
-    if subnets == []:
-        fix = "tag the private subnets, or correct the terms"
-        yield finding("subnet", node_class, "no subnet meets its terms", fix)
+    yield from failures(
+        node_class,
+        Check(groups == [], "security-group", "no security group meets its terms", "tag one, or correct the terms"),
+        Check(subnets == [], "subnet", "no subnet meets its terms", "tag the private subnets, or correct the terms"),
+    )
     yield from _addresses(node_class, subnets or [], manifests)
     zones = {subnet["AvailabilityZone"] for subnet in subnets or []}
     for pool in select_kinds(manifests, "NodePool"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instance
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.manifests import dig, listed, mapping
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.rules_volumes import TOO_OLD_LUSTRE
@@ -145,15 +145,26 @@ def _placement(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
     if group is None:
         return
     names = {"GroupIds" if group.startswith("pg-") else "GroupNames": [group]}
+    fix = "a group with the strategy cluster"
     for answer in session.client("ec2").describe_placement_groups(**names)["PlacementGroups"]:
         strategy = answer.get("Strategy")
-        if strategy == "spread" and section.most_nodes > _SPREAD_NODES:
-            message = f"{group} spreads at most {_SPREAD_NODES} nodes of a zone, and the job has {section.most_nodes}"
-            yield finding("aws-resource", "cluster.placement_group", message, "a group with the strategy cluster")
-        elif strategy != "cluster":
-            message = f"{group} has the strategy {strategy}, which does not bring nodes close to each other"
-            fix = "a group with the strategy cluster"
-            yield finding("aws-resource", "cluster.placement_group", message, fix, "warning")
+        too_many = strategy == "spread" and section.most_nodes > _SPREAD_NODES
+        yield from failures(
+            "cluster.placement_group",
+            Check(
+                too_many,
+                "aws-resource",
+                f"{group} spreads at most {_SPREAD_NODES} nodes of a zone, and the job has {section.most_nodes}",
+                fix,
+            ),
+            Check(
+                strategy != "cluster" and not too_many,
+                "aws-resource",
+                f"{group} has the strategy {strategy}, which does not bring nodes close to each other",
+                fix,
+                "warning",
+            ),
+        )
 
 
 _INDEXES = ["application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"]
@@ -166,7 +177,7 @@ def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]
         return
     answer = session.client("fsx").describe_file_systems(FileSystemIds=[storage.file_system_id])
     for actual in answer["FileSystems"]:
-        lustre = mapping(actual.get("LustreConfiguration"))
+        lustre, state = mapping(actual.get("LustreConfiguration")), actual.get("Lifecycle")
         facts = {
             "dnsname": (storage.dnsname, actual.get("DNSName")),
             "mountname": (storage.mountname, lustre.get("MountName")),
@@ -177,12 +188,16 @@ def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]
         for key, (written, value) in facts.items():
             if value is not None and written != value:
                 yield finding("aws-resource", f"{where}.{key}", f"{written}, but FSx says {value}", f"{key}: {value}")
-        if actual.get("FileSystemTypeVersion") == TOO_OLD_LUSTRE:
-            message = f"the file system has Lustre {TOO_OLD_LUSTRE}, which Amazon Linux 2023 cannot mount"
-            update = f"aws fsx update-file-system --file-system-id {storage.file_system_id}"
-            yield finding("aws-resource", where, message, f"{update} --file-system-type-version 2.15")
-        if (state := actual.get("Lifecycle")) != "AVAILABLE":
-            yield finding("aws-resource", where, f"the file system is {state}", "wait until it is AVAILABLE")
+        yield from failures(
+            where,
+            Check(
+                actual.get("FileSystemTypeVersion") == TOO_OLD_LUSTRE,
+                "aws-resource",
+                f"the file system has Lustre {TOO_OLD_LUSTRE}, which Amazon Linux 2023 cannot mount",
+                f"aws fsx update-file-system --file-system-id {storage.file_system_id} --file-system-type-version 2.15",
+            ),
+            Check(state != "AVAILABLE", "aws-resource", f"the file system is {state}", "wait until it is AVAILABLE"),
+        )
         if section.zone is not None and (subnets := actual.get("SubnetIds")):
             known = session.client("ec2").describe_subnets(SubnetIds=subnets[:1])["Subnets"]
             zone = known[0]["AvailabilityZone"] if known else section.zone

@@ -260,16 +260,22 @@ class _Search:
                     continue
                 if plan.fits:
                     for capacity in ("on-demand", "spot") if ec2.on_spot else ("on-demand",):
-                        yield from self._priced_offers(_Candidate(planner, config, layout, plan), capacity)
+                        yield from self._priced_offers(planner, config, layout, plan, capacity)
 
-    def _priced_offers(self, candidate: _Candidate, capacity: Capacity) -> Iterator[Offer]:
-        """Yield the offer with the best checkpoint interval, unless lost nodes would stop most progress."""
+    def _priced_offers(
+        self, planner: Planner, config: RunConfig, layout: RankLayout, plan: Plan, capacity: Capacity
+    ) -> Iterator[Offer]:
+        """Yield the offer with the best checkpoint interval, unless lost nodes would stop most progress.
+
+        Args:
+            plan: of `config`, before the interval is chosen.
+        """
         on_demand, spot = capacity == "on-demand", self.request.spot
         lost_a_month = FAILED_A_MONTH if on_demand else spot.lost_a_month
-        losses_a_second = lost_a_month * candidate.plan.nodes / MONTH_S
-        every = _best_interval(candidate.plan, losses_a_second)
-        config = with_settings(candidate.config, {"checkpoint.every": every})
-        plan = candidate.planner.plan(config, candidate.layout, self.workload, approximate=True)
+        losses_a_second = lost_a_month * plan.nodes / MONTH_S
+        every = _best_interval(plan, losses_a_second)
+        config = with_settings(config, {"checkpoint.every": every})
+        plan = planner.plan(config, layout, self.workload, approximate=True)
         lost_time = losses_a_second * _restart_s(config, plan, notice=not on_demand)
         if not plan.fits or lost_time >= 0.5 or plan.usd_per_hour is None:
             return
@@ -282,16 +288,6 @@ class _Search:
             train.gradient_checkpointing, every, losses_a_second * total_s, total_s, hourly * total_s / 3600,
             config.cluster is not None, train.global_batch_tokens is not None,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A run that fits, before its checkpoint interval is chosen."""
-
-    planner: Planner
-    config: RunConfig
-    layout: RankLayout
-    plan: Plan
 
 
 def _best_interval(plan: Plan, losses_a_second: float) -> int:
