@@ -42,22 +42,26 @@ def allow(ec2: Any, group: str, protocol: str, source: str, first: int = -1, las
     ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
 
 
+@pytest.fixture
+def group(ec2: Any) -> str:
+    """The security group of a network in which nothing is amiss."""
+    group = network(ec2)
+    allow(ec2, group, "-1", group)
+    return group
+
+
 def found(**changes: Any) -> dict[str, str]:
     job = cpu_job(**changes)
     return {each.rule: each.message for each in ask_account(parsed(job), job.section)}
 
 
-def test_all_in_order(ec2: Any) -> None:
-    group = network(ec2)
-    allow(ec2, group, "-1", group)
+def test_all_in_order(group: str) -> None:
     assert found() == {}
 
 
 @pytest.mark.parametrize("nodes", [4, 64])
-def test_addresses(ec2: Any, nodes: int) -> None:
+def test_addresses(group: str, nodes: int) -> None:
     """A /24 has 251 addresses: enough for four nodes, and not for 64."""
-    group = network(ec2)
-    allow(ec2, group, "-1", group)
     job = describe(config(cluster_section(nodes=nodes)), plan(nodes=nodes))
     messages = [each.message for each in ask_account(parsed(job), job.section)]
     assert messages == ([] if nodes == 4 else ["64 nodes take about 3840 addresses, and 251 are free"])
@@ -74,10 +78,8 @@ def egress(ec2: Any, group: str, allowed: bool, **pair: Any) -> None:
     change(GroupId=group, IpPermissions=[{"IpProtocol": "-1", "FromPort": -1, "ToPort": -1, **pair}])
 
 
-def test_egress(ec2: Any) -> None:
+def test_egress(ec2: Any, group: str) -> None:
     """TCP leaves by a rule for all addresses; EFA leaves only by a rule for the group itself."""
-    group = network(ec2)
-    allow(ec2, group, "-1", group)
     efa_job = gpu_job()
 
     def messages() -> list[str]:
@@ -112,9 +114,7 @@ def test_no_subnet_in_the_zone(ec2: Any) -> None:
 
 
 @pytest.mark.parametrize("port, complete", [(988, True), (22, False)])
-def test_lustre_port(ec2: Any, port: int, complete: bool) -> None:
-    group = network(ec2)
-    allow(ec2, group, "-1", group)
+def test_lustre_port(ec2: Any, group: str, port: int, complete: bool) -> None:
     vpc = ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["VpcId"]
     lustre = ec2.create_security_group(VpcId=vpc, GroupName="lustre", Description="lustre")["GroupId"]
     allow(ec2, lustre, "tcp", lustre, port, port)
@@ -122,9 +122,7 @@ def test_lustre_port(ec2: Any, port: int, complete: bool) -> None:
     assert (found(storage=storage) == {}) is complete
 
 
-def test_missing_security_group(ec2: Any) -> None:
-    group = network(ec2)
-    allow(ec2, group, "-1", group)
+def test_missing_security_group(group: str) -> None:
     message = found(storage=dynamic_storage())["security-group"]
     assert "sg-068000ccf82dfba88" in message and "InvalidGroup.NotFound" in message
 

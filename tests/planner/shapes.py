@@ -6,6 +6,12 @@ from typing import Any
 
 from aliquot.config.read_config import validate
 from aliquot.config.schema import RunConfig
+from aliquot.data.workload import Workload
+from aliquot.distributed.topology import RankLayout
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planned_model import PlannedModel
+from aliquot.planner.planner import Planner
+from aliquot.planner.settings_search import Search
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -33,3 +39,8 @@ def planned_config(model: dict[str, Any], **sections: dict[str, Any]) -> RunConf
     for section, update in sections.items():
         values.setdefault(section, {}).update(update)
     return validate(values, {}, "a test")
+
+
+def search_on(machine: Machine, config: RunConfig, layout: RankLayout) -> Search:
+    """The search for other settings of a run; it has a planner of the run's model."""
+    return Search(Planner(PlannedModel(config), machine), config, layout, Workload.assumed(config))

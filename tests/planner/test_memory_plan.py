@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError
-from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import OnDisk, first_of
 from aliquot.engines.host.host_memory import disk_use
@@ -27,11 +26,10 @@ from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.fit_check import full_disks
 from aliquot.planner.memory_plan import MARGIN, least_on_disk
 from aliquot.planner.planned_machine import Machine
-from aliquot.planner.planned_model import PlannedModel
-from aliquot.planner.planner import Planner, plan
+from aliquot.planner.planner import plan
 from aliquot.planner.settings_search import Candidate, Search
 from tests.examples import examples
-from tests.planner.shapes import LLAMA, planned_config
+from tests.planner.shapes import LLAMA, planned_config, search_on
 
 SHAPE = shaped_model(planned_config(LLAMA)).shape
 LARGE = sum(count * numel(each) for each, count in SHAPE.alike.items() if len(each) > 1)
@@ -149,25 +147,20 @@ def test_glibc_is_planned_with_holes() -> None:
 @pytest.mark.long
 def test_disk_is_the_last_resort() -> None:
     config, machine = planned_config(WIDE), Machine.from_numbers(0.8, 2, None)
-    planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
-    assert (
-        Search(planner, config, machine.layout(config), workload)
-        .remedies()
-        .startswith("What fits: shard.offload=disk ")
-    )
+    told = search_on(machine, config, machine.layout(config)).remedies()
+    assert told.startswith("What fits: shard.offload=disk ")
 
 
 def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, machine = planned_config(WIDE), replace(Machine.from_numbers(0.8, 2, None), cpu=read_cpu())
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
-    planner, workload, free = Planner(PlannedModel(config), machine), Workload.assumed(config), os.statvfs(tmp_path)
-    layout = RankLayout(1, 2, 1, "cpu")
+    search, free = search_on(machine, config, RankLayout(1, 2, 1, "cpu")), os.statvfs(tmp_path)
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1 << 40, f_frsize=free.f_frsize)
     )
-    assert Search(planner, config, layout, workload).remedies().startswith("What fits: shard.offload=disk ")
+    assert search.remedies().startswith("What fits: shard.offload=disk ")
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=free.f_frsize))
-    told = Search(planner, config, layout, workload).remedies()
+    told = search.remedies()
     assert re.fullmatch(
         r"No tried setting fits: take more memory, [\d.]+ GB of a disk for shard\.offload=disk"
         r" \(shard\.offload_directory\), or a smaller model",
@@ -177,14 +170,14 @@ def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_search_without_disk_runs_once_if_disk_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     config, machine = limited(0.1), Machine.from_numbers(0.8, 2, None)
-    planner, workload, searches = Planner(PlannedModel(config), machine), Workload.assumed(config), []
+    searches: list[tuple[object, ...]] = []
 
     def candidates(*arguments: object) -> Iterator[Candidate]:
         searches.append(arguments)
         return iter(())
 
     monkeypatch.setattr(Search, "candidates", candidates)
-    assert Search(planner, config, machine.layout(config), workload).remedies().startswith("No tried setting fits")
+    assert search_on(machine, config, machine.layout(config)).remedies().startswith("No tried setting fits")
     assert len(searches) == 1
 
 

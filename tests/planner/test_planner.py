@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
@@ -32,10 +33,9 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
 from aliquot.planner.preflight import _plan_with_choices, unsaved_work
 from aliquot.planner.report import COLUMNS, summary
-from aliquot.planner.settings_search import Search
 from aliquot.planner.step_time import StepTime
 from aliquot.planner.traffic import traffic
-from tests.planner.shapes import LLAMA, QWEN3, planned_config
+from tests.planner.shapes import LLAMA, QWEN3, planned_config, search_on
 
 SERVER = Machine.from_numbers(64, 16, 10)
 
@@ -282,11 +282,14 @@ def test_traffic_does_not_depend_on_batch_notation() -> None:
     assert one == other
 
 
+def advised(machine: Machine, config: RunConfig, nodes: int) -> Plan:
+    search = search_on(machine, config, machine.layout(config, nodes, 2))
+    return with_advice(search.planner.plan(config, search.layout, search.workload), search)
+
+
 def test_network_bound_run_gets_advice() -> None:
     slow, config = Machine.from_numbers(64, 16, 0.1), planned_config(LLAMA, train={"global_batch_size": 4})
-    planner, workload = Planner(PlannedModel(config), slow), Workload.assumed(config)
-    layout = slow.layout(config, 2, 2)
-    made = with_advice(planner.plan(config, layout, workload), Search(planner, config, layout, workload))
+    made = advised(slow, config, 2)
     found = re.fullmatch(
         r"network-bound \([\d.]+x the time of matrix products\): a global batch of (\d+) sequences"
         r" would be ([\d.]+)x as fast",
@@ -304,9 +307,7 @@ def test_slower_precision_gets_advice() -> None:
     for name in ("c6a.2xlarge", "c7a.2xlarge", "c7i.2xlarge"):
         for given, other in (("bf16", "fp32"), ("fp32", "bf16")):
             machine, config = Machine.from_instance(name), planned_config(LLAMA, train={"precision": given})
-            planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
-            layout = machine.layout(config, 1, 2)
-            made = with_advice(planner.plan(config, layout, workload), Search(planner, config, layout, workload))
+            made = advised(machine, config, 1)
             found[name, given] = f"train.precision={other} would be" in made.bottleneck
     assert [case for case, told in found.items() if told] == [
         ("c6a.2xlarge", "bf16"), ("c7a.2xlarge", "fp32"), ("c7i.2xlarge", "fp32"),
@@ -317,12 +318,10 @@ def test_memory_bound_runs_are_advised_to_compile() -> None:
     machine, told = Machine.from_instance("c7i.2xlarge"), []
     for compiles in ("none", "layers"):
         config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
-        planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
-        layout = machine.layout(config, 1, 2)
-        helps = list(_plans(_set(config, "train.compile", "layers"), Search(planner, config, layout, workload)))
-        told += [
-            words for words, made in helps if made.tokens_per_s > planner.plan(config, layout, workload).tokens_per_s
-        ]
+        search = search_on(machine, config, machine.layout(config, 1, 2))
+        present = search.planner.plan(config, search.layout, search.workload)
+        helps = _plans(_set(config, "train.compile", "layers"), search)
+        told += [words for words, made in helps if made.tokens_per_s > present.tokens_per_s]
     assert told == ["train.compile=layers"]
 
 
@@ -449,8 +448,7 @@ def test_amx_kernels_of_unpacked_rows_are_few_and_large() -> None:
 def test_slow_networks_favour_engine_host() -> None:
     slow = Machine.from_numbers(64, 16, 0.1)
     config = planned_config(LLAMA, train={"global_batch_size": 64, "per_device_train_batch_size": 1})
-    planner = Planner(PlannedModel(config), slow)
-    found = Search(planner, config, RankLayout(2, 2, 8, "cpu"), Workload.assumed(config)).fastest()
+    found = search_on(slow, config, RankLayout(2, 2, 8, "cpu")).fastest()
     assert all(each.plan.engine == "host" for each in found)
     fsdp = plan(planned_config(LLAMA, shard={"engine": "fsdp"}), slow, 2, 2)
     assert fsdp.bottleneck.startswith("network-bound")
@@ -470,14 +468,11 @@ def test_remedies_fit() -> None:
     config = planned_config(
         LLAMA | {"vocab_size": 16384, "num_hidden_layers": 1}, train={"per_device_train_batch_size": 16}
     )
-    planner = Planner(PlannedModel(config), tight)
-    layout = RankLayout(1, 2, 2, "cpu")
-    made = planner.plan(config, layout, Workload.assumed(config))
-    assert not made.fits
-    advice = Search(planner, config, layout, Workload.assumed(config)).remedies()
+    search = search_on(tight, config, RankLayout(1, 2, 2, "cpu"))
+    assert not search.planner.plan(config, search.layout, search.workload).fits
+    advice = search.remedies()
     assert "train.per_device_train_batch_size=" in advice and "% time" in advice
-    for each in Search(planner, config, layout, Workload.assumed(config)).fastest():
-        assert each.plan.fits
+    assert all(candidate.plan.fits for candidate in search.fastest())
 
 
 def test_picture_is_svg_with_every_phase() -> None:

@@ -23,7 +23,7 @@ from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from aliquot.planner.settings_search import Search
 from tests.conftest import REPOSITORY
-from tests.planner.shapes import LLAMA, planned_config
+from tests.planner.shapes import LLAMA, planned_config, search_on
 
 GPU_RUN = REPOSITORY / "examples" / "llama3-8b-gpu.yaml"
 SERVER = Machine.from_numbers(64, 4, 10)
@@ -77,8 +77,7 @@ def test_proposed_arguments_keep_the_planned_ranks(tmp_path: Path) -> None:
     }
     file.write_text(yaml.safe_dump(sections))
     config, machine = read_config(file), Machine.from_numbers(64, 16, 10)
-    planner, layout = Planner(PlannedModel(config), machine), machine.layout(config, 2)
-    found = list(Search(planner, config, layout, Workload.assumed(config)).candidates([2]))
+    found = list(search_on(machine, config, machine.layout(config, 2)).candidates([2]))
     assert "(as it is)" in {each.arguments for each in found} and len({each.plan.ranks_per_node for each in found}) > 3
     for each in found:
         pasted = read_config(file, [f"{key}={value}" for key, value in each.changes.items()])
@@ -87,11 +86,11 @@ def test_proposed_arguments_keep_the_planned_ranks(tmp_path: Path) -> None:
 
 def test_fastest_sorts_by_time_on_as_many_nodes() -> None:
     config = planned_config(SMALL)
-    planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
-    found = Search(planner, config, layout, Workload.assumed(config)).fastest()
+    search = search_on(SERVER, config, RankLayout(2, 2, 2, "cpu"))
+    found = search.fastest()
     times = [each.plan.step_s for each in found]
     assert len(found) > 2 and times == sorted(times) and {each.plan.nodes for each in found} == {2}
-    every = list(Search(planner, config, layout, Workload.assumed(config)).candidates())
+    every = list(search.candidates())
     assert {each.plan.nodes for each in every} == {1, 2, 4}
     on_two = min(each.plan.step_s for each in every if each.plan.nodes == 2 and each.plan.fits)
     assert times[0] == pytest.approx(on_two, rel=0.03)
@@ -116,10 +115,9 @@ def test_what_is_proposed_has_room_in_shm() -> None:
     """Of two GPUs whose ranks need more of /dev/shm than there is, only an engine without NCCL fits."""
     config = planned_config(SMALL, launch={"ranks": 2, "device": "cuda"}, shard={"engine": "fsdp"})
     machine = replace(Machine.from_numbers(64, 4, 10), gpus=2, gpu_memory_bytes=80 << 30, shm_bytes=64 << 20)
-    planner, layout = Planner(PlannedModel(config), machine), RankLayout(1, 2, 2, "cuda")
-    workload = Workload.assumed(config)
-    assert "/dev/shm has" in fit_check.problems(planner.plan(config, layout, workload), machine)[0]
-    search = Search(planner, config, layout, workload)
+    search = search_on(machine, config, RankLayout(1, 2, 2, "cuda"))
+    made = search.planner.plan(config, search.layout, search.workload)
+    assert "/dev/shm has" in fit_check.problems(made, machine)[0]
     assert search.remedies().startswith("What fits: shard.engine=host (")
     assert {each.plan.engine for each in search.fastest()} == {"host"}
 
@@ -157,9 +155,7 @@ def test_too_few_remaining_nodes_are_refused() -> None:
 def test_disk_remedy_sets_engine_host() -> None:
     small = Machine.from_numbers(0.7, 4, 10)
     config = planned_config(LLAMA | {"num_hidden_layers": 24, "hidden_size": 512}, shard={"engine": "fsdp"})
-    told = Search(
-        Planner(PlannedModel(config), small), config, RankLayout(1, 2, 2, "cpu"), Workload.assumed(config)
-    ).remedies()
+    told = search_on(small, config, RankLayout(1, 2, 2, "cpu")).remedies()
     assert told.startswith("What fits: shard.offload=disk shard.engine=host "), told
 
 
@@ -214,8 +210,7 @@ def test_nodes_are_proposed_by_the_name_that_counts(
     assert told[0].get("launch.nodes", "launch.nodes") == name
     assert told[0].get("launch.ranks") == ("--ranks-per-node" if len(more) > 2 else "cluster.ranks_per_node")
     config = planned_config(SMALL)
-    planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(2, 2, 2, "cpu")
-    search = Search(planner, config, layout, Workload.assumed(config), told[0])
+    search = replace(search_on(SERVER, config, RankLayout(2, 2, 2, "cpu")), names=told[0])
     lines = [each.arguments for each in search.candidates([4])]
     assert lines and all(f"{name}{' ' if name == '--nodes' else '='}4" in each for each in lines)
 
