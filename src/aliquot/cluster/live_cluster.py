@@ -32,6 +32,24 @@ _OPERATORS = {
     "scheduling.volcano.sh": ("Volcano", "docs/guides/eks-jobs.md, Start all nodes or none"),
 }
 _POD_GROUPS = {"coscheduling": "scheduling.x-k8s.io", "volcano": "scheduling.volcano.sh"}  # podGroupPolicy -> API group
+# The objects that a job names: kind, rule, resource for kubectl, resource that a refusal names, and fix.
+_NAMED_OBJECTS = (
+    ("LocalQueue", "queue", "localqueues.kueue.x-k8s.io", "clusterqueues", "kubectl apply -f QUEUES"),
+    (
+        "PriorityClass",
+        "priority-class",
+        "priorityclass",
+        "priorityclasses",
+        "kubectl create priorityclass {name} --value=1000",
+    ),
+    (
+        "ServiceAccount",
+        "service-account",
+        "serviceaccount",
+        "serviceaccounts",
+        "kubectl create serviceaccount {name} -n {namespace}",
+    ),
+)
 _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?: in API group "(?P<group>[^"]*)")?')
 
 Version = tuple[int, int]
@@ -169,25 +187,16 @@ def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Ite
     rendered = {(manifest.kind, manifest.name) for manifest in manifests}
     for view in job_views(manifests):
         job, pod = view.manifest, pod_spec(view)
-        space = ("-n", job.namespace)
-        if (name := view.queue) is not None and ("LocalQueue", name) not in rendered:
+        names = (view.queue, pod.get("priorityClassName"), pod.get("serviceAccountName"))
+        for name, (kind, rule, resource, refused_resource, fix) in zip(names, _NAMED_OBJECTS, strict=True):
+            if name is None or (kind, name) in rendered:
+                continue
             try:
-                (queue,) = kubectl.get("localqueues.kueue.x-k8s.io", str(name), *space)
-                kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(queue, "spec", "clusterQueue")))
+                (item,) = kubectl.get(resource, str(name), "-n", job.namespace)
+                if kind == "LocalQueue":
+                    kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(item, "spec", "clusterQueue")))
             except Refused as refused:
-                yield _missing("queue", job, "clusterqueues", refused, "kubectl apply -f QUEUES")
-        if (name := pod.get("priorityClassName")) is not None and ("PriorityClass", name) not in rendered:
-            try:
-                kubectl.get("priorityclass", name)
-            except Refused as refused:
-                fix = f"kubectl create priorityclass {name} --value=1000"
-                yield _missing("priority-class", job, "priorityclasses", refused, fix)
-        if (name := pod.get("serviceAccountName")) is not None and ("ServiceAccount", name) not in rendered:
-            try:
-                kubectl.get("serviceaccount", name, *space)
-            except Refused as refused:
-                fix = f"kubectl create serviceaccount {name} -n {job.namespace}"
-                yield _missing("service-account", job, "serviceaccounts", refused, fix)
+                yield _missing(rule, job, refused_resource, refused, fix.format(name=name, namespace=job.namespace))
 
 
 def _missing(rule: str, where: ManifestObject, resource: str, refused: Refused, fix: str) -> RuleFinding:
