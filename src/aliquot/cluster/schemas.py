@@ -3,6 +3,9 @@
 The structural schema of a custom resource is converted to a JSON schema, which keeps the additional keywords of
 Kubernetes. jsonschema validates objects with it, and cel-expr-python evaluates the CEL rules. Objects of core kinds are
 validated by kubernetes-validate.
+
+Kubernetes adds functions to CEL. Only `find` is here, because the operators' rules use it; a rule with another function
+cannot be judged offline. Source: kubernetes.io/docs/reference/using-api/cel, "Kubernetes regex library".
 """
 
 from __future__ import annotations
@@ -16,16 +19,18 @@ from functools import cache, lru_cache
 from typing import Any
 
 import kubernetes_validate
+from cel_expr_python import cel
+from cel_expr_python.ext import ext_optional, ext_strings
 from jsonschema import Draft202012Validator, FormatChecker, SchemaError, ValidationError, validators
 from jsonschema.protocols import Validator
 
-from aliquot.cluster.cel_rules import NotJudgedError, holds
 from aliquot.cluster.findings import did_you_mean
 from aliquot.cluster.kind_schemas import EXPECTED, KindSchema, Violation, expected_kind, is_core
 from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
 _CEL = "x-kubernetes-validations"
+_NO_MEMBER = re.compile(r"No matching overloads found : (?!_|!|-)")  # a CEL function that Kubernetes adds is missing
 _MOST_SHOWN = 60  # maximum number of characters of a value in a message
 
 
@@ -141,8 +146,8 @@ def _rules(validator: Validator, rules: Sequence[dict[str, Any]], value: Any, sc
         return
     for rule in (item for item in rules if isinstance(item, dict)):
         try:
-            is_met = holds(rule, value)
-        except NotJudgedError as reason:
+            is_met = _holds(rule, value)
+        except _NotJudgedError as reason:
             yield ValidationError(f"{rule.get('rule')}: {reason}", validator=_NOT_JUDGED)
             continue
         if not is_met:
@@ -237,3 +242,48 @@ def _path(keys: Iterable[Any]) -> str:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+class _NotJudgedError(Exception):
+    """A CEL rule cannot be evaluated: it needs a function that Kubernetes adds to CEL, or the previous object."""
+
+
+def _holds(rule: dict[str, Any], value: Any) -> bool:
+    """Return whether `value` satisfies a CEL rule, an item of x-kubernetes-validations. Raises _NotJudgedError.
+
+    A rule about changes of an object (`oldSelf`) is satisfied, because the object is new.
+    """
+    text = str(rule.get("rule"))
+    if re.search(r"\boldSelf\b", text):
+        if rule.get("optionalOldSelf"):
+            raise _NotJudgedError("it compares with the object as it was")
+        return True
+    result = _compiled(text).eval(data={"self": value})
+    if result.type() != cel.Type.ERROR:
+        return result.plain_value() is True
+    if _NO_MEMBER.search(str(result)):
+        raise _NotJudgedError(str(result))
+    return False  # an error, such as a missing key, counts as a violation, as in the API server
+
+
+@cache
+def _compiled(rule: str) -> cel.Expression:
+    try:
+        return _environment().compile(rule)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ERROR: ")
+        raise _NotJudgedError(first) from None
+
+
+@cache
+def _environment() -> cel.Env:
+    text = cel.Type.STRING
+    find = cel.Overload("kubernetes_find", text, [text, text], is_member=True, impl=_find)
+    extensions = [ext_strings.ExtStrings(), ext_optional.ExtOptional()]
+    functions = [cel.FunctionDecl("find", [find])]
+    return cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=extensions, functions=functions)
+
+
+def _find(text: str, pattern: str) -> str:
+    match = re.search(pattern, text)
+    return match.group() if match else ""
