@@ -211,7 +211,8 @@ def test_amounts_say_something_however_small() -> None:
 )
 def test_request_without_offer_names_the_reason(arguments: list[str], told: str) -> None:
     result = CliRunner().invoke(app, ["plan", str(CONFIG), "launch.device=auto", "--tokens", "1B", *arguments])
-    assert result.exit_code == 2 and told in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+    *progress, error = result.stderr.splitlines()  # a search that takes longer than a second says where it is
+    assert (result.exit_code, len(progress) < 2) == (2, True) and told in error, result.stderr
 
 
 def test_the_command(tmp_path: Path) -> None:
