@@ -12,10 +12,12 @@ import torch
 
 from aliquot.core.errors import SelfTestError
 from aliquot.distributed.topology import Topology
+from aliquot.engines import model_engine
 from aliquot.engines.base import Engine, EngineSpec
-from aliquot.engines.deepspeed import deepspeed_engine
-from aliquot.engines.fsdp import fsdp_engine
-from aliquot.engines.host import host_engine, host_gradients
+from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
+from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+from aliquot.engines.host import host_gradients
+from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.startup_proof import prove
 from aliquot.models.traits import traits
 from aliquot.nn.attention.document_attention import Documents
@@ -23,9 +25,7 @@ from aliquot.nn.attention.tiled_attention import TiledAttention
 from tests.processes import as_ranks
 from tests.tools.architectures import small_config
 
-KINDS: dict[str, type[Engine]] = {
-    "host": host_engine.HostEngine, "fsdp": fsdp_engine.FsdpEngine, "deepspeed": deepspeed_engine.DeepspeedEngine,
-}  # fmt: skip
+KINDS: dict[str, type[Engine]] = {"host": HostEngine, "fsdp": FsdpEngine, "deepspeed": DeepspeedEngine}
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
     "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}, "steps_per_print": None,
@@ -65,12 +65,11 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     outcomes = {}
     for argument in arguments:
         model_type, engine, fault = argument.split(":")
-        module: Any = {"host": host_engine, "fsdp": fsdp_engine, "deepspeed": deepspeed_engine}[engine]
-        attention_on, contributions = module.attention_on, host_gradients.Counter
+        attention_on, contributions = model_engine.attention_on, host_gradients.Counter
         if fault == "contributions":
             host_gradients.Counter = Forgetful  # type: ignore[misc]
         elif fault != "none":
-            module.attention_on = lambda *_, fault=fault: Faulty(fault)
+            model_engine.attention_on = lambda *_, fault=fault: Faulty(fault)  # type: ignore[assignment]
         kind = KINDS[engine]
         topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
         config = small_config(model_type, dropout=True)
@@ -86,7 +85,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
             outcomes[argument] = ""
         except SelfTestError as error:
             outcomes[argument] = str(error)
-        module.attention_on, host_gradients.Counter = attention_on, contributions  # type: ignore[misc]
+        model_engine.attention_on, host_gradients.Counter = attention_on, contributions  # type: ignore[misc]
     (folder / f"{rank}.json").write_text(json.dumps(outcomes))
 
 

@@ -69,7 +69,6 @@ def test_the_head(dtype: torch.dtype, by_rows: bool, chunks: int) -> None:
 def test_attention(dtype: torch.dtype, window: int | None, selective: bool) -> None:
     def on(device: str) -> Followed:
         attention = attention_on("cpu", selective=selective)
-        attention = attention.on_meta() if device == "meta" else attention
         query, key, value = (
             torch.zeros(1, heads, EDGES[-1], 8, dtype=dtype, device=device, requires_grad=True) for heads in (4, 2, 2)
         )

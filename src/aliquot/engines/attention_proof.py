@@ -61,9 +61,6 @@ class _CallRecorder:
         self.calls[call] = None
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def on_meta(self) -> _CallRecorder:
-        return self
-
 
 def attention_calls(model: nn.Module) -> list[AttentionCall]:
     """Return the different attention calls in a forward pass of `model`, which is on the meta device and packs."""

@@ -25,6 +25,7 @@ from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.document_attention import DYNAMIC_SOURCES, AttentionBackend, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.experts.sorted_experts import register as register_experts
+from aliquot.nn.head_loss import FusedLoss, head_loss_on
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,6 +54,12 @@ def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> N
         compile_layers(model, topology, spec.gradient_checkpointing == "selective")
     elif copies_transposed(topology.device, spec.compute_dtype):
         copy_in_backward(model)
+
+
+def run_head_loss(spec: EngineSpec, device: str) -> FusedLoss:
+    """Return the fused loss with the kernels of a run."""
+    copies = copies_transposed(device, spec.compute_dtype)
+    return head_loss_on(device, copies_transposed=copies, compiled=spec.compile == "layers")
 
 
 def compile_layers(model: nn.Module, topology: Topology, selective: bool = False) -> None:

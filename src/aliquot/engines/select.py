@@ -40,65 +40,46 @@ def chosen_engine(
         copy_bytes = numel * (2 if config.train.precision == "bf16" else 4)
         suits = device == "cpu" and even and config.shard.collectives != "gloo"
         name = "host" if suits and copy_bytes <= _SHARED_FRACTION * memory_bytes else "fsdp"
-    if config.shard.offload == "cpu" and device == "cpu":
-        raise EngineError("shard.offload: cpu is for GPUs: on CPU everything is in host memory already")
-    if config.shard.offload == "cpu" and name == "host":
-        raise EngineError(
-            "shard.offload: cpu is for engines fsdp and deepspeed: engine host keeps all states in host memory anyway."
-            " Set shard.offload: none"
-        )
-    if config.shard.offload == "disk" and name != "host":
-        raise EngineError(f"shard.offload: disk needs shard.engine: host, not {name}")
-    if name == "deepspeed" and (config.adapter is not None or config.train.freeze):
-        frozen = "adapter" if config.adapter is not None else "train.freeze"
-        raise EngineError(f"{frozen} needs shard.engine: host or fsdp, not deepspeed")
-    if name == "deepspeed" and config.train.compile == "layers":
-        raise EngineError(
-            "train.compile: layers is for engines host and fsdp: DeepSpeed gathers each weight within a layer, which"
-            " leaves nothing to fuse. Set train.compile: none"
-        )
-    if name == "deepspeed" and config.train.objective != "sft":
-        raise EngineError(f"train.objective: {config.train.objective} needs shard.engine: host or fsdp, not deepspeed")
-    if name == "host" and config.shard.collectives == "gloo":
-        raise EngineError("shard.collectives: gloo is for engine fsdp: engine host has shared memory only")
-    if name != "host" and config.train.optimizer_states != "fp32":
-        raise EngineError(
-            f"train.optimizer_states: {config.train.optimizer_states} needs shard.engine: host, not {name}"
-        )
-    if config.shard.replicate == "nodes":
-        _check_replicate(config, name)
-    if config.train.fp8:
-        _check_fp8(config, device, name)
+    for message, applies in _refusals(config, device, name).items():
+        if applies:
+            raise EngineError(message)
     return name
 
 
-def _check_replicate(config: RunConfig, engine: str) -> None:
-    """Raise EngineError for settings that exclude `shard.replicate: nodes`."""
-    if engine != "fsdp":
-        raise EngineError(f"shard.replicate: nodes needs shard.engine: fsdp, not {engine}")
-    if config.shard.reduce_dtype != "fp32":
-        raise EngineError("shard.replicate: nodes adds gradients in fp32: leave out shard.reduce_dtype: bf16")
-    if config.shard.offload != "none":
-        raise EngineError(
-            "shard.replicate: nodes takes more memory of a GPU, and shard.offload: cpu is for too little of it: set one"
-            " of the two to none"
-        )
-
-
-def _check_fp8(config: RunConfig, device: str, engine: str) -> None:
-    """Raise EngineError for settings that exclude `train.fp8`."""
-    if device == "cpu":
-        raise EngineError("train.fp8 is for GPUs: CPUs do not multiply in fp8. Leave it out")
-    if engine != "fsdp":
-        raise EngineError(f"train.fp8 needs shard.engine: fsdp, not {engine}")
-    if config.shard.offload != "none":
-        raise EngineError("train.fp8 needs shard.offload: none: offloaded weights have no scales for fp8")
-    if config.shard.replicate == "nodes":
+def _refusals(config: RunConfig, device: str, engine: str) -> dict[str, bool]:
+    """Return the error for each combination of settings that no engine supports, and whether `config` has it."""
+    shard, train = config.shard, config.train
+    replicates, offloads = shard.replicate == "nodes", shard.offload != "none"
+    freezes = config.adapter is not None or bool(train.freeze)
+    frozen = "adapter" if config.adapter is not None else "train.freeze"
+    deepspeed, fsdp, host = (engine == name for name in ("deepspeed", "fsdp", "host"))
+    return {
+        "shard.offload: cpu is for GPUs: on CPU everything is in host memory already": shard.offload == "cpu"
+        and device == "cpu",
+        "shard.offload: cpu is for engines fsdp and deepspeed: engine host keeps all states in host memory anyway. Set"
+        " shard.offload: none": shard.offload == "cpu" and host,
+        f"shard.offload: disk needs shard.engine: host, not {engine}": shard.offload == "disk" and not host,
+        f"{frozen} needs shard.engine: host or fsdp, not deepspeed": deepspeed and freezes,
+        "train.compile: layers is for engines host and fsdp: DeepSpeed gathers each weight within a layer, which leaves"
+        " nothing to fuse. Set train.compile: none": deepspeed and train.compile == "layers",
+        f"train.objective: {train.objective} needs shard.engine: host or fsdp, not deepspeed": deepspeed
+        and train.objective != "sft",
+        "shard.collectives: gloo is for engine fsdp: engine host has shared memory only": host
+        and shard.collectives == "gloo",
+        f"train.optimizer_states: {train.optimizer_states} needs shard.engine: host, not {engine}": not host
+        and train.optimizer_states != "fp32",
+        f"shard.replicate: nodes needs shard.engine: fsdp, not {engine}": replicates and not fsdp,
+        "shard.replicate: nodes adds gradients in fp32: leave out shard.reduce_dtype: bf16": replicates
+        and shard.reduce_dtype != "fp32",
+        "shard.replicate: nodes takes more memory of a GPU, and shard.offload: cpu is for too little of it: set one of"
+        " the two to none": replicates and offloads,
+        "train.fp8 is for GPUs: CPUs do not multiply in fp8. Leave it out": train.fp8 and device == "cpu",
+        f"train.fp8 needs shard.engine: fsdp, not {engine}": train.fp8 and not fsdp,
+        "train.fp8 needs shard.offload: none: offloaded weights have no scales for fp8": train.fp8 and offloads,
         # torch's DTensor would compute scales through process groups of the start-up proof, which are destroyed.
-        raise EngineError("train.fp8 needs shard.replicate: none: weights of replicas have no scales for fp8")
-    if config.adapter is not None or config.train.freeze:
-        frozen = "adapter" if config.adapter is not None else "train.freeze"
-        raise EngineError(f"train.fp8 trains all weights: leave out {frozen} or train.fp8")
+        "train.fp8 needs shard.replicate: none: weights of replicas have no scales for fp8": train.fp8 and replicates,
+        f"train.fp8 trains all weights: leave out {frozen} or train.fp8": train.fp8 and freezes,
+    }
 
 
 def engine_class(

@@ -20,7 +20,7 @@ from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import compute_buffers, decoder_layers, materialise, saved_buffers, tied_weights
 from aliquot.models.untrusted_code import model_from_config
 from aliquot.tensor_io.bytemap import Shape
-from aliquot.tensor_io.parts import Part
+from aliquot.tensor_io.parts import FlatParts, Part
 from aliquot.tensor_io.transfer import Watch
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def load_sharded(
     return built
 
 
-class HeldWeights:
+class HeldWeights(FlatParts):
     """A part store (see tensor_io/parts.py) over this rank's weights, as flat tensors, for loading and export."""
 
     def __init__(self, held: Iterable[tuple[Part, Tensor]]) -> None:
@@ -84,15 +84,8 @@ class HeldWeights:
     def parts(self) -> Sequence[Part]:
         return list(self._held)
 
-    def view(self, part: Part) -> Tensor | None:
-        values = self._held[part]
-        return values if values.device.type == "cpu" else None
-
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        out.copy_(self._held[part][start - part.start :][: out.numel()])
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._held[part][start - part.start :][: values.numel()].copy_(values)
+    def flat(self, part: Part) -> Tensor:
+        return self._held[part]
 
 
 class ShardedWeights(HeldWeights):

@@ -164,14 +164,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def matmul_parameters(model: PreTrainedModel) -> int:
-    """Count the parameters in matrix products with each token.
-
-    These are all matrices except an untied input embedding. Of the experts, only as many count as each token uses.
-    """
-    return int(sum(numel for _, numel in _matrices(model)))
-
-
 def matmul_flops(model: PreTrainedModel) -> int:
     """Count the FLOPs per token in matrix products, forward and backward.
 

@@ -127,7 +127,7 @@ def head_loss_on(
 class FusedLoss:
     scratch_bytes: int  # bytes of fp32 rows in one pass over the logits
     logits_bytes: int = HOST_LOGITS_BYTES  # the most bytes of logits at once
-    blocks: Blocks = iter  # passes over the logits; the planner runs two and extrapolates
+    blocks: Blocks = iter  # the loop over passes over the logits
     copies_transposed: bool = False  # multiply transposed copies if that is faster with AMX
     compiled: bool = False  # whether passes are compiled
 
@@ -177,7 +177,7 @@ class FusedLoss:
     def _token_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, room: Tensor | None) -> Tensor:
         """Return the cross-entropy of each token, fp32 [N]; 0 for tokens without a label."""
         losses = torch.zeros(len(hidden), device=hidden.device)
-        labels = labels.to(hidden.device)  # the planner's are on CPU
+        labels = labels.to(hidden.device)  # labels may stay on the CPU, which chooses the rows
         for a, b in self.row_chunks(hidden, weight):
             self.losses_of_logits(self.logits(hidden[a:b], weight, room), labels[a:b], losses[a:b])
         return losses

@@ -8,26 +8,11 @@ away from zero, because rounding to even would leave a distance of +32768, which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from aliquot.optim.sizes import low_bytes
-
-
-class Weights(Protocol):
-    """A flat array of weights, accessed as fp32 values."""
-
-    numel: int
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
-        ...
-
-    def store(self, start: int, values: Tensor) -> None:
-        """Set elements from `start` on, in every replica."""
-        ...
 
 
 class WholeWeights:
@@ -43,9 +28,11 @@ class WholeWeights:
         self._replicas = replicas
 
     def load(self, start: int, out: Tensor) -> Tensor:
+        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
         return self.values[start : start + out.numel()]
 
     def store(self, start: int, values: Tensor) -> None:
+        """Set elements from `start` on, in every replica."""
         for copy in (self.values, *self._replicas):
             target = copy[start : start + values.numel()]
             if target.data_ptr() != values.data_ptr():
@@ -134,3 +121,6 @@ class PairedWeights(SplitWeights):
         empty = self.low[:0]
         first = self.low[start:middle] if start < middle else empty
         return first, self.low[middle - self.half : stop - self.half] if middle < stop else empty
+
+
+Weights = WholeWeights | RoundedWeights | SplitWeights

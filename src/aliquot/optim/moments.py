@@ -11,8 +11,6 @@ sign, a second moment is scale * (code / 255)^4. Decoding and encoding again giv
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -35,23 +33,6 @@ class Noise:
         return self._values[place % _NOISE :][:count]
 
 
-class Moment(Protocol):
-    """One moment of a flat shard, accessed as fp32 values. `start` is an index in the shard."""
-
-    size_bytes: int
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
-        ...
-
-    def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Set elements from `start` on, rounded to nearest if `noise` is None.
-
-        Rounding to nearest keeps values that were loaded before.
-        """
-        ...
-
-
 def moment(states: States, numel: int, row_numel: int, squared: bool, memory: Tensor | None = None) -> Moment:
     """Return storage for the first or, if `squared`, second moment of `numel` elements, in the format `states`.
 
@@ -66,14 +47,18 @@ def moment(states: States, numel: int, row_numel: int, squared: bool, memory: Te
 
 
 class ExactMoment:
+    """A moment of a flat shard, accessed as fp32 values. `start` is an index in the shard."""
+
     def __init__(self, memory: Tensor) -> None:
         self.values = memory.view(torch.float32)
         self.size_bytes = memory.nbytes
 
     def load(self, start: int, out: Tensor) -> Tensor:
+        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
         return self.values[start : start + out.numel()]
 
     def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
+        """Set elements from `start` on, rounded to nearest if `noise` is None, which keeps loaded values."""
         target = self.values[start : start + values.numel()]
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
@@ -139,6 +124,9 @@ class Int8Moment:
         codes, scales = encode_int8(values, self.block, self._squared, noise)
         self._codes[start : start + values.numel()].copy_(codes)
         self._scales[start // self.block : (start + values.numel()) // self.block].copy_(scales)
+
+
+Moment = ExactMoment | Bf16Moment | Int8Moment
 
 
 def decode_int8(codes: Tensor, scales: Tensor, block: int, squared: bool) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from aliquot.models.backward_pass import copy_in_backward, enable_checkpointing
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
-from aliquot.nn.attention.document_attention import AttentionBackend, Documents, Scoring, attention_on
+from aliquot.nn.attention.document_attention import AttentionBackend, Documents, Scoring, attention_on, causal
 from aliquot.nn.experts.expert_modules import experts_weights, pass_over, send_to, weights_of
 from aliquot.nn.head_loss import IGNORE, GradientRows, choose, head_loss_on
 from aliquot.nn.product_shapes import PRODUCTS, TILE_PRODUCTS
@@ -69,14 +70,14 @@ def _all_layers(base: MicroBatchCost, extended: list[tuple[MicroBatchCost, int]]
 
 def _run(shaped: ShapedModel, step: Step, edges: tuple[int, ...], predicted: int, layers: tuple[int, ...]) -> Costs:
     shape, model, traits = shaped.shape, shaped.built.model, shaped.built.traits
-    attention_backend = attention_on(step.device, traits.packs, step.checkpointing == "selective")
-    meta_attention = None if attention_backend is None else attention_backend.on_meta()
+    backend = attention_on(step.device, traits.packs, step.checkpointing == "selective")
     tokens = edges[-1]
     ids = torch.empty(tokens, dtype=torch.int64, device="meta")
     labels = torch.zeros(tokens, dtype=torch.int64)  # not on meta, because the values determine the rows of the loss
     labels[predicted:] = IGNORE
     with MetaTrace(model.parameters()) as live, _fusing_in_layers(model, live):
-        attention = meta_attention and _EagerAttention(meta_attention, live)
+        on_gpu = step.device == "cuda"
+        attention = backend and _EagerAttention(FlashOfDocuments() if on_gpu else backend, live)
         for module in model.modules():
             if weights_of(module) is not None:
                 pass_over(module, live.two_for_all)
@@ -197,8 +198,23 @@ class _EagerAttention:
         self.live.fusing = before
         return attended
 
-    def on_meta(self) -> _EagerAttention:
-        return self
+
+class FlashOfDocuments:
+    """Attention on a GPU as a meta pass sees it: flash attention, one document after another.
+
+    torch's default for meta tensors would compute all scores. On meta tensors, the kernel returns heads as wide as the
+    query's, even if values are narrower (DeepSeek's latent attention).
+    """
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
+        from aliquot.nn.attention.cuda_attention import by_document  # imports torch's compiler
+
+        def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention
+            out: Tensor = kernel(query, key, value, 0.0, True, False, scale=scale)[0]
+            return out[..., : value.shape[-1]]
+
+        return by_document(query, key, value, documents, scoring, partial(causal, kernel=flash))
 
 
 class _ExpertsRing:

@@ -7,6 +7,7 @@ planner, which runs without torch, counts the memory of these pieces.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -75,6 +76,24 @@ class ViewableStore(Protocol):
     def view(self, part: Part) -> Tensor | None:
         """Return the memory of a part: a flat, contiguous CPU tensor of any float dtype. None: not available."""
         ...
+
+
+class FlatParts(ABC):
+    """A viewable part store whose parts are flat tensors on any device."""
+
+    @abstractmethod
+    def flat(self, part: Part) -> Tensor:
+        """Return the memory of a part: a flat tensor of any float dtype."""
+
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        out.copy_(self.flat(part)[start - part.start :][: out.numel()])
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        self.flat(part)[start - part.start :][: values.numel()].copy_(values)
+
+    def view(self, part: Part) -> Tensor | None:
+        flat = self.flat(part)
+        return flat if flat.device.type == "cpu" else None
 
 
 class SelectedParts:

@@ -21,7 +21,6 @@ from aliquot.core.errors import EngineError, SelfTestError
 from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.deepspeed.deepspeed_setup import (
     adamw,
@@ -31,14 +30,14 @@ from aliquot.engines.deepspeed.deepspeed_setup import (
     report_phases,
     set_steps,
 )
-from aliquot.engines.model_kernels import warm_up_kernels
+from aliquot.engines.model_engine import ModelEngine
+from aliquot.engines.model_kernels import run_head_loss, warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
-from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.attention.document_attention import Documents, attention_on
-from aliquot.nn.head_loss import Chosen, FusedLoss, head_loss_on
-from aliquot.tensor_io.parts import KINDS, Part
+from aliquot.nn.attention.document_attention import Documents
+from aliquot.nn.head_loss import Chosen, FusedLoss
+from aliquot.tensor_io.parts import KINDS, FlatParts, Part
 
 
 @dataclass(frozen=True)
@@ -60,21 +59,16 @@ class _Partition:
         return values
 
 
-class DeepspeedEngine:
+class DeepspeedEngine(ModelEngine, FlatParts):
     """See engines/base.py for the contract of each method."""
 
-    def __init__(self, model: _Training, engine: Any, spec: EngineSpec, topology: Topology) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, engine: Any, spec: EngineSpec, topology: Topology) -> None:
+        super().__init__(model, spec, topology)
         self._engine = engine
-        self._spec = spec
-        self._world_size = topology.world_size
-        self._device = torch.device(engine.device)
         self._partitions = {
             name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
-            for name, weight in cast("Any", model.model.named_parameters())
+            for name, weight in cast("Any", model.named_parameters())
         }
-        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
-        self._activations = ActivationMeter(spec.gradient_checkpointing, topology.device)
         self._wire_bytes = 0
 
     @classmethod
@@ -98,8 +92,7 @@ class DeepspeedEngine:
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
             weight.ds_tensor.zero_()  # allocates the pages, so that the memory ledger counts them as weights
-        copies = copies_transposed(topology.device, spec.compute_dtype)
-        training = _Training(meta, spec.fused_loss, head_loss_on(topology.device, copies_transposed=copies))
+        training = _Training(meta, spec.fused_loss, run_head_loss(spec, topology.device))
         if spec.fused_loss:
             deepspeed.zero.register_external_parameter(training, training.head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings, topology.device)
@@ -107,13 +100,7 @@ class DeepspeedEngine:
             engine, *_ = deepspeed.initialize(model=training, optimizer=optimizer, config=settings)
         spec.hooks.build("after ZeRO init")
         prepare_states(engine.optimizer)
-        return cls(training, engine, spec, topology)
-
-    @property
-    def transport(self) -> str:
-        if self._world_size == 1:
-            return "one rank"
-        return "gloo" if self._device.type == "cpu" else "nccl"
+        return cls(meta, engine, spec, topology)
 
     def parts(self) -> Sequence[Part]:
         return [
@@ -123,16 +110,8 @@ class DeepspeedEngine:
             if partition.stop > partition.start
         ]
 
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        out.copy_(self._partitions[part.name].values(part.kind)[start - part.start :][: out.numel()])
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        target = self._partitions[part.name].values(part.kind)
-        target[start - part.start :][: values.numel()].copy_(values)
-
-    def view(self, part: Part) -> Tensor | None:
-        values = self._partitions[part.name].values(part.kind)
-        return values if values.device.type == "cpu" else None
+    def flat(self, part: Part) -> Tensor:
+        return self._partitions[part.name].values(part.kind)
 
     def ready(self) -> None:
         """Copy the masters into the compute weights, and check that all ranks gather the same values."""
@@ -211,12 +190,8 @@ class DeepspeedEngine:
         self._wire_bytes += int(share * numel * (gathers * self._spec.compute_dtype.itemsize + reduces * reduced_bytes))
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
-        self._engine.eval()
-        with torch.no_grad():
-            # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
-            several = self._world_size > 1
-            result: Tensor = self._model.model.generate(ids.to(self._device), synced_gpus=several, **options)  # type: ignore[operator]
-        return result
+        # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
+        return super().generate(ids, synced_gpus=self._world_size > 1, **options)
 
     def close(self) -> None:
         self._partitions.clear()

@@ -24,7 +24,6 @@ from aliquot.core.errors import EngineError
 from aliquot.core.number_format import count_of
 from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fp8_layers import gathered_bytes, update_scales, use_fp8
 from aliquot.engines.fsdp.fsdp_collectives import (
@@ -35,20 +34,20 @@ from aliquot.engines.fsdp.fsdp_collectives import (
 )
 from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
 from aliquot.engines.global_norm import global_norm, global_norm_on_device
-from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
+from aliquot.engines.model_engine import ModelEngine
+from aliquot.engines.model_kernels import compile_or_copy, run_head_loss
 from aliquot.machine.device_copies import read_early
-from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.structure import decoder_layers, materialise, set_training
-from aliquot.nn.attention.document_attention import Documents, attention_on
-from aliquot.nn.head_loss import Chosen, FusedLoss, choose, head_loss_on
+from aliquot.models.structure import decoder_layers, materialise
+from aliquot.nn.attention.document_attention import Documents
+from aliquot.nn.head_loss import Chosen, FusedLoss
 from aliquot.optim.adamw import ShardedAdamW, decays, rate_ratio
 from aliquot.optim.gradient_norm import squared_norms
-from aliquot.tensor_io.parts import KINDS, Kind, Part
+from aliquot.tensor_io.parts import KINDS, FlatParts, Kind, Part
 
 
-class FsdpEngine:
+class FsdpEngine(ModelEngine, FlatParts):
     """See engines/base.py for the contract of each method."""
 
     def __init__(
@@ -59,15 +58,12 @@ class FsdpEngine:
         topology: Topology,
         staging: StagingBuffer | None,
     ) -> None:
-        self._model = model
+        super().__init__(model, spec, topology)
         self._division = division
         self._shards = local_shards(model, division, topology)
         self._by_name = {shard.name: shard for shard in self._shards}
         self._trainable = [shard for shard in self._shards if shard.parameter.requires_grad]
         self._states = {shard.name: i for i, shard in enumerate(self._trainable)}  # index in the optimizer
-        self._spec = spec
-        self._device = torch.device(topology.device)
-        self._world_size = topology.world_size
         self._optimizer = ShardedAdamW(
             [shard.local for shard in self._trainable],
             [decays(shard.name, shard.parameter.shape) for shard in self._trainable],
@@ -76,8 +72,6 @@ class FsdpEngine:
             weight_decay=spec.weight_decay,
             rate_ratios=[rate_ratio(shard.name, spec.loraplus_lr_ratio) for shard in self._trainable],
         )
-        self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
-        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._whole_bytes = sum(gathered_bytes(shard.parameter, spec.compute_dtype) for shard in self._shards)
         self._trainable_numel = sum(shard.parameter.numel() for shard in self._trainable)
         self._wire_bytes = 0
@@ -123,8 +117,7 @@ class FsdpEngine:
         if staging is None and spec.reduce_dtype == "bf16" and topology.world_size > 1:
             round_sent_gradients(meta)
         if spec.fused_loss:
-            copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
-            _add_fused_loss(meta, head_loss_on(topology.device, copies_transposed=copies, compiled=compiled))
+            _add_fused_loss(meta, run_head_loss(spec, topology.device))
         for module in meta.modules():
             if isinstance(module, FSDPModule):
                 # Sum gradients without averaging, because the loss is already scaled by the global number of tokens.
@@ -139,9 +132,7 @@ class FsdpEngine:
 
     @property
     def transport(self) -> str:
-        if self._world_size == 1:
-            return "one rank"
-        library = "gloo" if self._device.type == "cpu" else "nccl"
+        library = super().transport
         name = library if self._staging is None else "shared memory"
         if self._division.replicas == 1:
             return name
@@ -156,17 +147,7 @@ class FsdpEngine:
             if shard.stop > shard.start
         ]
 
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        out.copy_(self._flat(part)[start - part.start : start - part.start + out.numel()])
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._flat(part)[start - part.start : start - part.start + values.numel()].copy_(values)
-
-    def view(self, part: Part) -> Tensor | None:
-        flat = self._flat(part)
-        return flat if flat.device.type == "cpu" and flat.dtype == torch.float32 else None
-
-    def _flat(self, part: Part) -> Tensor:
+    def flat(self, part: Part) -> Tensor:
         return self._by_name[part.name].select(self._values(part.name, part.kind))
 
     def _values(self, name: str, kind: Kind) -> Tensor:
@@ -194,18 +175,8 @@ class FsdpEngine:
         self._optimizer.set_steps(steps)
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
-        set_training(self._model, True)
-        if batch is not None and self._spec.dropout:
-            torch.manual_seed(batch.seed)
         self._hold_unsharded(last)
-        with self._activations.measure():
-            summed, scaled = self._loss(batch, scale)
-        result = read_early(summed)
-        self._spec.hooks.step("forward")
-        scaled.backward()  # type: ignore[no-untyped-call]
-        if batch is not None:
-            warm_up_kernels(self._attention, self._spec, batch.edges)
-        self._spec.hooks.step("backward")
+        result = self._train(batch, scale)
         calls = self._call_count(batch)
         self._count_wire(
             gathers=(0 if self._gathered else 1) if self._spec.unsharded.weights else 2 * calls,
@@ -231,26 +202,16 @@ class FsdpEngine:
                 module.set_reshard_after_backward(last, recurse=False)
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        set_training(self._model, False)
         self._count_wire(gathers=0 if self._gathered else self._call_count(batch), reduces=0, all_reduces=0)
         self._gathered = self._spec.unsharded.weights
-        with torch.no_grad():
-            return self._loss(batch, 1.0)[0]
+        return super().evaluate(batch)
 
     def _call_count(self, batch: MicroBatch | None) -> int:
         return 1 if batch is None or self._spec.packs else max(batch.calls, len(batch.edges) - 1)
 
-    def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the result of `evaluate`, and the scaled loss to call backward() on."""
-        fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
-        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
-        if not self._spec.fused_loss:
-            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.answers)
-            scaled = loss * scale
-        else:
-            chosen = fed.chosen or choose(fed.labels, fed.answers)
-            result, scaled = self._model.fused_loss(*inputs, scale, chosen)  # type: ignore[operator]
-        return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
+    def _fused_loss(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self._model.fused_loss(*arguments)  # type: ignore[operator]
+        return result
 
     def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         for shard in self._trainable:
@@ -302,11 +263,8 @@ class FsdpEngine:
         self._wire_bytes += int(2 * (replicas - 1) / replicas * all_reduces * 4 * trainable / shards)
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
-        set_training(self._model, False)
-        with torch.no_grad():
-            # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
-            result: Tensor = self._model.generate(ids.to(self._device), synced_gpus=self._world_size > 1, **options)  # type: ignore[operator]
-        return result
+        # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
+        return super().generate(ids, synced_gpus=self._world_size > 1, **options)
 
     def close(self) -> None:
         self._shards.clear()

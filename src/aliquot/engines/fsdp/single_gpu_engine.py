@@ -16,20 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fp8_layers import use_fp8
-from aliquot.engines.model_kernels import compile_or_copy
-from aliquot.machine.device_copies import read_early
-from aliquot.machine.matmul import copies_transposed
+from aliquot.engines.model_engine import ModelEngine
+from aliquot.engines.model_kernels import compile_or_copy, run_head_loss
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.structure import materialise, set_training
-from aliquot.nn.attention.document_attention import Documents, attention_on
-from aliquot.nn.head_loss import choose, head_loss_on
+from aliquot.models.structure import materialise
+from aliquot.nn.attention.document_attention import Documents
+from aliquot.nn.head_loss import Chosen
 from aliquot.optim.adamw import decays, rate_ratio
 from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
-from aliquot.tensor_io.parts import KINDS, Part
+from aliquot.tensor_io.parts import KINDS, FlatParts, Part
 
 
 @dataclass
@@ -52,17 +50,12 @@ class _Gradient:
         return (torch.zeros_like(self.parameter) if gradient is None else gradient).view(-1)
 
 
-class SingleGpuEngine:
+class SingleGpuEngine(ModelEngine, FlatParts):
     """See engines/base.py for the contract of each method."""
 
     def __init__(self, model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
-        self._model = model
-        self._spec = spec
-        self._device = torch.device(topology.device)
-        self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
-        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
-        copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
-        self._head_loss = head_loss_on(topology.device, copies_transposed=copies, compiled=compiled)
+        super().__init__(model, spec, topology)
+        self._head_loss = run_head_loss(spec, topology.device)
         self._frozen = {name: p.detach().view(-1) for name, p in model.named_parameters() if not p.requires_grad}
         self._weights = {name: _resident(name, p, spec) for name, p in model.named_parameters() if p.requires_grad}
         self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
@@ -72,7 +65,7 @@ class SingleGpuEngine:
             gradient.parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         self._optimizer = ResidentAdamW(
             list(self._weights.values()), (spec.adam_beta1, spec.adam_beta2), spec.adam_epsilon, spec.weight_decay,
-            compiled=compiled,
+            compiled=spec.compile == "layers",
         )  # fmt: skip
 
     @classmethod
@@ -88,10 +81,6 @@ class SingleGpuEngine:
         materialise(meta, device, buffers_on=device)
         return cls(meta, spec, topology)
 
-    @property
-    def transport(self) -> str:
-        return "one rank"
-
     def parts(self) -> Sequence[Part]:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
         return [
@@ -101,17 +90,7 @@ class SingleGpuEngine:
             if (kind == "weight" or name in self._weights) and self._model.get_parameter(name).numel()
         ]
 
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        out.copy_(self._flat(part)[start : start + out.numel()])
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._flat(part)[start : start + values.numel()].copy_(values)
-
-    def view(self, part: Part) -> Tensor | None:
-        flat = self._flat(part)
-        return flat if flat.device.type == "cpu" and flat.dtype == torch.float32 else None
-
-    def _flat(self, part: Part) -> Tensor:
+    def flat(self, part: Part) -> Tensor:
         if part.name in self._frozen:
             return self._frozen[part.name]
         weight = self._weights[part.name]
@@ -125,42 +104,19 @@ class SingleGpuEngine:
         self._optimizer.steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
-        set_training(self._model, True)
         self._sums = self._sums or not last
-        if batch is not None and self._spec.dropout:
-            torch.manual_seed(batch.seed)
-        with self._activations.measure():
-            summed, scaled = self._loss(batch, scale)
-        result = read_early(summed)
-        self._spec.hooks.step("forward")
-        scaled.backward()  # type: ignore[no-untyped-call]
-        self._spec.hooks.step("backward")
-        return result
+        return self._train(batch, scale)
 
     def _add_to_total(self, gradient: _Gradient, _: Tensor) -> None:
         if self._sums:
             gradient.add_to_total()
 
-    def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        set_training(self._model, False)
-        with torch.no_grad():
-            return self._loss(batch, 1.0)[0]
-
-    def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the result of `evaluate`, and the scaled loss to call backward() on."""
-        fed = (batch or MicroBatch.empty()).to(self._device)
-        documents = Documents(fed.edges, self._attention).on(self._device)
-        if self._spec.fused_loss:
-            head = self._model.get_output_embeddings().weight  # type: ignore[operator]
-            hidden = model_calls.hidden_states(self._model, fed.input_ids, fed.position_ids, documents)
-            chosen = fed.chosen or choose(fed.labels, fed.answers)
-            result, scaled = self._head_loss(hidden, head, fed.labels, scale, chosen=chosen)
-        else:
-            result, loss = model_calls.whole_logits_loss(
-                self._model, fed.input_ids, fed.position_ids, fed.labels, documents, fed.answers
-            )
-            scaled = loss * scale
-        return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, documents)
+    def _fused_loss(
+        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen
+    ) -> tuple[Tensor, Tensor]:
+        head = self._model.get_output_embeddings().weight  # type: ignore[operator]
+        hidden = model_calls.hidden_states(self._model, ids, positions, documents)
+        return self._head_loss(hidden, head, labels, scale, chosen=chosen)
 
     def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         gradients = [gradient.take() for gradient in self._gradients]
@@ -179,12 +135,6 @@ class SingleGpuEngine:
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=0,
         )
-
-    def generate(self, ids: Tensor, **options: object) -> Tensor:
-        set_training(self._model, False)
-        with torch.no_grad():
-            result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
-        return result
 
     def close(self) -> None:
         self._weights.clear()

@@ -81,7 +81,6 @@ class GradientExchange:
         self._wire = wire
         self._weights = weights
         self._sums = sums
-        self._counterparts = counterparts
         self._pieces = pieces
         self._looked_up = looked_up
         self._most_rows = most_rows

@@ -15,8 +15,6 @@ Steps 3, 5, 7 and 8 are collective, because the ranks of the host share memory i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -38,100 +36,84 @@ from aliquot.optim.sizes import update_block
 from aliquot.tensor_io.parts import row_ranges
 
 
-@dataclass(frozen=True)
-class HostParts:
+class HostComponents:
     """The components of a host engine. At most one of `publication` and `overlapped` is not None."""
 
-    weights: Sequence[Weight]
-    shared: SharedWeights
-    disk: HostDisk | None
-    cuts_look_up: bool  # the engine looks up embeddings itself, so that their gradient arrives as rows
-    device_weights: DeviceWeights | None  # with a GPU: its copy of the weights
-    sums: GradientSums
-    gradients: HostGradients
-    staging: HostGradients | DeviceGradients  # receives the gradients of the backward pass
-    states: HostStates
-    optimizer: BlockedAdamW
-    forward_order: ForwardOrder
-    update_order: Sequence[int]  # of the trainable weights
-    publication: WeightPublication | None  # with several hosts: exchanges updated weights
-    overlapped: OverlappedUpdate | None  # with states on disk: updates weights in a thread
-    streamed: StreamedLayers | None
+    def __init__(self, model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> None:
+        """Construct all components and place the model's parameters in shared memory. Collective."""
+        self.weights = weights = [
+            Weight(
+                name,
+                tuple(parameter.shape),
+                row_ranges(tuple(parameter.shape), topology.world_size),
+                parameter.requires_grad,
+                torch.float32 if name in spec.exact else spec.compute_dtype,
+                rate_ratio(name, spec.loraplus_lr_ratio),
+            )
+            for name, parameter in model.named_parameters()
+        ]
+        streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
+        device = torch.device(topology.device)
+        streamed = frozenset(index for _, indices in streamed_layers for index in indices)
 
+        self.shared = shared = SharedWeights(hosts, weights, touch=not streamed_layers)
+        # With a GPU: its copy of the weights.
+        self.device_weights = device_weights = DeviceWeights(shared, device) if spec.copies_weights else None
+        if device_weights is None:
+            place(model, weights, shared.views())
+        else:
+            place(model, weights, device_weights.tensors)
+            device_weights.place_buffers(model)
+        embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
+        head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
+        # Whether the engine looks up embeddings itself, so that their gradient arrives as rows.
+        self.cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
+        looked_up = embedding if self.cuts_look_up else None
 
-def build_parts(model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> HostParts:
-    """Construct all components and place the model's parameters in shared memory. Collective."""
-    weights = [
-        Weight(
-            name,
-            tuple(parameter.shape),
-            row_ranges(tuple(parameter.shape), topology.world_size),
-            parameter.requires_grad,
-            torch.float32 if name in spec.exact else spec.compute_dtype,
-            rate_ratio(name, spec.loraplus_lr_ratio),
+        states, counterparts = spec.optimizer_states, Counterparts(hosts.counterparts, hosts.host)
+        sum_dtype = torch.float32 if states == "fp32" else torch.bfloat16
+        self.disk: HostDisk | None = None
+        if spec.on_disk:
+            state_format = StateFormat(states, spec.compute_dtype == torch.bfloat16, sum_dtype.itemsize)
+            index, folder = parameter_index(model, embedding), spec.offload_directory
+            self.disk = HostDisk(folder, spec.on_disk, weights, index, counterparts, state_format, streamed)
+
+        order = GradientOrder.from_model(model, head, looked_up, spec.packs)
+        sent_dtype = torch.bfloat16 if spec.reduce_dtype == "bf16" else sum_dtype
+        transient = order.complete_at_once if spec.micro_batches == 1 else ()
+        self.sums = GradientSums(weights, counterparts, sum_dtype, states, self.disk, sent_dtype, transient)
+        width = 1 if looked_up is None else looked_up.shape[1]
+        self.gradients = gradients = HostGradients(
+            hosts, weights, self.sums, order, spec.compute_dtype, spec.micro_batch_tokens, width
         )
-        for name, parameter in model.named_parameters()
-    ]
-    streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
-    device = torch.device(topology.device)
-    streamed = frozenset(index for _, indices in streamed_layers for index in indices)
+        # Receives the gradients of the backward pass.
+        self.staging = gradients if device_weights is None else DeviceGradients(gradients, weights, device)
+        serve = gradients.ring.read_published  # other ranks may wait until a waiting rank reads its ring
 
-    shared = SharedWeights(hosts, weights, touch=not streamed_layers)
-    device_weights = DeviceWeights(shared, device) if spec.copies_weights else None
-    if device_weights is None:
-        place(model, weights, shared.views())
-    else:
-        place(model, weights, device_weights.tensors)
-        device_weights.place_buffers(model)
-    embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
-    head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
-    cuts_look_up = spec.looks_up and spec.fused_loss and embedding.requires_grad
-    looked_up = embedding if cuts_look_up else None
+        shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
+        self.states = HostStates(shards, self.sums, states, self.disk, streamed, spec.compile == "layers")
+        self.optimizer = BlockedAdamW(
+            betas=(spec.adam_beta1, spec.adam_beta2),
+            epsilon=spec.adam_epsilon,
+            weight_decay=spec.weight_decay,
+            frugal=states != "fp32",
+            longest=max(update_block(states, shard.row_numel) for shard in shards if shard.trainable),
+            compiled=spec.compile == "layers",
+        )
 
-    states, counterparts = spec.optimizer_states, Counterparts(hosts.counterparts, hosts.host)
-    sum_dtype = torch.float32 if states == "fp32" else torch.bfloat16
-    disk = None
-    if spec.on_disk:
-        state_format = StateFormat(states, spec.compute_dtype == torch.bfloat16, sum_dtype.itemsize)
-        index, folder = parameter_index(model, embedding), spec.offload_directory
-        disk = HostDisk(folder, spec.on_disk, weights, index, counterparts, state_format, streamed)
+        self.forward_order = ForwardOrder(model, head)
+        self.update_order = self.states.update_order(self.forward_order.all)
+        self.publication: WeightPublication | None = None  # with several hosts: exchanges updated weights
+        self.overlapped: OverlappedUpdate | None = None  # with states on disk: updates weights in a thread
+        if hosts.wire is not None:
+            self.publication = WeightPublication(hosts.wire, hosts.peers, counterparts, weights, shared, serve)
+        elif self.states.on_disk:
+            self.overlapped = OverlappedUpdate(hosts.peers, self.update_order, serve)
 
-    order = GradientOrder.from_model(model, head, looked_up, spec.packs)
-    sent_dtype = torch.bfloat16 if spec.reduce_dtype == "bf16" else sum_dtype
-    transient = order.complete_at_once if spec.micro_batches == 1 else ()
-    sums = GradientSums(weights, counterparts, sum_dtype, states, disk, sent_dtype, transient)
-    width = 1 if looked_up is None else looked_up.shape[1]
-    gradients = HostGradients(hosts, weights, sums, order, spec.compute_dtype, spec.micro_batch_tokens, width)
-    staging = gradients if device_weights is None else DeviceGradients(gradients, weights, device)
-    serve = gradients.ring.read_published  # other ranks may wait until a waiting rank reads its ring
-
-    shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
-    held = HostStates(shards, sums, states, disk, streamed, spec.compile == "layers")
-    optimizer = BlockedAdamW(
-        betas=(spec.adam_beta1, spec.adam_beta2),
-        epsilon=spec.adam_epsilon,
-        weight_decay=spec.weight_decay,
-        frugal=states != "fp32",
-        longest=max(update_block(states, shard.row_numel) for shard in shards if shard.trainable),
-        compiled=spec.compile == "layers",
-    )
-
-    forward_order = ForwardOrder(model, head)
-    update_order = held.update_order(forward_order.all)
-    publication = overlapped = None
-    if hosts.wire is not None:
-        publication = WeightPublication(hosts.wire, hosts.peers, counterparts, weights, shared, serve)
-    elif held.on_disk:
-        overlapped = OverlappedUpdate(hosts.peers, update_order, serve)
-
-    streaming = None
-    if disk is not None and streamed_layers:
-        wait_updated = None if overlapped is None else overlapped.wait_updated_here
-        streaming = StreamedLayers(hosts.peers, serve, disk, shards, streamed_layers, wait_updated)
-    return HostParts(
-        weights, shared, disk, cuts_look_up, device_weights, sums, gradients, staging, held, optimizer,
-        forward_order, update_order, publication, overlapped, streaming,
-    )  # fmt: skip
+        self.streamed: StreamedLayers | None = None
+        if self.disk is not None and streamed_layers:
+            wait_updated = None if self.overlapped is None else self.overlapped.wait_updated_here
+            self.streamed = StreamedLayers(hosts.peers, serve, self.disk, shards, streamed_layers, wait_updated)
 
 
 def parameter_index(model: nn.Module, parameter: nn.Parameter) -> int:

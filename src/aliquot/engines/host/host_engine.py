@@ -36,22 +36,21 @@ from torch import Tensor, nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.global_norm import global_norm
-from aliquot.engines.host.host_builder import build_parts, parameter_index
+from aliquot.engines.host.host_builder import HostComponents, parameter_index
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.streamed_layers import Layers
-from aliquot.engines.model_kernels import compile_or_copy, warm_up_kernels
+from aliquot.engines.model_engine import ModelEngine
+from aliquot.engines.model_kernels import compile_or_copy, run_head_loss, warm_up_kernels
 from aliquot.machine.cpu import numa_nodes
 from aliquot.machine.device_copies import read_early
-from aliquot.machine.matmul import copies_transposed
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import set_training
-from aliquot.nn.attention.document_attention import Documents, attention_on
+from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
-from aliquot.nn.head_loss import choose, head_loss_on
+from aliquot.nn.head_loss import choose
 from aliquot.optim.adamw import FlatShard
 from aliquot.tensor_io.parts import KINDS, Part
 
@@ -59,44 +58,37 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-class HostEngine:
+class HostEngine(ModelEngine):
     """See engines/base.py for the contract of each method."""
 
     def __init__(self, model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> None:
         """Build the engine around a model on the meta device. Collective."""
-        self._model = model
-        self._spec = spec
+        super().__init__(model, spec, topology)
         self._hosts = hosts
         self._rank = topology.rank
 
-        parts = build_parts(model, spec, hosts, topology)
-        self._device = torch.device(topology.device)
-        self._weights, self._shared, self._disk = parts.weights, parts.shared, parts.disk
-        self._device_weights = parts.device_weights
-        self._cuts_look_up = parts.cuts_look_up
-        self._sums, self._gradients, self._staging = parts.sums, parts.gradients, parts.staging
-        self._states, self._optimizer = parts.states, parts.optimizer
-        self._forward_order, self._update_order = parts.forward_order, parts.update_order
-        self._publication, self._overlapped, self._streamed = parts.publication, parts.overlapped, parts.streamed
-        self._pending = [pending for pending in (self._publication, self._overlapped) if pending is not None]
-        self._trainable_numel = sum(weight.trainable_numel(self._rank) for weight in self._weights)
-        self._index = {weight.name: index for index, weight in enumerate(self._weights)}
-        self._used_first = self._forward_order.first if spec.packs else self._update_order
+        self._components = HostComponents(model, spec, hosts, topology)
+        self._pending = [
+            pending for pending in (self._components.publication, self._components.overlapped) if pending is not None
+        ]
+        self._trainable_numel = sum(weight.trainable_numel(self._rank) for weight in self._components.weights)
+        self._index = {weight.name: index for index, weight in enumerate(self._components.weights)}
+        self._used_first = self._components.forward_order.first if spec.packs else self._components.update_order
 
         # Hooks run in the order of registration: a layer first waits for its updated weights, then for its disk reads.
-        self._hooks = [*self._gradient_hooks(), *(self._layer_hooks(self._forward_order.layers) if spec.packs else ())]
-        if self._streamed is not None:
-            self._streamed.attach()
+        self._hooks = [
+            *self._gradient_hooks(),
+            *(self._layer_hooks(self._components.forward_order.layers) if spec.packs else ()),
+        ]
+        if self._components.streamed is not None:
+            self._components.streamed.attach()
         # If the model is called once per document, a weight gets several gradients, and autograd must sum them.
-        self._experts = experts_weights(model) if spec.packs and self._device_weights is None else []
+        self._experts = experts_weights(model) if spec.packs and self._components.device_weights is None else []
         for weight in self._experts:
-            send_to(weight, StagedExperts(self._gradients, parameter_index(model, weight)))
+            send_to(weight, StagedExperts(self._components.gradients, parameter_index(model, weight)))
 
-        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
-        copies, compiled = copies_transposed(topology.device, spec.compute_dtype), spec.compile == "layers"
-        self._head_loss = head_loss_on(topology.device, copies_transposed=copies, compiled=compiled)
+        self._head_loss = run_head_loss(spec, topology.device)
         self._steps = self._updates = 0
-        self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -110,7 +102,7 @@ class HostEngine:
 
         def stage(index: int, parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._staging.stage(index, parameter.grad)
+            self._components.staging.stage(index, parameter.grad)
             parameter.grad = None
 
         for index, parameter in enumerate(self._model.parameters()):
@@ -134,48 +126,50 @@ class HostEngine:
         return [
             Part(weight.name, weight.shape, kind, *weight.ranges[self._rank])
             for kind in KINDS
-            for weight in self._weights
+            for weight in self._components.weights
             if (weight.shard_numel if kind == "weight" else weight.trainable_numel)(self._rank)
         ]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
         self._join_update()
-        self._states.load(self._index[part.name], part.kind, start - part.start, out)
+        self._components.states.load(self._index[part.name], part.kind, start - part.start, out)
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._states.store(self._index[part.name], part.kind, start - part.start, values)
+        self._components.states.store(self._index[part.name], part.kind, start - part.start, values)
 
     def view(self, part: Part) -> Tensor | None:
         self._join_update()
-        return self._states.view(self._index[part.name], part.kind)
+        return self._components.states.view(self._index[part.name], part.kind)
 
     def ready(self) -> None:
-        self._states.put_away()
+        self._components.states.put_away()
         self._publish_all()
-        if self._device_weights is not None:
-            self._device_weights.refresh(self._forward_order.all)
-        self._gradients.check()
-        self._shared.check_published(self._rank, frozenset() if self._streamed is None else self._streamed.weights)
+        if self._components.device_weights is not None:
+            self._components.device_weights.refresh(self._components.forward_order.all)
+        self._components.gradients.check()
+        self._components.shared.check_published(
+            self._rank, frozenset() if self._components.streamed is None else self._components.streamed.weights
+        )
 
     def resume_at(self, steps: int) -> None:
-        self._optimizer.steps = self._steps = steps
+        self._components.optimizer.steps = self._steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
         set_training(self._model, True)
         self._wait_usable(self._used_first)
-        self._gradients.begin_micro_batch(self._steps, last)
+        self._components.gradients.begin_micro_batch(self._steps, last)
         batch = (batch or MicroBatch.empty()).to(self._device)
         if self._spec.dropout:
             torch.manual_seed(batch.seed)
         embedding = self._model.get_input_embeddings()  # type: ignore[operator]
         rows = None
-        if self._cuts_look_up:
+        if self._components.cuts_look_up:
             # Cut the autograd graph at the embedding, so that its gradient is one row per token, not a whole table.
             with torch.no_grad():
                 rows = F.embedding(batch.input_ids, embedding.weight)
             rows.requires_grad_()
         with self._activations.measure():
-            summed, scaled = self._loss(batch, scale, rows)
+            summed, scaled = self._loss_from(batch, scale, rows)
         result = read_early(summed)
         self._spec.hooks.step("forward")
         # Layers that the model skipped have not waited for their weights. Hosts must exchange all weights before
@@ -184,13 +178,13 @@ class HostEngine:
         if scaled.requires_grad:  # otherwise only the head is trainable, and its gradient is staged already
             scaled.backward()  # type: ignore[no-untyped-call]
         warm_up_kernels(self._attention, self._spec, batch.edges)
-        self._staging.end_micro_batch()
+        self._components.staging.end_micro_batch()
         if rows is not None:
             self._add_embedding(embedding, batch.input_ids, rows.grad)
         if last and self._hosts.wire is not None:
             # All ranks must do this together, because a rank that waits for buffers may wait for others to receive.
-            self._gradients.finish()
-            self._gradients.exchange()
+            self._components.gradients.finish()
+            self._components.gradients.exchange()
         self._spec.hooks.step("backward")
         return result
 
@@ -198,13 +192,13 @@ class HostEngine:
         set_training(self._model, False)
         self._wait_all_usable()
         if batch is None:
-            if self._streamed is not None:
-                self._streamed.pass_through()
+            if self._components.streamed is not None:
+                self._components.streamed.pass_through()
             return torch.zeros(())
         with torch.no_grad():
-            return self._loss(batch.to(self._device), 1.0)[0]
+            return self._loss_from(batch.to(self._device), 1.0)[0]
 
-    def _loss(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _loss_from(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the result of `evaluate`, and the scaled loss to call backward() on."""
         documents = Documents(batch.edges, self._attention).on(self._device)
         positions, labels = batch.position_ids, batch.labels
@@ -222,7 +216,7 @@ class HostEngine:
         self._wait_all_usable()
         sink = None
         if training and head.weight.requires_grad:
-            sink = self._staging.head_rows(parameter_index(self._model, head.weight))
+            sink = self._components.staging.head_rows(parameter_index(self._model, head.weight))
         summed, scaled = self._head_loss(hidden, head.weight, labels, scale, sink, chosen, room)
         return summed, model_calls.with_auxiliary(self._model, scaled, scale, labels, documents)
 
@@ -232,42 +226,46 @@ class HostEngine:
         if embedding.padding_idx is not None:  # like nn.Embedding, do not train the padding row
             used = ids != embedding.padding_idx
             ids, gradient = ids[used], gradient[used]
-        self._staging.add_rows(parameter_index(self._model, weight), ids, gradient)
+        self._components.staging.add_rows(parameter_index(self._model, weight), ids, gradient)
 
     def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         if self._hosts.wire is None:
             # Once per optimizer step instead of per micro-batch, because all ranks wait for each other here.
-            self._gradients.finish()
+            self._components.gradients.finish()
         # In this collective, all ranks wait for each other. Afterwards, no rank computes from the old weights.
         with self._hosts.name_lost_host():
-            norm = global_norm(self._sums.squares())
-        if self._streamed is not None:
-            self._streamed.evict_all()
+            norm = global_norm(self._components.sums.squares())
+        if self._components.streamed is not None:
+            self._components.streamed.evict_all()
         if math.isfinite(norm):
-            update = partial(self._optimizer.step, self._shards_to_update(), learning_rate, norm, max_grad_norm)
+            update = partial(
+                self._components.optimizer.step, self._shards_to_update(), learning_rate, norm, max_grad_norm
+            )
             self._steps += 1
             self._updates += 1
-            if self._device_weights is not None:
-                self._device_weights.outdate(self._update_order)
-            if self._overlapped is not None:
-                self._overlapped.begin(update)
+            if self._components.device_weights is not None:
+                self._components.device_weights.outdate(self._components.update_order)
+            if self._components.overlapped is not None:
+                self._components.overlapped.begin(update)
                 return StepResult(norm)
-            if self._publication is not None:
-                self._publication.begin(self._update_order, raw=self._spec.compute_dtype == torch.float32)
+            if self._components.publication is not None:
+                self._components.publication.begin(
+                    self._components.update_order, raw=self._spec.compute_dtype == torch.float32
+                )
             update()
-        if self._publication is None:
+        if self._components.publication is None:
             self._hosts.peers.barrier()
         return StepResult(norm)
 
     def _shards_to_update(self) -> Iterator[FlatShard]:
         """Yield every shard to update, and publish each weight after the last of its shards is updated."""
         current = None
-        for index, shard in self._states.to_update(self._update_order):
+        for index, shard in self._components.states.to_update(self._components.update_order):
             if index != current:
                 if current is not None:
                     self._mark_updated(current)
-                if self._publication is not None:
-                    self._publication.before_update(index)
+                if self._components.publication is not None:
+                    self._components.publication.before_update(index)
             current = index
             yield shard
         if current is not None:
@@ -279,50 +277,50 @@ class HostEngine:
 
     def _publish_all(self) -> None:
         """Copy the weights from their owners to every host, so that all ranks may read the weights."""
-        if self._publication is None:
+        if self._components.publication is None:
             self._hosts.peers.barrier()
             return
-        weights = self._forward_order.all
-        self._publication.begin(weights, raw=True)
+        weights = self._components.forward_order.all
+        self._components.publication.begin(weights, raw=True)
         for index in weights:
-            self._publication.mark_updated(index)
-        self._publication.wait_usable(weights)
+            self._components.publication.mark_updated(index)
+        self._components.publication.wait_usable(weights)
 
     def _wait_all_usable(self) -> None:
-        self._wait_usable(self._update_order)
+        self._wait_usable(self._components.update_order)
 
     def _wait_usable(self, indices: Sequence[int]) -> None:
         """Wait until this rank may compute with the updated values of these weights."""
         for pending in self._pending:
             pending.wait_usable(indices)
-        if self._device_weights is not None:
-            self._device_weights.refresh(indices)
+        if self._components.device_weights is not None:
+            self._components.device_weights.refresh(indices)
 
     def _join_update(self) -> None:
         """Wait until the last update of this rank's ranges is complete. May be called in any thread."""
-        if self._overlapped is not None:
-            self._overlapped.join()
+        if self._components.overlapped is not None:
+            self._components.overlapped.join()
 
     def counters(self) -> Counters:
-        wire, scratch = self._hosts.wire, None if self._disk is None else self._disk.scratch
-        moments_bytes, ring = self._states.moments_bytes, self._gradients.ring
+        wire, scratch = self._hosts.wire, None if self._components.disk is None else self._components.disk.scratch
+        moments_bytes, ring = self._components.states.moments_bytes, self._components.gradients.ring
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
-        update_bytes = 2 * self._sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._trainable_numel
-        absent_bytes = 0 if self._streamed is None else self._streamed.absent_bytes
+        update_bytes = 2 * self._components.sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._trainable_numel
+        absent_bytes = 0 if self._components.streamed is None else self._components.streamed.absent_bytes
         reduce_s, wait_s = None, 0.0  # a GPU computes while its rank reduces and waits
-        if self._device_weights is None:
+        if self._components.device_weights is None:
             reduce_s = ring.reading_s + (wire.waited_s if wire is not None else 0.0)
             wait_s = self._hosts.peers.waited_s + sum(pending.waited_s for pending in self._pending)
         return Counters(
-            weights_bytes=self._states.low_bytes,
-            gradients_bytes=self._sums.size_bytes,
+            weights_bytes=self._components.states.low_bytes,
+            gradients_bytes=self._components.sums.size_bytes,
             moments_bytes=moments_bytes,
-            gathered_bytes=0 if self._device_weights is None else self._device_weights.size_bytes,
+            gathered_bytes=0 if self._components.device_weights is None else self._components.device_weights.size_bytes,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
-            shared_bytes=self._shared.size_bytes // self._hosts.peers.size + ring.size_bytes - absent_bytes,
-            staged_bytes=self._gradients.staged_bytes,
-            moved_bytes=self._gradients.moved_bytes + self._updates * update_bytes,
+            shared_bytes=self._components.shared.size_bytes // self._hosts.peers.size + ring.size_bytes - absent_bytes,
+            staged_bytes=self._components.gradients.staged_bytes,
+            moved_bytes=self._components.gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=reduce_s,
             wait_s=wait_s,
             disk_read_bytes=0 if scratch is None else scratch.read_bytes,
@@ -330,16 +328,13 @@ class HostEngine:
         )
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
-        set_training(self._model, False)
         self._wait_all_usable()
-        with torch.no_grad():
-            result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
-        return result
+        return super().generate(ids, **options)
 
     def close(self) -> None:
         self._wait_all_usable()
-        if self._overlapped is not None:
-            self._overlapped.close()
+        if self._components.overlapped is not None:
+            self._components.overlapped.close()
         if self._hosts.wire is not None:
             self._hosts.wire.close()
         # Engine, weights and hooks form a reference cycle through autograd objects that Python's collector cannot see.
@@ -347,12 +342,12 @@ class HostEngine:
             hook.remove()
         for weight in self._experts:
             send_to(weight, None)
-        if self._streamed is not None:
-            self._streamed.close()
-        if self._disk is not None:
-            self._disk.scratch.close()
-        if self._device_weights is not None:
-            self._device_weights.close()
+        if self._components.streamed is not None:
+            self._components.streamed.close()
+        if self._components.disk is not None:
+            self._components.disk.scratch.close()
+        if self._components.device_weights is not None:
+            self._components.device_weights.close()
         # A rank that still waits for weights would take the end of a connection for the end of another rank.
         self._hosts.peers.barrier()
         self._hosts.peers.close()

@@ -53,11 +53,8 @@ class CudaAttention:
         if _flash_can(query, value, scoring):
             return self._by_varlen(query, key, value, documents, scoring)
         if min(query.shape[-1], value.shape[-1]) < _FLEX_HEAD_DIM:
-            return _by_document(query, key, value, documents, scoring, causal)
+            return by_document(query, key, value, documents, scoring, causal)
         return self._by_flex(query, key, value, documents, scoring)
-
-    def on_meta(self) -> FlashOfDocuments:
-        return FlashOfDocuments()
 
     def _by_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
         offsets, longest = documents.offsets, documents.longest
@@ -94,21 +91,8 @@ class CudaAttention:
         return result.contiguous()
 
 
-class FlashOfDocuments:
-    """The attention backend for meta tensors, with the products and saved tensors of flash attention per document."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
-        def flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-            return causal(query, key, value, scoring, _flash)
-
-        return _by_document(query, key, value, documents, scoring, flash)
-
-    def on_meta(self) -> FlashOfDocuments:
-        return self
-
-
 @outside_of_graphs
-def _by_document(
+def by_document(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,6 +100,7 @@ def _by_document(
     scoring: Scoring,
     attention: Callable[[Tensor, Tensor, Tensor, Scoring], Tensor],
 ) -> Tensor:
+    """Attend to each document separately, by `attention`, which returns [1, H, T, D_v]."""
     slices = [slice(a, b) for a, b in pairwise(documents.edges)]
     outputs = [attention(query[:, :, at], key[:, :, at], value[:, :, at], scoring) for at in slices]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
@@ -160,14 +145,3 @@ def _mask(edges: tuple[int, ...], window: int | None, device: torch.device) -> B
         (full - start + 1)[None, None, :, 0], masked[None, None], (diagonal - full)[None, None, :, 0],
         unmasked[None, None], BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(length, length),
     )  # fmt: skip
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
-    """Run flash attention, as on a GPU, because torch's default for meta tensors would compute all scores.
-
-    On meta tensors, the kernel returns heads as wide as the query's, even if values are narrower (DeepSeek's latent
-    attention).
-    """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    out: Tensor = flash(query, key, value, 0.0, True, False, scale=scale)[0]
-    return out[..., : value.shape[-1]]

@@ -58,10 +58,6 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def on_meta(self) -> AttentionBackend:
-        """Return a backend for meta tensors, with which the planner counts the memory and products of `attend`."""
-        ...
-
 
 class Documents:
     """The document boundaries of a row, 0 = e0 < e1 < ... = T, and the attention backend for these documents.
@@ -108,9 +104,6 @@ class ReferenceAttention:
         if scoring.window is not None:
             visible &= distance < scoring.window
         return masked_attention(query, key, value, visible, scoring).transpose(1, 2).contiguous()
-
-    def on_meta(self) -> ReferenceAttention:
-        return self
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:

@@ -119,9 +119,6 @@ class TiledAttention:
                 _multiply(kind, lengths)
             shapes |= rows
 
-    def on_meta(self) -> TiledAttention:
-        return self
-
 
 def _multiply(kind: _Kind, lengths: tuple[int, ...]) -> None:
     """Run a forward and a backward pass of attention over documents of these lengths."""

@@ -71,7 +71,7 @@ def gradients_of(weight: Tensor) -> ExpertGradients | None:
 
 
 def pass_over(module: nn.Module, passes: Passes) -> None:
-    """Set which experts of `module` are computed, in order. The planner computes two and extrapolates to all."""
+    """Set which experts of `module` are computed, in order: `passes` selects from the numbers of all experts."""
     setattr(module, _PASSES, passes)
 
 

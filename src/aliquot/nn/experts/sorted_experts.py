@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,16 +76,6 @@ def _even(chosen: Tensor, experts: int) -> Routing:
     return Routing(chosen.new_empty(experts * rows), torch.empty_like(chosen), spans, (count,) * experts)
 
 
-class Activation(Protocol):
-    def forward(self, before: Tensor) -> Tensor:
-        """Map the result of the first product [n, W] to the input of the second product [n, I]."""
-        ...
-
-    def backward(self, before: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
-        """Write the gradient of `before` [n, W] to `out`, from `gradient` [n, I]; return the result of `forward`."""
-        ...
-
-
 def activation_of(module: nn.Module) -> Activation:
     from transformers.activations import ACT2FN
     from transformers.integrations import moe
@@ -101,10 +91,12 @@ class GatedSilu:
     """The activation silu(gate) * up, whose input is the concatenation [gate, up]."""
 
     def forward(self, before: Tensor) -> Tensor:
+        """Map the result of the first product [n, W] to the input of the second product [n, I]."""
         gate, up = before.chunk(2, 1)
         return F.silu(gate).mul_(up)
 
     def backward(self, before: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
+        """Write the gradient of `before` [n, W] to `out`, from `gradient` [n, I]; return the result of `forward`."""
         gate, up = before.chunk(2, 1)
         gate_gradient, up_gradient = out.chunk(2, 1)
         silu = F.silu(gate)
@@ -132,6 +124,7 @@ class AutogradActivation:
         return acted.detach()
 
 
+Activation = GatedSilu | AutogradActivation
 IMPLEMENTATION = "aliquot_experts"
 
 

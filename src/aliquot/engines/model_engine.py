@@ -1,0 +1,80 @@
+"""What engines share: the model of a rank with its attention, and forward and backward passes of a micro-batch."""
+
+from __future__ import annotations
+
+from typing import SupportsFloat
+
+import torch
+from torch import Tensor, nn
+
+from aliquot.distributed.topology import Topology
+from aliquot.engines.activation_meter import ActivationMeter
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.model_kernels import warm_up_kernels
+from aliquot.machine.device_copies import read_early
+from aliquot.models import model_calls
+from aliquot.models.micro_batch import MicroBatch
+from aliquot.models.structure import set_training
+from aliquot.nn.attention.document_attention import Documents, attention_on
+from aliquot.nn.head_loss import Chosen, choose
+
+
+class ModelEngine:
+    """The part of an engine that computes with the model. An engine replaces the methods that it does differently."""
+
+    def __init__(self, model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
+        self._model = model
+        self._spec = spec
+        self._device = torch.device(topology.device)
+        self._world_size = topology.world_size
+        self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
+        self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
+
+    @property
+    def transport(self) -> str:
+        if self._world_size == 1:
+            return "one rank"
+        return "gloo" if self._device.type == "cpu" else "nccl"
+
+    def _train(self, batch: MicroBatch | None, scale: float) -> SupportsFloat:
+        """Run the forward and the backward pass of a micro-batch. Return the result of `Engine.backward`."""
+        set_training(self._model, True)
+        if batch is not None and self._spec.dropout:
+            torch.manual_seed(batch.seed)
+        with self._activations.measure():
+            summed, scaled = self._loss(batch, scale)
+        result = read_early(summed)
+        self._spec.hooks.step("forward")
+        scaled.backward()  # type: ignore[no-untyped-call]
+        if batch is not None:
+            warm_up_kernels(self._attention, self._spec, batch.edges)
+        self._spec.hooks.step("backward")
+        return result
+
+    def evaluate(self, batch: MicroBatch | None) -> Tensor:
+        set_training(self._model, False)
+        with torch.no_grad():
+            return self._loss(batch, 1.0)[0]
+
+    def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the result of `evaluate`, and the scaled loss to call backward() on."""
+        fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
+        inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
+        if not self._spec.fused_loss:
+            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.answers)
+            scaled = loss * scale
+        else:
+            result, scaled = self._fused_loss(*inputs, scale, fed.chosen or choose(fed.labels, fed.answers))
+        return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
+
+    def _fused_loss(
+        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results of the fused loss (nn/head_loss.py) over the output of the decoder."""
+        raise NotImplementedError
+
+    def generate(self, ids: Tensor, **options: object) -> Tensor:
+        set_training(self._model, False)
+        with torch.no_grad():
+            result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
+        return result
