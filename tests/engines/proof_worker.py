@@ -70,7 +70,6 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
             host_gradients.Counter = Forgetful  # type: ignore[misc]
         elif fault != "none":
             model_engine.attention_on = lambda *_, fault=fault: Faulty(fault)  # type: ignore[assignment]
-        kind = KINDS[engine]
         topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
         config = small_config(model_type, dropout=True)
         model_traits = traits(config)
@@ -81,7 +80,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
             deepspeed=DEEPSPEED if engine == "deepspeed" else None,
         )  # fmt: skip
         try:
-            prove(config, model_traits, kind, spec, topology)
+            prove(config, model_traits, KINDS[engine], spec, topology)
             outcomes[argument] = ""
         except SelfTestError as error:
             outcomes[argument] = str(error)

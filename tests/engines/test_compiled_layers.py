@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.distributed.topology import Topology
 from aliquot.engines import model_kernels
-from aliquot.engines.activation_meter import ActivationMeter
 from aliquot.engines.base import EngineSpec
+from aliquot.engines.model_engine import ActivationMeter
 from aliquot.engines.model_kernels import compile_layers
 from aliquot.models.backward_pass import enable_checkpointing
 from aliquot.nn.attention.document_attention import DYNAMIC_SOURCES

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aliquot.config.schema import RunConfig
-from aliquot.engines.activation_meter import ActivationMeter
+from aliquot.engines.model_engine import ActivationMeter
 from aliquot.models import meta, model_calls
 from aliquot.models.backward_pass import enable_checkpointing
 from aliquot.models.shaped_model import ShapedModel, shaped_model
@@ -122,8 +122,11 @@ def test_products_match_the_flops_formula(frozen: list[str] | None, part: float,
     assert flops == pytest.approx(
         model.built.matmul_flops * 512, rel=0.01 if not frozen and frozen is not None else 0.05
     )
-    weights = model.built.model.named_parameters()
-    multiplied = sum(weight.numel() for name, weight in weights if weight.ndim == 2 and "embed_tokens" not in name)
+    multiplied = sum(
+        weight.numel()
+        for name, weight in model.built.model.named_parameters()
+        if weight.ndim == 2 and "embed_tokens" not in name
+    )
     assert model.built.matmul_flops / (6 * multiplied) == pytest.approx(part, abs=0.07)
 
 

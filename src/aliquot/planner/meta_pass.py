@@ -207,14 +207,14 @@ class FlashOfDocuments:
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
-        from aliquot.nn.attention.cuda_attention import by_document  # imports torch's compiler
+        from aliquot.nn.attention.cuda_attention import attend_separately  # imports torch's compiler
 
         def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **_: object) -> Tensor:
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
             out: Tensor = kernel(query, key, value, 0.0, True, False, scale=scale)[0]
             return out[..., : value.shape[-1]]
 
-        return by_document(query, key, value, documents, scoring, partial(causal, kernel=flash))
+        return attend_separately(query, key, value, documents, scoring, partial(causal, kernel=flash))
 
 
 class _ExpertsRing:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from aliquot.engines.activation_meter import ActivationMeter
+from aliquot.engines.model_engine import ActivationMeter
 from aliquot.nn.attention import cuda_attention
 from aliquot.nn.attention.cuda_attention import CudaAttention, compiled_flex
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring

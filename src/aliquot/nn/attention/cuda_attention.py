@@ -53,7 +53,7 @@ class CudaAttention:
         if _flash_can(query, value, scoring):
             return self._by_varlen(query, key, value, documents, scoring)
         if min(query.shape[-1], value.shape[-1]) < _FLEX_HEAD_DIM:
-            return by_document(query, key, value, documents, scoring, causal)
+            return attend_separately(query, key, value, documents, scoring, causal)
         return self._by_flex(query, key, value, documents, scoring)
 
     def _by_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring) -> Tensor:
@@ -92,7 +92,7 @@ class CudaAttention:
 
 
 @outside_of_graphs
-def by_document(
+def attend_separately(
     query: Tensor,
     key: Tensor,
     value: Tensor,
