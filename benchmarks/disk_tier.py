@@ -293,7 +293,7 @@ def update_of_disk(folder: Path, numel: int, repeats: int = 3) -> float:
     sums.zero(0, 0)
     sums.flush()
     memory = SharedMemory.create(2 * numel)
-    shards = [WeightShard((memory,), 0, torch.bfloat16, numel, 0, 1000, trainable=True, decays=True)]
+    shards = [WeightShard(weights[0], (memory,), 0, numel, 0)]
     states = HostStates(shards, sums, "fp32", disk, frozenset(), compiled=False)
     optimizer = BlockedAdamW((0.9, 0.999), 1e-8, 0.1)
     moves = [

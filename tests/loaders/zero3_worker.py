@@ -18,6 +18,10 @@ from aliquot.loaders.zero3 import ZeroWeights, load_zero3
 from tests.processes import as_ranks
 
 
+def attributes(weight: Any) -> set[str]:
+    return {name for name in vars(weight) if "ds_" in name}
+
+
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
     import deepspeed
@@ -37,6 +41,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
         own: Any = weight
         stop = sum(part.numel for part in ZeroWeights(ours).parts() if part.name == name)
         assert how == "unknown version" or not own.ds_tensor[stop:].any(), f"the padding of {name} is not zero"
+        assert attributes(own) == attributes(other) and attributes(own.ds_tensor) == attributes(other.ds_tensor), name
         own.all_gather()
         assert own.dtype == other.dtype and torch.equal(own.data, other.data), name
         own.partition()

@@ -9,9 +9,8 @@ give a wrong but plausible loss curve. The proof runs in fp32, in which attentio
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,16 +38,8 @@ _REDUCED_TOLERANCE = 2**-7  # for sums sent as bf16, which has a relative error 
 _EXACT_DEEPSPEED = {
     "bf16": {"enabled": False}, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"},
 }  # fmt: skip
+_BETA = 0.5  # Adam's beta1, so that the first moment after one step gives the gradient
 _NOISE = 1e-5  # relative to the norm of all gradients: rounding errors in a gradient that should be zero
-
-
-@dataclass(frozen=True)
-class _Example:
-    """The rows that the engine and transformers both compute, and the weights of the narrow copy."""
-
-    rows: list[MicroBatch]
-    scale: float
-    weights: Mapping[str, Tensor]
 
 
 def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology) -> None:
@@ -73,7 +64,17 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
         weights = model.state_dict()  # includes persistent buffers, which get no gradients
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         expected = {name: gradients.get(name, torch.zeros_like(weight)).view(-1) for name, weight in weights.items()}
-        computed, parts = _run_engine(config, traits, kind, spec, topology, _Example(rows, scale, weights))
+        on_meta = meta.build(narrow(config, dropout=False), traits)
+        exact = replace(
+            spec, precision="fp32", fp8=False, deepspeed=spec.deepspeed and {**spec.deepspeed, **_EXACT_DEEPSPEED},
+            on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=_BETA,
+            micro_batch_tokens=len(ids), micro_batches=-(-_ROWS // topology.world_size), hooks=PhaseHooks(),
+        )  # fmt: skip
+        engine = kind.build(on_meta.model, exact, topology)
+        try:
+            computed, parts = _run_engine(engine, topology, rows, scale, weights, traits.packs)
+        finally:
+            engine.close()
     expected_loss, computed_loss = sum(losses), sum(computed)
     wrong = []
     if not abs(computed_loss - expected_loss) <= 1e-4 * abs(expected_loss):
@@ -121,34 +122,27 @@ def _row(ids: Tensor, positions: Tensor, edges: tuple[int, ...]) -> MicroBatch:
 
 
 def _run_engine(
-    config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: EngineSpec, topology: Topology, shown: _Example
+    engine: Engine,
+    topology: Topology,
+    rows: Sequence[MicroBatch],
+    scale: float,
+    weights: Mapping[str, Tensor],
+    packs: bool,
 ) -> tuple[list[float], dict[str, tuple[int, Tensor]]]:
     """Run all rows through the engine. Return their losses, and this rank's gradients as {name: (start, values)}."""
-    on_meta = meta.build(narrow(config, dropout=False), traits)
-    rows = shown.rows
+    for part in engine.parts():
+        if part.kind == "weight":
+            engine.write(part, part.start, weights[part.name].view(-1)[part.start : part.stop])
+    engine.ready()
+    local: list[MicroBatch | None] = [*rows[topology.rank :: topology.world_size]]
     rounds = -(-len(rows) // topology.world_size)
-    exact = replace(
-        spec, precision="fp32", fp8=False, deepspeed=spec.deepspeed and {**spec.deepspeed, **_EXACT_DEEPSPEED},
-        on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=0.5,
-        micro_batch_tokens=len(rows[0].input_ids), micro_batches=rounds, hooks=PhaseHooks(),
-    )  # fmt: skip
-    engine = kind.build(on_meta.model, exact, topology)
-    try:
-        for part in engine.parts():
-            if part.kind == "weight":
-                engine.write(part, part.start, shown.weights[part.name].view(-1)[part.start : part.stop])
-        engine.ready()
-        local: list[MicroBatch | None] = [*rows[topology.rank :: topology.world_size]]
-        idle = None if traits.packs else MicroBatch.empty(rows[0].calls)
-        local += [idle] * (rounds - len(local))
-        losses = [float(engine.backward(row, shown.scale, number == rounds - 1)) for number, row in enumerate(local)]
-        engine.step(0.0, math.inf)
-        gradients = {}
-        for part in engine.parts():
-            if part.kind == "exp_avg":  # (1 - beta1) x the gradient, after one step
-                values = torch.empty(part.numel)
-                engine.read(part, part.start, values)
-                gradients[part.name] = (part.start, values / (1 - exact.adam_beta1))
-    finally:
-        engine.close()
+    local += [None if packs else MicroBatch.empty(rows[0].calls)] * (rounds - len(local))
+    losses = [float(engine.backward(row, scale, number == rounds - 1)) for number, row in enumerate(local)]
+    engine.step(0.0, None)
+    gradients = {}
+    for part in engine.parts():
+        if part.kind == "exp_avg":  # (1 - beta1) x the gradient, after one step
+            values = torch.empty(part.numel)
+            engine.read(part, part.start, values)
+            gradients[part.name] = (part.start, values / (1 - _BETA))
     return [loss for rank_losses in gather(losses) for loss in rank_losses], gradients

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Self, SupportsFloat
 
 import torch
@@ -68,14 +69,9 @@ class MicroBatch:
             mismatched=self.mismatched and self.mismatched.to(device),
         )
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of the micro-batch."""
-        tensors = [self.input_ids, self.labels, self.position_ids]
-        if self.chosen is not None and self.chosen.rows is not None:
-            tensors.append(self.chosen.rows)
-        for answers in (self.answers, None if self.chosen is None else self.chosen.answers):
-            tensors += [] if answers is None else answers.tensors()
-        return tensors + ([] if self.mismatched is None else self.mismatched.tensors())
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the micro-batch, also those of its answers."""
+        return _tensors_in(self)
 
     def with_divergence(self, divergence: float) -> MicroBatch:
         """Return the micro-batch of rated answers without `mismatched`, from which `divergence` was computed."""
@@ -110,3 +106,11 @@ class MicroBatch:
         """
         zero = torch.zeros(1, dtype=torch.int64)
         return cls(zero, torch.full_like(zero, IGNORE), zero, (0, 1), calls=calls)
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for attribute in vars(value).values():
+            yield from _tensors_in(attribute)

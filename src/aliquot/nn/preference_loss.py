@@ -123,9 +123,6 @@ class Answers:
         numbers, lengths, reference = (send(tensor, device) for tensor in (self.numbers, self.lengths, self.reference))
         return replace(self, numbers=numbers, lengths=lengths, reference=reference)
 
-    def tensors(self) -> list[Tensor]:
-        return [self.numbers, self.lengths, self.reference]
-
     def select(self, rows: Tensor) -> Self:
         """Return the answers with only the `rows` of `numbers`."""
         return replace(self, numbers=self.numbers[rows])
@@ -182,9 +179,6 @@ class RatedAnswers(Answers):
 
     def to(self, device: torch.device) -> Self:
         return replace(super().to(device), desirable=send(self.desirable, device))
-
-    def tensors(self) -> list[Tensor]:
-        return [*super().tensors(), self.desirable]
 
     def losses(self, logprobs: Tensor) -> Tensor:
         """Return the loss of each answer."""

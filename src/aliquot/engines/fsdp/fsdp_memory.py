@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
@@ -12,25 +11,6 @@ from aliquot.engines.engine_plan import SHARDED, RankMemory, Unsharded
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
 
 HALF_BYTES = 16 << 20  # half of a rank's staging buffer in shared memory
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Elements, with padding, of each group that FSDP2 gathers at once: the root, and the layers in model order."""
-
-    root: int
-    layers: Sequence[int]
-    learned_root: int  # elements with gradients
-    learned_layers: Sequence[int]
-    ranks: int
-    compute: int  # bytes of a gathered element
-    flat: int  # bytes per element of the flat result of an all-gather, from which FSDP2 copies
-    rounded: int  # bytes per gradient of the copy that is sent, if gradients are rounded for the network
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the gathered model."""
-        return self.compute * (self.root + sum(self.layers))
 
 
 def fsdp_memory(
@@ -52,13 +32,40 @@ def fsdp_memory(
     frozen = (root + sum(layers)) // ranks - owned
     shared = ranks > 1 and shares_memory(config, layout)
     sent = sent_gradient_bytes(config, layout)
-    # FSDP2 keeps the flat result of an all-gather until the next all-gather. A single rank only copies.
+    # Bytes per element of the flat result of an all-gather, which FSDP2 keeps until the next one. One rank only copies.
     flat = compute if ranks > 1 else 0
-    groups = _Groups(root, layers, learned[0], learned[1:], ranks, compute, flat, sent if sent < 4 else 0)
+    whole, rounded = compute * (root + sum(layers)), sent if sent < 4 else 0
     largest = max(layers)
-    forward = compute * root + (compute + flat) * largest
-    if unsharded.weights:
-        forward = groups.whole_bytes + flat * largest
+    forward = whole + flat * largest if unsharded.weights else compute * root + (compute + flat) * largest
+
+    def backward() -> int:
+        """Return the peak memory of a backward pass, in bytes, beyond `backward_bytes`.
+
+        `backward_bytes` is the peak of the activations, which is in the last layer.
+        During the backward pass of a group, memory holds: the gathered root and group, the flat all-gather result of
+        the next group, the group's gradients in the compute dtype, and the fp32 input of the previous group's
+        reduce-scatter. FSDP2 keeps this input until the next reduce-scatter. Unsharded weights are all in memory until
+        the end. FSDP2 adds unsharded gradients to their sums, which count as gradients, before it reduces the sums.
+        """
+        most = done = 0
+        learned_root, *learned_layers = learned
+        unreduced = 0 if unsharded.gradients else compute  # bytes per gradient of the group that is being reduced
+        reduced = 4 + rounded  # bytes per gradient in a reduce-scatter
+        for at in range(len(layers) - 1, -1, -1):
+            ahead = flat * layers[at - 1] if at and not unsharded.weights else 0
+            before = 4 * learned_layers[at + 1] if at + 1 < len(layers) else 0
+            gathered = whole if unsharded.weights else compute * root + compute * layers[at] + ahead
+            computing = gathered + compute * learned_layers[at] + before
+            left = whole if unsharded.weights else compute * root + ahead
+            reducing = left + (unreduced + reduced) * learned_layers[at] + reduced * learned_layers[at] // ranks
+            most = max(most, max(computing, reducing) - done * layer_bytes)
+            done += 1
+        activations_left = backward_bytes - done * layer_bytes
+        freed = backward_bytes - max(0, activations_left)
+        gathered = whole if unsharded.weights else compute * root
+        ending = gathered + (unreduced + reduced) * learned_root + reduced * learned_root // ranks - freed
+        return max(most, ending, 0)
+
     return RankMemory(
         weights=4 * owned + compute * frozen,
         gradients=4 * (sum(learned) if unsharded.gradients else owned),
@@ -66,7 +73,7 @@ def fsdp_memory(
         moments=8 * owned,
         update=0,
         forward=forward,
-        backward=_backward(groups, backward_bytes, layer_bytes, unsharded),
+        backward=backward(),
         evaluation=forward,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * owned,
@@ -136,35 +143,3 @@ def single_gpu_memory(config: RunConfig, shape: ModelShape, unsharded: Unsharded
         backward=copies + embedding,
         evaluation=copies,
     )
-
-
-def _backward(groups: _Groups, backward_bytes: int, layer_bytes: int, unsharded: Unsharded) -> int:
-    """Return the peak memory of a backward pass, in bytes, beyond `backward_bytes`.
-
-    `backward_bytes` is the peak of the activations, which is in the last layer.
-    During the backward pass of a group, memory holds: the gathered root and group, the flat all-gather result of the
-    next group, the group's gradients in the compute dtype, and the fp32 input of the previous group's reduce-scatter.
-    FSDP2 keeps this input until the next reduce-scatter. Unsharded weights are all in memory until the end. FSDP2 adds
-    unsharded gradients to their sums, which count as gradients, before it reduces the sums.
-    """
-    most = done = 0
-    compute, flat, ranks, layers, learned = (
-        groups.compute, groups.flat, groups.ranks, groups.layers, groups.learned_layers
-    )  # fmt: skip
-    whole = groups.whole_bytes
-    unreduced = 0 if unsharded.gradients else compute  # bytes per gradient of the group that is being reduced
-    reduced = 4 + groups.rounded  # bytes per gradient in a reduce-scatter
-    for at in range(len(layers) - 1, -1, -1):
-        ahead = flat * layers[at - 1] if at and not unsharded.weights else 0
-        before = 4 * learned[at + 1] if at + 1 < len(layers) else 0
-        gathered = whole if unsharded.weights else compute * groups.root + compute * layers[at] + ahead
-        computing = gathered + compute * learned[at] + before
-        left = whole if unsharded.weights else compute * groups.root + ahead
-        reducing = left + (unreduced + reduced) * learned[at] + reduced * learned[at] // ranks
-        most = max(most, max(computing, reducing) - done * layer_bytes)
-        done += 1
-    activations_left = backward_bytes - done * layer_bytes
-    freed = backward_bytes - max(0, activations_left)
-    gathered = whole if unsharded.weights else compute * groups.root
-    ending = gathered + (unreduced + reduced) * groups.learned_root + reduced * groups.learned_root // ranks - freed
-    return max(most, ending, 0)

@@ -97,7 +97,7 @@ class HostComponents:
             epsilon=spec.adam_epsilon,
             weight_decay=spec.weight_decay,
             frugal=states != "fp32",
-            longest=max(update_block(states, shard.row_numel) for shard in shards if shard.trainable),
+            longest=max(update_block(states, weight.row_numel) for weight in weights if weight.trainable),
             compiled=spec.compile == "layers",
         )
 

@@ -19,7 +19,7 @@ from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream
 from aliquot.offload.windows import paged
-from aliquot.optim.adamw import FlatShard
+from aliquot.optim.adamw import FlatShard, decays
 from aliquot.optim.master_weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
 from aliquot.optim.moments import ExactMoment, Moment, moment
 from aliquot.optim.sizes import States
@@ -58,10 +58,10 @@ class HostStates:
         self._frozen = {
             index: self._weights(shard, 0, shard.numel, {})
             for index, shard in enumerate(shards)
-            if not shard.trainable and index not in self._windows
+            if not shard.weight.trainable and index not in self._windows
         }
         for index, shard in enumerate(shards):
-            if index not in self._updated_on_disk and shard.trainable:
+            if index not in self._updated_on_disk and shard.weight.trainable:
                 gradient = sums.local(index)
                 assert gradient is not None  # a weight whose sums are on disk also has its states on disk
                 self._resident[index] = self._flat_shard(shard, 0, shard.numel, gradient, {})
@@ -169,7 +169,7 @@ class HostStates:
         return field
 
     def _is_on_disk(self, index: int, kind: Kind) -> bool:
-        is_shared_master = kind == "weight" and self._shards[index].dtype == torch.float32
+        is_shared_master = kind == "weight" and self._shards[index].weight.dtype == torch.float32
         return bool(self._windows.get(index)) and (not is_shared_master or index in self._streamed)
 
     def _store(self, index: int, kind: Kind) -> Store:
@@ -191,24 +191,24 @@ class HostStates:
             exp_avg=self._moment(shard, start, stop, fields.get("exp_avg"), squared=False),
             exp_avg_sq=self._moment(shard, start, stop, fields.get("exp_avg_sq"), squared=True),
             gradient=gradient,
-            decays=shard.decays,
+            decays=decays(shard.weight.name, shard.weight.shape),
             start=shard.start + start,
-            rate_ratio=shard.rate_ratio,
+            rate_ratio=shard.weight.rate_ratio,
         )
 
     def _weights(self, shard: WeightShard, start: int, stop: int, fields: Mapping[str, Tensor]) -> Weights:
         if "compute" in fields:
-            values, replicas = fields["compute"].view(shard.dtype), []
+            values, replicas = fields["compute"].view(shard.weight.dtype), []
         else:
             values, *replicas = (copy[start:stop] for copy in shard.copies)
-        if shard.dtype == torch.float32:
+        if shard.weight.dtype == torch.float32:
             return WholeWeights(values, replicas)
-        if not shard.trainable:
+        if not shard.weight.trainable:
             return RoundedWeights(values, replicas)
         return self._split(values, replicas, fields.get("weight"))
 
     def _moment(self, shard: WeightShard, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
-        return moment(self._states, stop - start, shard.row_numel, squared, memory)
+        return moment(self._states, stop - start, shard.weight.row_numel, squared, memory)
 
 
 Store = Weights | Moment

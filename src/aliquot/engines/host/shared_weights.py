@@ -25,7 +25,6 @@ from aliquot.distributed.collectives.shared_memory import SharedMemory
 from aliquot.distributed.ranks import gather
 from aliquot.models.structure import decoder_layers, replace_tensors, tied_weights
 from aliquot.nn.experts.expert_modules import experts_weights
-from aliquot.optim.adamw import decays
 
 
 @dataclass(frozen=True)
@@ -74,25 +73,21 @@ class Counterparts:
 class WeightShard:
     """The range of a weight that one rank owns, in every shared copy."""
 
+    weight: Weight
     memories: Sequence[SharedMemory]  # of this NUMA node, then of the others
     offset_bytes: int  # in each of the memories
-    dtype: torch.dtype
     numel: int
     start: int  # first element, counted in the whole weight
-    row_numel: int
-    trainable: bool
-    decays: bool
-    rate_ratio: float = 1.0  # multiplies the learning rate
 
     @cached_property
     def copies(self) -> list[Tensor]:
         """The range in each of the memories, flat [numel]."""
-        return [memory.tensor(self.offset_bytes, (self.numel,), self.dtype) for memory in self.memories]
+        return [memory.tensor(self.offset_bytes, (self.numel,), self.weight.dtype) for memory in self.memories]
 
     def release_pages(self) -> None:
         """Free the memory pages that contain only this range. Until the range is written again, ranks read zeros."""
         first = -(-self.offset_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (self.offset_bytes + self.numel * self.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = (self.offset_bytes + self.numel * self.weight.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
         for memory in self.memories:
             if first < last:
                 memory.release_pages(first, last - first)
@@ -129,17 +124,8 @@ class SharedWeights:
         """Return the range of a weight that `rank` owns."""
         weight = self._weights[index]
         start = weight.ranges[rank][0]
-        return WeightShard(
-            memories=self._memories,
-            offset_bytes=self._offsets[index] + start * weight.dtype.itemsize,
-            dtype=weight.dtype,
-            numel=weight.shard_numel(rank),
-            start=start,
-            row_numel=weight.row_numel,
-            trainable=weight.trainable,
-            decays=decays(weight.name, weight.shape),
-            rate_ratio=weight.rate_ratio,
-        )
+        offset_bytes = self._offsets[index] + start * weight.dtype.itemsize
+        return WeightShard(weight, self._memories, offset_bytes, weight.shard_numel(rank), start)
 
     def check_published(self, rank: int, absent: Collection[int]) -> None:
         """Check that every rank reads the values that each owner has published. Collective.
