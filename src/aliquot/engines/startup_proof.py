@@ -9,6 +9,7 @@ give a wrong but plausible loss curve. The proof runs in fp32, in which attentio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -138,7 +139,7 @@ def _run_engine(
     rounds = -(-len(rows) // topology.world_size)
     local += [None if packs else MicroBatch.empty(rows[0].calls)] * (rounds - len(local))
     losses = [float(engine.backward(row, scale, number == rounds - 1)) for number, row in enumerate(local)]
-    engine.step(0.0, None)
+    engine.step(0.0, math.inf)
     gradients = {}
     for part in engine.parts():
         if part.kind == "exp_avg":  # (1 - beta1) x the gradient, after one step
