@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from aliquot.config.read_config import dump_config, read_config
-from aliquot.config.schema import ObserveSection, RunConfig
+from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.observe.dashboards import check_installed
 from aliquot.observe.events import Events
-from aliquot.observe.metrics import MetricsTargets, MetricsWriter
+from aliquot.observe.metrics import MetricsWriter
+from aliquot.observe.run_directory import RunDirectory
 from tests import runs
 
 SERVER = """
@@ -72,11 +73,9 @@ def run(tmp_path: Path) -> Path:
 def attempt(run: Path, service: str, steps: range, how: str | None = "end", last_ledger: str = "{}") -> list[str]:
     """Train into `run`; the warnings."""
     warned: list[str] = []
-    observe = ObserveSection.model_validate({"report_to": [service]})
     events = Events(run / "events.jsonl", True)
     events.write("start" if steps.start == 1 else "resume", steps.start - 1)
-    targets = MetricsTargets(run / "metrics.jsonl", run / "tensorboard", observe.report_to)
-    curve = MetricsWriter(targets, steps.start - 1, True, warn=warned.append)
+    curve = MetricsWriter(RunDirectory(run), steps.start - 1, [service], warn=warned.append)
     for step in steps:
         curve.write({"step": step, "loss": 10.0 - step, "engine": "host", "memory_bytes": [1, 2]})
         (run / "ledger.json").write_text(last_ledger)

@@ -50,10 +50,8 @@ def values(post: dict[str, Any]) -> dict[str, str]:
 
 def test_posted_status(endpoint: tuple[dict[str, str], list[dict[str, Any]]]) -> None:
     environ, posts = endpoint
-    now = [0.0]
-    status = KubeflowStatus(environ, total_steps=200, clock=lambda: now[0])
+    status = KubeflowStatus(environ, total_steps=200)
     for step in range(1, 201):
-        now[0] += 2.0
         status.write({"step": step, "loss": 4.0 - step / 100, "eta_s": 2.0 * (200 - step), "memory_bytes": [1, 2]})
     status.close()
     assert all(post["authorization"] == "Bearer abc" and post["path"].endswith("/status") for post in posts)
@@ -62,7 +60,6 @@ def test_posted_status(endpoint: tuple[dict[str, str], list[dict[str, Any]]]) ->
     assert values(posts[-1]) == {"loss": "2.0", "current_step": "200", "total_steps": "200"}
     assert set(last) == {"lastUpdatedTime", "progressPercentage", "estimatedRemainingSeconds", "metrics"}
     assert all(post["trainerStatus"]["progressPercentage"] < 100 for post in posts[:-1])
-    assert len(posts) <= 200 * 2 / 5 + 3
 
 
 def test_agrees_with_transformers(

@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aliquot.config.schema import ObserveSection
 from aliquot.core.errors import StorageError, UserError
-from aliquot.observe.metrics import Exporter, MetricsFile, MetricsTargets, MetricsWriter, TensorBoard
+from aliquot.observe.metrics import Exporter, MetricsFile, MetricsWriter, TensorBoard
+from aliquot.observe.run_directory import RunDirectory
 
 
 def steps(path: Path) -> list[int]:
@@ -118,11 +119,9 @@ def test_full_disk_does_not_stop_prometheus(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    observe = ObserveSection(report_to=[], prometheus=port)
-    exporter = Exporter(observe, "full")
+    exporter = Exporter(ObserveSection(prometheus=port), "full")
     exporter.listen()
-    targets = MetricsTargets(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe.report_to, exporter)
-    curve = MetricsWriter(targets, 0, True)
+    curve = MetricsWriter(RunDirectory(tmp_path), 0, others=[exporter])
     with full_disk(), pytest.raises(StorageError, match=r"metrics\.jsonl"):
         curve.write({"step": 1, "loss": 2.0})
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
@@ -130,19 +129,12 @@ def test_full_disk_does_not_stop_prometheus(tmp_path: Path) -> None:
     curve.close()
 
 
-@pytest.mark.parametrize(
-    ("enabled", "tensorboard", "expected"),
-    [(True, True, {"metrics.jsonl", "tensorboard"}), (True, False, {"metrics.jsonl"}), (False, True, set())],
-)
-def test_writer_creates_only_the_enabled_files(
-    tmp_path: Path, enabled: bool, tensorboard: bool, expected: set[str]
-) -> None:
-    observe = ObserveSection(report_to=["tensorboard"] if tensorboard else [])
-    targets = MetricsTargets(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", observe.report_to)
-    curve = MetricsWriter(targets, 0, enabled)
+@pytest.mark.parametrize("report_to", [["tensorboard"], []])
+def test_writer_creates_only_the_enabled_files(tmp_path: Path, report_to: list[str]) -> None:
+    curve = MetricsWriter(RunDirectory(tmp_path), 0, report_to)
     curve.write({"step": 1, "loss": 2.0})
     curve.close()
-    assert {file.name for file in tmp_path.iterdir()} == expected
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", *report_to}
 
 
 def free_port() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -101,7 +101,10 @@ class Display:
     def step(self, metrics: Mapping[str, Any], total_steps: int) -> None:
         """Show the known values among the `metrics` of a logged step."""
         if not self._is_live:
-            self.line("  ".join([f"step {metrics['step']}/{total_steps}", *_readings(metrics, self._verbose)]))
+            names = _LINE + _DETAILS if self._verbose else _LINE
+            ranks_bytes = metrics.get("gpu_memory_bytes") or metrics.get("memory_bytes")
+            texts = _texts({**metrics, "ranks_bytes": ranks_bytes}, names)
+            self.line("  ".join([f"step {metrics['step']}/{total_steps}", *texts]))
             return
         self._view.update(metrics)
         self._bar("training", metrics["step"], total_steps, metrics.get("eta_s"))
@@ -150,33 +153,9 @@ class Display:
             self._bars.remove_task(self._tasks.pop(description))
 
 
-_REWARDS = {"accuracy": "accuracies", "margin": "margins"}
-
-
-def _readings(metrics: Mapping[str, Any], verbose: bool) -> list[str]:
-    """Format the known metrics among `metrics`: `epoch 0.5`, `loss 3.2100`, ... Details only if `verbose`."""
-    ranks_memory = "gpu_memory_bytes" if metrics.get("gpu_memory_bytes") else "memory_bytes"
-    formats: list[tuple[str, Callable[[Any], str | Literal[False]]]] = [
-        ("epoch", lambda value: f"epoch {value:.3g}"),
-        ("loss", lambda value: f"loss {value:.4f}"),
-        ("rewards/accuracies", lambda value: f"accuracy {value:.2f}"),
-        ("rewards/margins", lambda value: f"margin {value:.3f}"),
-        ("learning_rate", lambda value: f"learning rate {value:.2e}"),
-        ("tokens_per_s", lambda value: f"{value:,.0f} tokens/s"),
-        ("eta_s", lambda value: f"ETA {duration(value)}"),
-        (ranks_memory, lambda value: f"memory {gib(max(value))} a rank"),
-    ]
-    if verbose:
-        formats += [
-            ("grad_norm", lambda value: f"gradient norm {value:.3f}"),
-            ("flops_per_s", lambda value: rate(value, "FLOP/s")),
-            ("mfu", lambda value: f"MFU {100 * value:.0f} %"),
-            ("memory_bytes", lambda value: f"memory of each rank {' | '.join(map(gib, value))}"),
-            ("gpu_memory_bytes", lambda value: f"GPU memory of each rank {' | '.join(map(gib, value))}"),
-            ("staged_bytes", lambda value: value >= _MIN_SHOWN_BYTES and f"shared memory {value / 1e9:.2f} GB"),
-            ("interface_bytes", _interfaces),
-        ]
-    shown = (show(metrics[name]) for name, show in formats if metrics.get(name) is not None)
+def _texts(metrics: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Format the known metrics among `names`: `epoch 0.5`, `loss 3.2100`, ..."""
+    shown = (_FORMATS[name](metrics[name]) for name in names if metrics.get(name) is not None)
     return [text for text in shown if text]
 
 
@@ -184,6 +163,45 @@ def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str:
     """Format the bytes sent since the start by the two busiest interfaces: `eth0 sent 1.20 GB`."""
     sent = sorted(((counts["sent"], name) for name, counts in moved.items()), reverse=True)[:2]
     return "  ".join(f"{name} sent {count / 1e9:.2f} GB" for count, name in sent if count >= _MIN_SHOWN_BYTES)
+
+
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "epoch": "epoch {:.3g}".format,
+    "loss": "loss {:.4f}".format,
+    "eval_loss": "loss {:.4f}".format,
+    "rewards/accuracies": "accuracy {:.2f}".format,
+    "rewards/margins": "margin {:.3f}".format,
+    "learning_rate": "learning rate {:.2e}".format,
+    "tokens_per_s": "{:,.0f} tokens/s".format,
+    "eta_s": lambda value: f"ETA {duration(value)}",
+    "ranks_bytes": lambda value: f"memory {gib(max(value))} a rank",
+    "grad_norm": "gradient norm {:.3f}".format,
+    "flops_per_s": lambda value: rate(value, "FLOP/s"),
+    "mfu": lambda value: f"MFU {100 * value:.0f} %",
+    "memory_bytes": lambda value: f"memory of each rank {' | '.join(map(gib, value))}",
+    "gpu_memory_bytes": lambda value: f"GPU memory of each rank {' | '.join(map(gib, value))}",
+    "staged_bytes": lambda value: f"shared memory {value / 1e9:.2f} GB" if value >= _MIN_SHOWN_BYTES else "",
+    "interface_bytes": _interfaces,
+}
+_LINE = (
+    "epoch",
+    "loss",
+    "rewards/accuracies",
+    "rewards/margins",
+    "learning_rate",
+    "tokens_per_s",
+    "eta_s",
+    "ranks_bytes",
+)
+_DETAILS = ("grad_norm", "flops_per_s", "mfu", "memory_bytes", "gpu_memory_bytes", "staged_bytes", "interface_bytes")
+# Rows of the live view. A text that begins with the label of its row is shown without the label.
+_ROWS = {
+    "rewards": ("rewards/accuracies", "rewards/margins"),
+    "evaluation": ("eval_loss",),
+    "epoch": ("epoch", "learning_rate"),
+    "speed": ("tokens_per_s",),
+}
+_DETAILED_ROWS = {"gradient": ("grad_norm",), "compute": ("flops_per_s", "mfu")}
 
 
 class LiveView:
@@ -221,17 +239,11 @@ class LiveView:
                 line.append("  ").append(sparkline(self.losses, _SPARKS), style="cyan")
                 line.append(f"  from {self.losses[0]:.4f}", style="dim")
             rows.append(("loss", line))
-        rewards = {name: metrics.get(f"rewards/{key}") for name, key in _REWARDS.items()}
-        if shown := [f"{name} {value:.3g}" for name, value in rewards.items() if value is not None]:
-            rows.append(("rewards", Text("  ".join(shown))))
-        if metrics.get("eval_loss") is not None:
-            rows.append(("evaluation", Text(f"loss {metrics['eval_loss']:.4f}")))
-        if metrics.get("epoch") is not None and metrics.get("learning_rate") is not None:
-            rows.append(("epoch", Text(f"{metrics['epoch']:.3g}  learning rate {metrics['learning_rate']:.2e}")))
-        if metrics.get("tokens_per_s") is not None:
-            rows.append(("speed", Text(f"{metrics['tokens_per_s']:,.0f} tokens/s")))
+        details = _DETAILED_ROWS if self._verbose else {}
+        texts = {label: "  ".join(_texts(metrics, names)) for label, names in {**_ROWS, **details}.items()}
         if self._verbose:
-            rows += [(label, Text(text)) for label, text in _details(metrics)]
+            texts["time"] = _parts(metrics)
+        rows += [(label, Text(text.removeprefix(f"{label} "))) for label, text in texts.items() if text]
         if metrics.get("memory_bytes"):
             rows.append(("memory", _memory(metrics["memory_bytes"], self.limit_bytes, plain, width)))
         if metrics.get("gpu_memory_bytes"):
@@ -281,17 +293,9 @@ def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: i
     return Text("\n").join(lines)
 
 
-def _details(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Format the gradient norm, the FLOP/s, and the parts that take at least 1 % of a step, largest first."""
-    rows = []
-    if metrics.get("grad_norm") is not None:
-        rows.append(("gradient", f"norm {metrics['grad_norm']:.3f}"))
-    if metrics.get("flops_per_s") is not None:
-        mfu = f"  MFU {100 * metrics['mfu']:.0f} %" if metrics.get("mfu") is not None else ""
-        rows.append(("compute", f"{rate(metrics['flops_per_s'], 'FLOP/s')}{mfu}"))
+def _parts(metrics: Mapping[str, Any]) -> str:
+    """Format the parts that take at least 1 % of a step, largest first."""
     spent = {part: metrics.get(f"{part}_s") or 0.0 for part in PARTS}
-    total = sum(spent.values())
-    shares = sorted(((100 * seconds / total, part) for part, seconds in spent.items()), reverse=True) if total else []
-    if shares:
-        rows.append(("time", "  ".join(f"{part} {share:.0f} %" for share, part in shares if share >= 1)))
-    return rows
+    total = sum(spent.values()) or 1.0
+    shares = sorted(((100 * seconds / total, part) for part, seconds in spent.items()), reverse=True)
+    return "  ".join(f"{part} {share:.0f} %" for share, part in shares if share >= 1)

@@ -11,9 +11,8 @@ import json
 import os
 import ssl
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,72 +24,53 @@ _TIMEOUT_S = 5.0
 
 
 class KubeflowStatus:
-    """Posts progress, remaining time and the newest value of each metric, at most every five seconds."""
+    """Posts progress, remaining time and the newest value of each metric every five seconds, and at the end."""
 
-    def __init__(
-        self, environ: Mapping[str, str], total_steps: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str], total_steps: int) -> None:
         self._url, self._ca_cert, self._token = environ[URL], environ.get(CA_CERT), environ.get(TOKEN)
         self._total_steps = total_steps
-        self._clock = clock
-        self._posted_at = -_INTERVAL_S
-        self._metrics: dict[str, float] = {}
-        self._step = 0
-        self._next: dict[str, Any] | None = None
-        self._closing = False
-        self._changed = threading.Condition()
+        self._newest: dict[str, float] = {"step": 0}
+        self._updated = datetime.now(UTC)
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._post_all, name="kubeflow-status", daemon=True)
         self._thread.start()
-        self._post_later({"progressPercentage": 0, "metrics": [{"name": "total_steps", "value": str(total_steps)}]})
 
     def ends_at(self, step: int) -> None:
         """Set the last step of a run that stops early."""
         self._total_steps = step
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Post `metrics`, which contain "step" and, for a training step, "eta_s"."""
+        """Take over `metrics`, which contain "step" and, for a training step, "eta_s"."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        self._metrics |= {name: value for name, value in numbers.items() if name not in ("step", "eta_s")}
-        self._step = metrics["step"]
-        if self._clock() - self._posted_at >= _INTERVAL_S:
-            self._posted_at = self._clock()
-            # Only `close` reports 100 %.
-            percentage = min(99, self._step * 100 // max(1, self._total_steps))
-            self._post_later(self._status(percentage, numbers.get("eta_s")))
+        self._newest = {**self._newest, **numbers}  # a new mapping, because the thread may be reading the old one
+        self._updated = datetime.now(UTC)
 
     def close(self) -> None:
-        """Post the end of a complete run, and wait until all posts were sent or failed."""
-        if self._step >= self._total_steps:
-            self._post_later(self._status(100, 0.0))
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        """Post the last status, and wait until all posts were sent or failed."""
+        self._over.set()
         self._thread.join(2 * _TIMEOUT_S)
 
-    def _status(self, percentage: int, eta_s: float | None) -> dict[str, Any]:
-        progress = {"current_step": self._step, "total_steps": self._total_steps}
-        status: dict[str, Any] = {
-            "progressPercentage": percentage,
-            "metrics": [{"name": name, "value": str(value)} for name, value in {**self._metrics, **progress}.items()],
-        }
-        if eta_s is not None:
-            status["estimatedRemainingSeconds"] = max(0, int(eta_s))
-        return status
-
-    def _post_later(self, status: dict[str, Any]) -> None:
-        """Replace the status that the thread will post next, because only the newest status matters."""
-        with self._changed:
-            self._next = {"lastUpdatedTime": datetime.now(UTC).isoformat(), **status}
-            self._changed.notify()
-
     def _post_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next is not None or self._closing)
-                status, self._next = self._next, None
-            if status is None:
-                return
-            self._post(status)
+        is_last = False
+        while not is_last:
+            is_last = self._over.is_set()
+            self._post(self._status(is_last))
+            self._over.wait(_INTERVAL_S)
+
+    def _status(self, is_last: bool) -> dict[str, Any]:
+        metrics = dict(self._newest)
+        step, eta_s = metrics.pop("step"), metrics.pop("eta_s", None)
+        progress = {"current_step": step, "total_steps": self._total_steps}
+        # Only the last status of a complete run reports 100 %.
+        is_complete = is_last and step >= self._total_steps
+        status: dict[str, Any] = {
+            "lastUpdatedTime": self._updated.isoformat(),
+            "progressPercentage": 100 if is_complete else int(min(99, step * 100 // max(1, self._total_steps))),
+            "metrics": [{"name": name, "value": str(value)} for name, value in {**metrics, **progress}.items()],
+        }
+        if is_complete or eta_s is not None:
+            status["estimatedRemainingSeconds"] = 0 if is_complete else max(0, int(eta_s or 0))
+        return status
 
     def _post(self, status: dict[str, Any]) -> None:
         try:

@@ -9,9 +9,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -25,6 +24,7 @@ from aliquot.core.errors import LaunchError, StorageError, writing
 from aliquot.core.small_files import open_unlinked, publish_bytes
 from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
+from aliquot.observe.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Gauge
@@ -174,33 +174,31 @@ class Exporter:
         return self._gauges[name]
 
 
-@dataclass(frozen=True)
-class MetricsTargets:
-    """The files and services that receive metrics."""
-
-    metrics: Path
-    tensorboard: Path
-    report_to: Sequence[str] = ()  # observe.report_to
-    exporter: Exporter | None = None
-    status: KubeflowStatus | None = None
-
-
 class MetricsWriter:
-    """Writes metrics to all targets of the configuration if `enabled`, which only rank 0 is."""
+    """Writes metrics to all targets of the configuration.
+
+    Args:
+        report_to: services of `observe.report_to`.
+        others: further targets.
+        warn: receives the errors of dashboards.
+    """
 
     def __init__(
-        self, targets: MetricsTargets, resumed_step: int, enabled: bool, warn: Callable[[str], None] = lambda _: None
+        self,
+        directory: RunDirectory,
+        resumed_step: int,
+        report_to: Sequence[str] = (),
+        others: Iterable[Exporter | KubeflowStatus] = (),
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Args: warn: receives the errors of dashboards."""
-        self._writers: list[MetricsFile | TensorBoard | Dashboard | Exporter | KubeflowStatus] = []
-        if enabled:
-            self._writers.append(MetricsFile(targets.metrics, resumed_step))
-            self._writers += [writer for writer in (targets.exporter, targets.status) if writer is not None]
-            for service in dict.fromkeys(targets.report_to):
-                if service == "tensorboard":
-                    self._writers.append(TensorBoard(targets.tensorboard, resumed_step))
-                else:
-                    self._writers.append(Dashboard(service, targets.metrics, warn))
+        self._writers: list[MetricsFile | TensorBoard | Dashboard | Exporter | KubeflowStatus] = [
+            MetricsFile(directory.metrics, resumed_step), *others
+        ]  # fmt: skip
+        for service in dict.fromkeys(report_to):
+            if service == "tensorboard":
+                self._writers.append(TensorBoard(directory.tensorboard, resumed_step))
+            else:
+                self._writers.append(Dashboard(service, directory.metrics, warn))
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics to all writers. Then raise UserError if a disk is full."""

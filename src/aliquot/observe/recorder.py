@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -18,8 +18,8 @@ from aliquot.distributed.signals import Terminated
 from aliquot.machine.memory import Gpu, PssSampler
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, RunRecord, command_line
-from aliquot.observe.kubeflow import kubeflow_status
-from aliquot.observe.metrics import Exporter, MetricsTargets, MetricsWriter, call_all
+from aliquot.observe.kubeflow import KubeflowStatus, kubeflow_status
+from aliquot.observe.metrics import Exporter, MetricsWriter, call_all
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.step_clock import OWN_WORK, PARTS, Profile, SlowRanks, StepClock
@@ -65,7 +65,7 @@ class Recorder:
         total_steps: int,
     ) -> None:
         """Record steps `steps_before` + 1 to `total_steps`. `measure_ceiling` is collective and returns FLOP/s."""
-        self._run, self._config, self._display, self._ranks = run, run.config, run.display, run.ranks
+        self._run, self._display, self._ranks = run, run.display, run.ranks
         self._clock = clock
         self._measure_ceiling = measure_ceiling
         self._before, self._done, self._total = steps_before, steps_before, total_steps
@@ -77,7 +77,9 @@ class Recorder:
         self._slow_ranks: Mapping[int, float] = {}
         self._logged = (steps_before, clock.seconds())  # the last logged step, and the seconds of parts until then
         self._seconds_at_begin = clock.seconds()
-        self._has_warned_of_disk = False
+        self._losses: set[str] = set()  # what a full disk has prevented
+        self._metrics: MetricsWriter | None = None  # on rank 0
+        self._status: KubeflowStatus | None = None
         self._ceiling_is_sure = run.record.ceiling_is_sure
         self._measurements_left = _MAX_MEASUREMENTS
         self._started_at = time.monotonic()
@@ -86,52 +88,47 @@ class Recorder:
         self._eval_loss: float | None = None  # loss of the newest evaluation of this attempt
 
     def __enter__(self) -> Self:
-        run, first = self._run, self._ranks.rank == 0
-        self._status = kubeflow_status(self._total) if first else None
-        targets = MetricsTargets(
-            run.directory.metrics, run.directory.tensorboard, run.config.observe.report_to, run.exporter, self._status
-        )
-        self._metrics = MetricsWriter(targets, self._before, first, self._display.warning)
-        machine = run.record.machine
+        run, topology, record = self._run, self._ranks.topology, self._run.record
+        if self._ranks.rank == 0:
+            self._status = kubeflow_status(self._total)
+            others: list[Exporter | KubeflowStatus] = [run.exporter, *([self._status] if self._status else [])]
+            report_to = run.config.observe.report_to
+            self._metrics = MetricsWriter(run.directory, self._before, report_to, others, self._display.warning)
         # The plan's limit excludes the memory of launcher and dashboards and respects shard.memory.
-        limit = machine["memory_limit_bytes"] // self._ranks.topology.local_world_size
+        limit = record.machine["memory_limit_bytes"] // topology.local_world_size
         if run.gpu is None:
-            limit = run.record.plan.get("limit_bytes", limit)
-        self._display.start_training(limit, None if run.gpu is None else machine["gpu_memory_bytes"])
-        kind = "start" if run.record.resumed_from is None else "resume"
-        facts = {**run.record.as_json(), "world_size": self._ranks.world_size, "nodes": self._ranks.topology.nodes}
-        started = {"aliquot": version("aliquot"), "command": command_line(), "total_steps": self._total}
-        started["data"] = run.record.data
-        self._events.write(kind, self._before, **facts, **started)
+            limit = record.plan.get("limit_bytes", limit)
+        self._display.start_training(limit, None if run.gpu is None else record.machine["gpu_memory_bytes"])
+        kind = "start" if record.resumed_from is None else "resume"
+        self._events.write(
+            kind, self._before, **record.as_json(), world_size=self._ranks.world_size, nodes=topology.nodes,
+            aliquot=version("aliquot"), command=command_line(), total_steps=self._total, data=record.data,
+        )  # fmt: skip
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        full_disk = None
-        try:  # write the last event before the end of the dashboards, which read it
-            call_all([partial(self._write_end, error), self._metrics.close])
-        except StorageError as storage_error:
-            full_disk = storage_error
-        self._events.close()
-        if self._ranks.rank == 0 and self._run.directory.why_lost() is None:
-            self._write_report()
-        if full_disk is not None and error is None:  # do not hide the error that ended the run
-            self._handle_storage_error(full_disk)
+        closing = [] if self._metrics is None else [self._metrics.close]
+        try:
+            # A full disk does not hide the error that ended the run.
+            with self._tolerating_full_disk() if error is None else suppress(StorageError):
+                # Write the last event before the end of the dashboards, which read it.
+                call_all([partial(self._write_end, error), *closing])
+        finally:
+            self._events.close()
+            if self._ranks.rank == 0 and self._run.directory.why_lost() is None:
+                self._write_report()
 
     def _write_end(self, error: BaseException | None) -> None:
         """Write the final event: end, stopped or failed."""
+        kind = "end" if error is None else "stopped" if isinstance(error, Terminated) else "failed"
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         speed = asdict(self.meter.overall()) if self._done > self._before else {}
-        if error is None:
-            self._events.write("end", self._done, **speed)
-        elif isinstance(error, Terminated):
-            self._events.write("stopped", self._done, text=str(error), **speed)
-        else:
-            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._events.write("failed", self._done, text=text, **speed)
+        self._events.write(kind, self._done, **({} if error is None else {"text": text}), **speed)
 
     def begin(self) -> None:
-        with self._handles_profile_errors():
+        with self._tolerating_full_disk("observe.profile"):
             self._profile.step()
         self.meter.begin()
         self._seconds_at_begin = self._clock.seconds()
@@ -175,7 +172,7 @@ class Recorder:
         self._display.tick(self._done, self._total, self._eta_s(), saving, list(slow))
 
     def is_due(self, step: int) -> bool:
-        return step % self._config.train.logging_steps == 0 or step in (self._before + 1, self._total)
+        return step % self._run.config.train.logging_steps == 0 or step in (self._before + 1, self._total)
 
     def log(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
         """Log `metrics` of the last step with speed, time by part and memory; return all of them. Collective."""
@@ -212,8 +209,7 @@ class Recorder:
         }
         if self._run.gpu is not None:
             line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
-        with self._handles_full_disk():
-            self._metrics.write(line)
+        self._write_metrics(line)
         self._display.step({**line, "eval_loss": self._eval_loss}, self._total)  # for the live view
         return line
 
@@ -246,8 +242,7 @@ class Recorder:
             line |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
             shown = [text.format(metrics[metric]) for metric, text in _EVALUATED.items() if metric in metrics]
             texts.append(f"evaluation {f'{name}: ' if name else ''}{', '.join(shown)}")
-        with self._handles_full_disk():
-            self._metrics.write(line)
+        self._write_metrics(line)
         for text in texts:
             self._display.line(f"step {self._done}: {text}")
         self._eval_loss = results.get("", next(iter(results.values())))["loss"]
@@ -255,7 +250,7 @@ class Recorder:
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:
         """Record a save that took `seconds`. Training waited for `stall_s` of them."""
-        with self._handles_full_disk():
+        with self._tolerating_full_disk():
             self._events.write("checkpoint", step, seconds=seconds, stall_s=stall_s)
         self._remaining.saved(seconds, stall_s)
         self._display.saved(step, seconds, stall_s)
@@ -266,45 +261,39 @@ class Recorder:
         if self._status is not None:
             self._status.ends_at(self._done)
         self._display.line(f"stopped early after step {self._done}: {text}")
-        with self._handles_full_disk():
+        with self._tolerating_full_disk():
             self._events.write("stopped_early", self._done, text=text)
 
     def warn(self, text: str, event: str = "warning") -> None:
         self._display.warning(text)
-        with self._handles_full_disk():
+        with self._tolerating_full_disk():
             self._events.write(event, self._done, text=text)
 
     def finish(self) -> None:
         """Write the profile after the last step."""
-        with self._handles_profile_errors():
+        with self._tolerating_full_disk("observe.profile"):
             self._profile.finish()
         if self._profile.missed:
             self.warn("observe.profile: the run ended before the steps to trace began; tracing begins with the third")
 
     @contextmanager
-    def _handles_full_disk(self) -> Iterator[None]:
-        """If the disk is full, skip the write or end the run, as `checkpoint.on_error` says."""
+    def _tolerating_full_disk(
+        self, loss: str = "metrics and events are not recorded until this error ends"
+    ) -> Iterator[None]:
+        """If the disk is full, warn once of the `loss` or end the run, as `checkpoint.on_error` says."""
         try:
             yield
         except StorageError as error:
-            self._handle_storage_error(error)
-
-    @contextmanager
-    def _handles_profile_errors(self) -> Iterator[None]:
-        """Do the same as `_handles_full_disk` for traces, which every rank writes."""
-        try:
-            yield
-        except StorageError as error:
-            if self._config.checkpoint.on_error == "stop":
+            if self._run.config.checkpoint.on_error == "stop":
                 raise
-            self._display.warning(f"observe.profile: {error}")
+            if loss not in self._losses:
+                self._losses.add(loss)
+                self._display.warning(f"{loss}: {error}")
 
-    def _handle_storage_error(self, error: StorageError) -> None:
-        if self._config.checkpoint.on_error == "stop":
-            raise error
-        if not self._has_warned_of_disk:
-            self._has_warned_of_disk = True
-            self._display.warning(f"metrics and events are not recorded until this error ends: {error}")
+    def _write_metrics(self, line: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            with self._tolerating_full_disk():
+                self._metrics.write(line)
 
     def _write_report(self) -> None:
         try:

@@ -175,16 +175,16 @@ class InterfaceTraffic:
         """Return the metric `interface_bytes`: bytes since the start, for each interface with traffic."""
         moved = {}
         for name, now in _interfaces().items():
-            before = self._start.get(name)
-            received = now.bytes_recv - (before.bytes_recv if before is not None else 0)
-            sent = now.bytes_sent - (before.bytes_sent if before is not None else 0)
+            received, sent = (after - before for after, before in zip(now, self._start.get(name, (0, 0)), strict=True))
             if received or sent:
                 moved[name] = {"received": received, "sent": sent}
         return {"interface_bytes": moved}
 
 
-def _interfaces() -> dict[str, Any]:
+def _interfaces() -> dict[str, tuple[int, int]]:
+    """Return the bytes received and sent by each interface since it was created."""
     try:
-        return psutil.net_io_counters(pernic=True, nowrap=False)
+        counters = psutil.net_io_counters(pernic=True, nowrap=False)
     except FileNotFoundError:  # a sandbox may lack /proc/net
         return {}
+    return {name: (counted.bytes_recv, counted.bytes_sent) for name, counted in counters.items()}
