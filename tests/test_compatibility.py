@@ -66,7 +66,7 @@ def test_reported(earlier: Path, name: str) -> None:
     assert run.status.word == "complete"
     assert [line["step"] for line in run.steps] == [1, 2, 3, 4, 5] and list(run.checkpoints) == [3]
     assert run.rows == json.loads((run.path / "ledger.json").read_text())["rows"]
-    assert run.evaluations and run.plan and run.machine and run.about["aliquot"] == earlier.name
+    assert run.evaluation_sets and run.plan and run.machine and run.about["aliquot"] == earlier.name
     report = warm.run("-m", "aliquot", "report", str(run.path))
     assert report.returncode == 0 and (run.path / "report.html").stat().st_size > 10_000, report.stderr
 

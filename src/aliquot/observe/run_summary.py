@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -18,7 +18,7 @@ from aliquot.observe.console import Display
 from aliquot.observe.events import RunRecord
 from aliquot.observe.report import run_facts
 from aliquot.observe.report.memory_figures import top_bytes
-from aliquot.observe.report.read_run import Run, evaluation_sets, number, read_run
+from aliquot.observe.report.read_run import Run, last, number, read_run
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.throughput import Speed
 
@@ -82,35 +82,38 @@ def finish(display: Display, directory: RunDirectory, outcome: Outcome) -> None:
         display.line(f"{label:17}{text}")
 
 
-def summary(run: Run, directory: RunDirectory, outcome: Outcome, now: float) -> Iterator[tuple[str, str]]:
-    """Yield the summary of a run that has just finished, as (label, text)."""
+def summary(run: Run, directory: RunDirectory, outcome: Outcome, now: float) -> list[tuple[str, str]]:
+    """Return the summary of a run that has just finished, as (label, text)."""
     epochs, tokens, speed = run.points("epoch"), run.points("tokens"), outcome.speed.tokens_per_s
-    in_epochs = f", epoch {epochs[-1][1]:.3g}" if epochs else ""
-    steps = f"step {run_facts.steps_done(run):,.0f} of {run_facts.total_steps(run) or 0:,.0f}"
-    yield "finished", f"{steps}{in_epochs}, in {duration(run.training_s(now))}"
-    if losses := run.points("loss"):
-        yield "training loss", run_facts.change(losses)
-    for name in evaluation_sets(run.evaluated):
-        prefix = f"eval_{name}_" if name else "eval_"
-        loss, perplexity = (run.points(f"{prefix}{key}", run.evaluated) for key in ("loss", "perplexity"))
-        ending = f", perplexity {perplexity[-1][1]:,.2f}" if perplexity else ""
-        yield "evaluation loss", f"{f'{name}: ' if name else ''}{run_facts.change(loss)}{ending}"
-    if tokens and speed > 0:
-        yield "tokens", f"{tokens[-1][1]:,.0f} at {speed:,.0f} tokens/s"
-    is_timed = run_facts.steps_done(run) >= _MIN_TIMED_STEPS
-    if is_timed and (text := run_facts.speed_beside_plan(run.plan, speed)):
-        yield "speed", text
-    if run.rows:
-        planned = number(run.plan.get("peak_bytes_per_rank"))
-        peak = gib(max(map(top_bytes, run.rows)))
-        yield "peak memory", f"{peak} a rank{f', planned {gib(planned)}' if planned else ''}"
-    if text := run_facts.cost(run, run.training_s(now)):
-        yield "cost", text
-    yield "report", str(directory.report)
+    in_epochs = f", epoch {last(epochs):.3g}" if epochs else ""
+    done, saved = run_facts.steps_done(run), complete_directories(directory.checkpoints)
+    steps, training_s = f"step {done:,.0f} of {run_facts.total_steps(run) or 0:,.0f}", run.training_s(now)
+    planned = number(run.plan.get("peak_bytes_per_rank"))
+    peak = gib(max(map(top_bytes, run.rows), default=0))
+    command = "chat" if outcome.is_chat else "generate --prompt TEXT"
+    following = ""
     if outcome.exported is not None:
-        yield "model", str(outcome.exported)
-        command = "chat" if outcome.is_chat else "generate --prompt TEXT"
-        yield "next", f"aliquot {command} {quote(str(outcome.exported))}"
-    elif saved := complete_directories(directory.checkpoints):
-        yield "checkpoint", str(saved[-1])
-        yield "next", f"aliquot export {quote(str(saved[-1]))} {quote(str(directory.export))}"
+        following = f"aliquot {command} {quote(str(outcome.exported))}"
+    elif saved:
+        following = f"aliquot export {quote(str(saved[-1]))} {quote(str(directory.export))}"
+    lines = [
+        ("finished", f"{steps}{in_epochs}, in {duration(training_s)}"),
+        ("training loss", run_facts.change(run.points("loss"))),
+        *(("evaluation loss", _evaluation(run, name)) for name in run.evaluation_sets),
+        ("tokens", f"{last(tokens):,.0f} at {speed:,.0f} tokens/s" if tokens and speed > 0 else ""),
+        ("speed", run_facts.speed_beside_plan(run.plan, speed) if done >= _MIN_TIMED_STEPS else None),
+        ("peak memory", f"{peak} a rank{f', planned {gib(planned)}' if planned else ''}" if run.rows else ""),
+        ("cost", run_facts.cost(run, training_s)),
+        ("report", str(directory.report)),
+        ("model", str(outcome.exported or "")),
+        ("checkpoint", str(saved[-1]) if saved and outcome.exported is None else ""),
+        ("next", following),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def _evaluation(run: Run, name: str) -> str:
+    """Format the change of the loss on the evaluation set `name`, and its last perplexity."""
+    loss, perplexity = (run.evaluated(metric, name) for metric in ("loss", "perplexity"))
+    ending = f", perplexity {last(perplexity):,.2f}" if perplexity else ""
+    return f"{f'{name}: ' if name else ''}{run_facts.change(loss)}{ending}"

@@ -162,14 +162,13 @@ def test_rolled_back_run_shows_steps_once(tmp_path: Path) -> None:
         [["2", "2 s"], ["4", "7 s"]],
     )
     assert run.mean_parts()["forward"] == pytest.approx(0.3)
-    assert [mark.text for mark in resumes(run)] == ["resumed at 2"]
+    assert resumes(run) == {2: "resumed at 2"}
     assert "The run was resumed 3 times." in figures.loss(run).says
 
 
 def test_an_evaluation_between_logged_steps_is_in_the_table(tmp_path: Path) -> None:
     lines = [step(1), step(3), {"step": 4, "eval_loss": 1.5}, step(6), {"step": 6, "eval_loss": 1.25}]
     table = figures.loss(read_run(write_run(tmp_path / "run", steps=lines, events=[start()]))).table
-    assert table is not None
     assert [row[0] for row in table.rows] == ["1", "3", "4", "6"]
     assert [row[1:3] for row in table.rows][2:] == [["", "1.5000"], [f"{step(6)['loss']:.4f}", "1.2500"]]
 
@@ -271,8 +270,8 @@ def test_one_memory_picture_shows_the_largest_rank(tmp_path: Path) -> None:
     ledger = rows(3)
     for row in ledger:
         row["peak_bytes"] += int(row["rank"] == 1) * 512 * MIB
-    (figure,) = memory(read_run(write_run(tmp_path / "run", steps=[step(1)], events=[start()], ledger=ledger)))
-    assert figure.table is not None and "The largest rank held at most 2.06 GiB" in figure.says
+    figure, _ = memory(read_run(write_run(tmp_path / "run", steps=[step(1)], events=[start()], ledger=ledger)))
+    assert "The largest rank held at most 2.06 GiB" in figure.says
     named = dict(zip(figure.table.head, figure.table.rows[-1], strict=True))
     assert (named["largest rank"], named["smallest rank"]) == ("2.06 GiB", "1.56 GiB")
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 from markupsafe import Markup, escape
 
 from aliquot.core.number_format import compact
-from aliquot.observe.report.read_run import Points
+from aliquot.observe.report.read_run import Points, last
 
 WIDTH, _LOW, _HIGH = 600, 276, 350
 _LEFT, _RIGHT, _TOP = 64, 14, 34
@@ -45,58 +46,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Key:
-    """An entry of a legend."""
-
-    name: str
-    colour: int
-    style: str = "line"  # line, area, dots, dashed, dotted
-    note: str = ""  # a number after the name
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A drawing with title, description, legend and table. If `svg` is None, `missing` says why nothing is drawn."""
-
-    name: str  # the HTML anchor, unique in the page
-    title: str
-    says: str  # describes the drawing in one or two sentences, also for screen readers
-    svg: Markup | None = None
-    missing: str = ""
-    unit: str = ""
-    height: int = _LOW
-    keys: Sequence[Key] = ()
-    table: Table | None = None
-    hints: Sequence[tuple[float, str]] = ()  # tooltips: x in user units, text
-
-    @property
-    def hints_json(self) -> str:
-        return json.dumps([[round(x / WIDTH, 4), text] for x, text in self.hints])
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A vertical line at `x`, with a text."""
-
-    x: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The vertical axis of a figure, and the horizontal and vertical lines across the figure."""
-
-    unit: str
-    scale: Format
-    text: Format  # format of a value in the table and in tooltips
-    from_zero: bool = False
-    levels: Mapping[str, float] | None = None  # horizontal lines: a limit, a ceiling
-    marks: Sequence[Mark] = ()
-    x: str = "step"
-    log: bool = False  # logarithmic, unless a value is not positive
-
-
-@dataclass(frozen=True)
 class Line:
     """A line of a figure: its points, and how to draw them."""
 
@@ -104,17 +53,12 @@ class Line:
     points: Points
     colour: int
     style: str = ""  # classes: dots, dashed, dotted, plan
-    note: str = ""
+    note: str = ""  # a number after the name in the legend
     smooth: bool = False  # if there are many points, draw moving means over a thin line of the points
 
     @property
     def is_smoothed(self) -> bool:
         return self.smooth and len(self.points) >= _MIN_SMOOTHED
-
-    @property
-    def key(self) -> Key:
-        name = f"{self.name}, smoothed (thin: as logged)" if self.is_smoothed else self.name
-        return Key(name, self.colour, self.style.split()[0] if self.style else "line", self.note)
 
 
 @dataclass(frozen=True)
@@ -127,12 +71,130 @@ class Layer:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A figure of lines over a number, or of stacked bars with lines.
+
+    The figure is drawn if there are bars, or if a line has a point. Otherwise `missing` is shown in place of `says`,
+    which may then contain wrong numbers.
+    """
+
+    name: str  # the HTML anchor, unique in the page
+    title: str
+    says: str  # describes the drawing in one or two sentences, also for screen readers
+    missing: str  # why nothing is drawn
+    unit: str
+    scale: Format  # of numbers at the vertical axis
+    text: Format  # of a value in the table and in tooltips
+    lines: Sequence[Line] = ()
+    bars: Sequence[str] = ()  # bar i covers x from i to i + 1; lines and marks use the same x
+    layers: Sequence[Layer] = ()
+    from_zero: bool = False
+    log: bool = False  # logarithmic, unless a value is not positive
+    levels: Mapping[str, float] = field(default_factory=dict)  # horizontal lines: a limit, a ceiling
+    marks: Mapping[float, str] = field(default_factory=dict)  # vertical lines: x -> text
+    x: str = "step"
+    columns: Mapping[str, Mapping[float, str]] = field(default_factory=dict)  # further values by x: columns, tooltips
+    other_table: Table | None = None  # in place of a table of the values; lines then have no tooltips
+
+    @cached_property
+    def drawn_lines(self) -> list[Line]:
+        return [line for line in self.lines if line.points]
+
+    @property
+    def is_drawn(self) -> bool:
+        return bool(self.bars or self.drawn_lines)
+
+    @cached_property
+    def is_turned(self) -> bool:
+        """Whether the names of bars are so long that they are written at an angle."""
+        return any(len(name) > _LONG_LABEL for name in self.bars)
+
+    @property
+    def height(self) -> int:
+        return _HIGH if self.is_turned else _LOW
+
+    @cached_property
+    def cells(self) -> dict[str, Mapping[float, str]]:
+        """The formatted values of each line or layer by x; the x of a bar is its index."""
+        if self.bars:
+            return {layer.name: dict(enumerate(map(self.text, layer.values))) for layer in self.layers}
+        return {line.name: {x: self.text(y) for x, y in line.points} for line in self.drawn_lines} | dict(self.columns)
+
+    @property
+    def table(self) -> Table:
+        rows: dict[float, str] = dict(enumerate(self.bars))
+        if not self.bars:
+            rows = {x: f"{x:,.0f}" for x in sorted({x for line in self.drawn_lines for x, _ in line.points})}
+        cells = [[name, *(at.get(x, "") for at in self.cells.values())] for x, name in rows.items()]
+        return self.other_table or Table((self.x, *self.cells), cells)
+
+    @property
+    def hints_json(self) -> str:
+        """Tooltips: x as a fraction of the width, and text."""
+        texts, frame = list(self.cells.items()), self._frame
+        hints = [
+            (i + 0.5, name, [f"{layer} {at[i]}" for layer, at in reversed(texts)]) for i, name in enumerate(self.bars)
+        ]
+        if self.other_table is None and not self.bars:
+            hints = [
+                (x, f"{x:,.0f}", [f"{name} {at[x]}" for name, at in texts if x in at])
+                for x, _ in thinned(self.drawn_lines[0].points, _MAX_HINTS)
+            ]
+        return json.dumps(
+            [[round(frame.x(x) / WIDTH, 4), "\n".join([f"{self.x} {name}", *more])] for x, name, more in hints]
+        )
+
+    @cached_property
+    def svg(self) -> Markup:
+        lines = "".join(self._frame.line(line) for line in self.drawn_lines)
+        parts = [self._x_labels(), self._frame.crossing(self.marks, self.levels), lines]
+        if self.bars:  # limits are above bars
+            parts = [self._stack(), *reversed(parts)]
+        return Markup("".join([self._frame.grid(self.scale), *parts]))
+
+    @cached_property
+    def _frame(self) -> _Frame:
+        points = [point for line in self.drawn_lines for point in line.points]
+        tops = [sum(layer.values[i] for layer in self.layers) for i in range(len(self.bars))]
+        values = [*tops, *(y for _, y in points), *self.levels.values()]
+        low, high = (0.0 if self.from_zero or self.bars else min(values)), max(values)
+        margin = 0.06 * ((high - low) or abs(high) or 1.0)
+        y = (low - margin if low else low, high + margin)
+        is_log = self.log and low > 0
+        if is_log:
+            y = (low / 1.06, high * 1.06)
+        x = (0.0, float(len(self.bars))) if self.bars else (min(points)[0], max(points)[0])
+        return _Frame(x, y, self.height - (94 if self.is_turned else 40), is_log)
+
+    def _x_labels(self) -> str:
+        frame, every = self._frame, math.ceil(len(self.bars) / _MAX_LABELS)
+        if self.is_turned:
+            return "".join(frame.turned_label(i + 0.5, name) for i, name in enumerate(self.bars))
+        labels = [(i + 0.5, name) for i, name in enumerate(self.bars) if i % every == every // 2]
+        if not self.bars:
+            labels = [(x, compact(x)) for x in ticks(frame.x0, frame.x1) if x == int(x)]
+        return "".join(_label(frame.x(x), frame.floor + 24, text, "middle") for x, text in labels)
+
+    def _stack(self) -> str:
+        frame, parts = self._frame, []
+        gap = 0.12 if len(self.bars) < 20 else 0.0
+        bases = [0.0] * len(self.bars)
+        for layer in self.layers:
+            for i, value in enumerate(layer.values):
+                left, right, top = frame.x(i + gap), frame.x(i + 1 - gap), frame.y(bases[i] + value)
+                place = (
+                    f'x="{left:.1f}" width="{right - left:.1f}" y="{top:.1f}" height="{frame.y(bases[i]) - top:.1f}"'
+                )
+                parts.append(f'<rect class="area c{layer.colour}" {place}/>' if value > 0 else "")
+                bases[i] += value
+        return "".join(parts)
+
+
 class _Frame:
     """The plot area and its scales."""
 
-    def __init__(
-        self, x: tuple[float, float], y: tuple[float, float], floor: int = _LOW - 40, log: bool = False
-    ) -> None:
+    def __init__(self, x: tuple[float, float], y: tuple[float, float], floor: int, log: bool) -> None:
         self.x0, self.x1 = x if x[1] > x[0] else (x[0] - (abs(x[0]) or 1.0), x[0] + (abs(x[0]) or 1.0))
         self.y0, self.y1 = y if y[1] > y[0] else (y[0], y[0] + (abs(y[0]) or 1.0))
         self.floor, self.log = floor, log
@@ -151,134 +213,61 @@ class _Frame:
             for value in (log_ticks if self.log else ticks)(self.y0, self.y1)
         )
 
-    def polyline(self, points: Points, classes: str) -> str:
+    def line(self, line: Line) -> str:
+        colour, shown, parts = f"c{line.colour}", thinned(line.points, _MAX_POINTS), []
+        if line.is_smoothed:
+            parts.append(self._polyline(shown, f"{colour} faint"))
+            shown = thinned(smoothed(line.points), _MAX_POINTS)
+        if len(shown) > 1:
+            parts.append(self._polyline(shown, f"{colour} {line.style}"))
+        if "dots" in line.style or len(shown) == 1:
+            parts += [
+                f'<circle class="dot {colour}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="4"/>' for x, y in shown
+            ]
+        return "".join(parts)
+
+    def _polyline(self, points: Points, classes: str) -> str:
         path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
         return f'<polyline class="line {classes}" points="{path}"/>'
 
-    def crossing(self, axis: Axis) -> str:
-        """Draw the vertical marks and horizontal levels of an axis."""
+    def turned_label(self, x: float, text: str) -> str:
+        short = text if len(text) <= _MAX_LABEL else f"{text[:_MAX_LABEL]}…"
+        turned = f"translate({self.x(x) + 4:.1f} {self.floor + 16}) rotate(-35)"
+        return f'<text class="tick phase" text-anchor="end" transform="{turned}">{escape(short)}</text>'
+
+    def crossing(self, marks: Mapping[float, str], levels: Mapping[str, float]) -> str:
+        """Draw vertical marks and horizontal levels."""
         parts, right = [], WIDTH - _RIGHT
-        for mark in axis.marks:
-            if not self.x0 <= mark.x <= self.x1:
-                continue
-            x = self.x(mark.x)
+        for x, text in ((self.x(at), text) for at, text in marks.items() if self.x0 <= at <= self.x1):
             shift, anchor = (-8, "end") if x > WIDTH / 2 else (-3, "start")
             parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{self.floor}"/>')
-            parts.append(_label(x + shift, 15, mark.text, anchor, "note"))
-        for name, value in (axis.levels or {}).items():
-            y = self.y(value)
+            parts.append(_label(x + shift, 15, text, anchor, "note"))
+        for text, y in ((text, self.y(value)) for text, value in levels.items()):
             parts.append(f'<line class="level" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(_label(right - 4, y - 5, name, "end", "note"))
+            parts.append(_label(right - 4, y - 5, text, "end", "note"))
         return "".join(parts)
 
 
-def line_figure(
-    figure: Figure, axis: Axis, lines: Sequence[Line], columns: Mapping[str, Mapping[float, str]] | None = None
-) -> Figure:
-    """Add a drawing of lines to a figure that has only texts so far. At least one line must have a point.
-
-    Args:
-        columns: further values by x, as columns of the table and lines of the tooltips.
-    """
-    lines = [line for line in lines if line.points]
-    points = [point for line in lines for point in line.points]
-    values = [y for _, y in points] + list((axis.levels or {}).values())
-    low, high = (0.0 if axis.from_zero else min(values)), max(values)
-    is_log = axis.log and low > 0
-    margin = 0.06 * ((high - low) or abs(high) or 1.0)
-    y = (low / 1.06, high * 1.06) if is_log else (low if axis.from_zero else low - margin, high + margin)
-    frame = _Frame((min(points)[0], max(points)[0]), y, log=is_log)
-    whole = [x for x in ticks(frame.x0, frame.x1) if x == int(x)]
-    parts = [frame.grid(axis.scale), *(_label(frame.x(x), frame.floor + 24, compact(x), "middle") for x in whole)]
-    parts.append(frame.crossing(axis))
-    for line in lines:
-        colour, shown = f"c{line.colour}", thinned(line.points, _MAX_POINTS)
-        if line.is_smoothed:
-            parts.append(frame.polyline(shown, f"{colour} faint"))
-            shown = thinned(smoothed(line.points), _MAX_POINTS)
-        if len(shown) > 1:
-            parts.append(frame.polyline(shown, f"{colour} {line.style}"))
-        if "dots" in line.style or len(shown) == 1:
-            parts += [
-                f'<circle class="dot {colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in shown
-            ]
-    texts = {line.name: {x: axis.text(y) for x, y in line.points} for line in lines} | dict(columns or {})
-    rows = [[f"{x:,.0f}", *(at.get(x, "") for at in texts.values())] for x in sorted({x for x, _ in points})]
-    hints = [
-        (frame.x(x), "\n".join([f"{axis.x} {x:,.0f}", *(f"{name} {at[x]}" for name, at in texts.items() if x in at)]))
-        for x, _ in thinned(lines[0].points, _MAX_HINTS)
-    ]
-    return replace(
-        figure, svg=Markup("".join(parts)), unit=axis.unit, keys=[line.key for line in lines],
-        table=Table((axis.x, *texts), rows), hints=hints,
-    )  # fmt: skip
-
-
-def labelled_lines(
-    figure: Figure, axis: Axis, labelled: Sequence[tuple[str, Points]], kind: str, smooth: bool = False
-) -> Figure:
-    """Draw several lines with labels. `kind` says what the labels name (run, source), in the head of the table."""
-    missing = [label for label, points in labelled if not points]
-    if len(missing) == len(labelled):
-        return replace(figure, missing=f"no {kind} has logged it")
-    smooth = smooth and all(len(points) >= _MIN_SMOOTHED for _, points in labelled if points)
-    lines = []
-    for i, (label, points) in enumerate(labelled):
-        style = f"{_DASHES[i // _COLOURS % len(_DASHES)]} {'dots' if len(points) < 9 else ''}".strip()
-        lines.append(Line(label, smoothed(points) if smooth else points, i % _COLOURS, style))
+def labelled_lines(figure: Figure, labelled: Sequence[tuple[str, Points]], kind: str, smooth: bool = False) -> Figure:
+    """Add lines with labels to a figure. `kind` says what the labels name (run, source), in the head of the table."""
     logged = [(label, points) for label, points in labelled if points]
-    says = "The last values: " + ", ".join(f"{label} {axis.text(points[-1][1])}" for label, points in logged) + "."
-    says += f" Not logged by {', '.join(missing)}." if missing else ""
+    smooth = smooth and all(len(points) >= _MIN_SMOOTHED for _, points in logged)
+    lines = [
+        Line(
+            label, smoothed(points) if smooth else points, i % _COLOURS,
+            f"{_DASHES[i // _COLOURS % len(_DASHES)]} {'dots' if len(points) < 9 else ''}".strip(),
+        )
+        for i, (label, points) in enumerate(labelled)
+    ]  # fmt: skip
+    says = "The last values: " + ", ".join(f"{label} {figure.text(last(points))}" for label, points in logged) + "."
+    if missing := [label for label, points in labelled if not points]:
+        says += f" Not logged by {', '.join(missing)}."
     rows = [
-        [label, f"{points[0][0]:,.0f} to {points[-1][0]:,.0f}", axis.text(points[0][1]), axis.text(points[-1][1])]
+        [label, f"{points[0][0]:,.0f} to {points[-1][0]:,.0f}", figure.text(points[0][1]), figure.text(last(points))]
         for label, points in logged
     ]
-    drawn = line_figure(replace(figure, says=says), axis, lines)
-    return replace(drawn, table=Table((kind, "from, to", "first", "last"), rows), hints=())
-
-
-def stack_figure(
-    figure: Figure, axis: Axis, bars: Sequence[str], layers: Sequence[Layer], lines: Sequence[Line] = ()
-) -> Figure:
-    """Add a drawing of stacked bars, one for each name in `bars`, to a figure that has only texts so far.
-
-    Bar i covers x from i to i + 1; `lines` and marks use the same x.
-    """
-    tops = [sum(layer.values[i] for layer in layers) for i in range(len(bars))]
-    high = max([*tops, *(axis.levels or {}).values(), *(y for line in lines for _, y in line.points)])
-    is_turned = max(map(len, bars)) > _LONG_LABEL
-    height, bottom = (_HIGH, 94) if is_turned else (_LOW, 40)
-    frame = _Frame((0, len(bars)), (0.0, high * 1.06 or 1.0), height - bottom)
-    parts = [frame.grid(axis.scale)]
-    gap = 0.12 if len(bars) < 20 else 0.0
-    bases = [0.0] * len(bars)
-    for layer in layers:
-        for i, value in enumerate(layer.values):
-            left, right, top = frame.x(i + gap), frame.x(i + 1 - gap), frame.y(bases[i] + value)
-            place = f'x="{left:.1f}" width="{right - left:.1f}" y="{top:.1f}" height="{frame.y(bases[i]) - top:.1f}"'
-            parts.append(f'<rect class="area c{layer.colour}" {place}/>' if value > 0 else "")
-            bases[i] += value
-    parts += [frame.polyline(line.points, f"c{line.colour} {line.style}") for line in lines]
-    parts.append(frame.crossing(axis))
-    every = 1 if is_turned else math.ceil(len(bars) / _MAX_LABELS)
-    for i, name in enumerate(bars):
-        if is_turned:
-            short = name if len(name) <= _MAX_LABEL else f"{name[:_MAX_LABEL]}…"
-            turned = f"translate({frame.x(i + 0.5) + 4:.1f} {frame.floor + 16}) rotate(-35)"
-            parts.append(f'<text class="tick phase" text-anchor="end" transform="{turned}">{escape(short)}</text>')
-        elif i % every == every // 2:
-            parts.append(_label(frame.x(i + 0.5), frame.floor + 24, name, "middle"))
-    texts = [(layer.name, [axis.text(value) for value in layer.values]) for layer in layers]
-    hints = [
-        (frame.x(i + 0.5), "\n".join([f"{axis.x} {bar}", *(f"{name} {cells[i]}" for name, cells in reversed(texts))]))
-        for i, bar in enumerate(bars)
-    ]
-    keys = [Key(layer.name, layer.colour, "area", layer.note) for layer in layers] + [line.key for line in lines]
-    rows = [[bar, *(cells[i] for _, cells in texts)] for i, bar in enumerate(bars)]
-    return replace(
-        figure, svg=Markup("".join(parts)), unit=axis.unit, height=height, hints=hints,
-        keys=keys if len(keys) > 1 else (), table=Table((axis.x, *(name for name, _ in texts)), rows),
-    )  # fmt: skip
+    table = Table((kind, "from, to", "first", "last"), rows)
+    return replace(figure, says=says, missing=f"no {kind} has logged it", lines=lines, other_table=table)
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -306,12 +295,10 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> Points:
     """Select at most `most` points: the lowest and the highest point of each interval, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
-    selected: Points = []
-    stretches = most // 2
-    for i in range(stretches):
-        stretch = points[len(points) * i // stretches : len(points) * (i + 1) // stretches]
-        selected += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return selected
+    count = most // 2
+    stretches = [points[len(points) * i // count : len(points) * (i + 1) // count] for i in range(count)]
+    ends = [{min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])} for stretch in stretches]
+    return [point for extremes in ends for point in sorted(extremes)]
 
 
 def smoothed(points: Points) -> Points:

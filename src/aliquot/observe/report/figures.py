@@ -5,18 +5,19 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from aliquot.core.number_format import byte_size, compact, count_of, percent, rate, seconds, significant
-from aliquot.observe.report.charts import Axis, Figure, Layer, Line, Mark, labelled_lines, line_figure, stack_figure
-from aliquot.observe.report.read_run import Object, Points, Run, evaluation_sets, median, number
+from aliquot.observe.report.charts import Figure, Layer, Line, labelled_lines
+from aliquot.observe.report.read_run import Points, Run, first, last, median, number, objects
 from aliquot.observe.step_clock import PARTS
 
 _MAX_BARS = 60  # in the figure of step time, where a bar is the mean of consecutive steps
+_LOSS_UNITS = {"None": "nats per token", "sft": "nats per token", "kto": "loss of a rated answer"}  # by train.objective
 
 
-def resumes(run: Run) -> list[Mark]:
+def resumes(run: Run) -> dict[float, str]:
     """Return marks at the resumes between the first and the last logged step."""
     steps = [step for step, _ in run.points("loss")]
     inside = [step for step in run.beginnings if steps and step > 0 and steps[0] <= step <= steps[-1]]
-    return [Mark(step, f"resumed at {step:,.0f}") for step in inside]
+    return {step: f"resumed at {step:,.0f}" for step in inside}
 
 
 def without_steps(run: Run) -> str:
@@ -24,44 +25,41 @@ def without_steps(run: Run) -> str:
 
 
 def loss(run: Run) -> Figure:
-    trained, evaluated = run.points("loss"), run.points("eval_loss", run.evaluations)
-    if not trained:
-        return Figure("loss", "Loss", "", missing=without_steps(run))
-    steps = count_of(compact(trained[-1][0]), "step")
-    says = f"Training loss went from {trained[0][1]:.4f} to {trained[-1][1]:.4f} over {steps}"
-    if len(evaluated) > 1:
-        says += f"; evaluation loss went from {evaluated[0][1]:.4f} to {evaluated[-1][1]:.4f}."
-    else:
-        says += f"; evaluation loss ended at {evaluated[0][1]:.4f}." if evaluated else "; nothing was evaluated."
+    trained, evaluated = run.points("loss"), run.evaluated("loss")
+    steps = count_of(compact(max((step for step, _ in trained), default=0.0)), "step")
+    beginning = f"went from {first(evaluated):.4f} to" if len(evaluated) > 1 else "ended at"
+    ending = f"evaluation loss {beginning} {last(evaluated):.4f}" if evaluated else "nothing was evaluated"
+    says = f"Training loss went from {first(trained):.4f} to {last(trained):.4f} over {steps}; {ending}."
     if times := sum(event.get("event") == "resume" for event in run.attempts):
         says += f" The run was resumed {count_of(times, 'time')}."
-    lines = [
-        Line("training loss", trained, 0, smooth=True), Line("evaluation loss", evaluated, 1, "dots dashed")
-    ]  # fmt: skip
-    compared = "loss of a rated answer" if run.setting("train", "objective") == "kto" else "loss of a pair"
-    unit = "nats per token" if run.setting("train", "objective") in (None, "sft") else compared
-    axis = Axis(unit, "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
     epochs = {step: f"{value:.3g}" for step, value in run.points("epoch")}
-    return line_figure(Figure("loss", "Loss", says), axis, lines, {"epoch": epochs} if epochs else {})
+    # Evaluations before the first step are no reason to draw a loss.
+    lines = [
+        Line("training loss", trained, 0, smooth=True),
+        Line("evaluation loss", evaluated if trained else [], 1, "dots dashed"),
+    ]
+    return Figure(
+        "loss", "Loss", says, without_steps(run),
+        _LOSS_UNITS.get(str(run.setting("train", "objective")), "loss of a pair"), "{:.3g}".format, "{:.4f}".format,
+        lines, marks=resumes(run), columns={"epoch": epochs} if epochs else {},
+    )  # fmt: skip
 
 
 def perplexity(run: Run) -> Figure:
-    name, title = "perplexity", "Perplexity on held-out text"
-    points = run.points("eval_perplexity", run.evaluations)
-    if not points:
-        keys = ("eval_path", "eval_split", "eval_fraction", "eval_sources")
-        why = "there is no evaluation text: set data.eval_fraction, eval_path or eval_split"
-        if any(run.setting("data", key) for key in keys):
-            why = "no evaluation was made yet: set train.eval_steps for more than the one at the end"
-        return Figure(name, title, "", missing=why)
-    best = min(points, key=lambda point: point[1])
-    says = f"{count_of(len(points), 'evaluation')}; the last gave {significant(points[-1][1])},"
-    says += f" the best {significant(best[1])} at step {best[0]:,.0f}."
-    unit = "perplexity per predicted token, logarithmic"
-    axis = Axis(unit, significant, "{:,.2f}".format, marks=resumes(run), log=True)
-    bits = {step: f"{value:.3f}" for step, value in run.points("eval_bits_per_byte", run.evaluations)}
-    lines = [Line("perplexity", points, 1, "dots")]
-    return line_figure(Figure(name, title, says), axis, lines, {"bits per byte": bits})
+    points = run.evaluated("perplexity")
+    keys = ("eval_path", "eval_split", "eval_fraction", "eval_sources")
+    why = "there is no evaluation text: set data.eval_fraction, eval_path or eval_split"
+    if any(run.setting("data", key) for key in keys):
+        why = "no evaluation was made yet: set train.eval_steps for more than the one at the end"
+    step, best = min(points, key=lambda point: point[1], default=(0.0, 0.0))
+    says = f"{count_of(len(points), 'evaluation')}; the last gave {significant(last(points))},"
+    says += f" the best {significant(best)} at step {step:,.0f}."
+    bits = {step: f"{value:.3f}" for step, value in run.evaluated("bits_per_byte")}
+    return Figure(
+        "perplexity", "Perplexity on held-out text", says, why, "perplexity per predicted token, logarithmic",
+        significant, "{:,.2f}".format, [Line("perplexity", points, 1, "dots")], marks=resumes(run), log=True,
+        columns={"bits per byte": bits},
+    )  # fmt: skip
 
 
 def rewards(run: Run) -> list[Figure]:
@@ -69,178 +67,166 @@ def rewards(run: Run) -> list[Figure]:
     chosen, rejected, accuracies = (run.points(f"rewards/{name}") for name in ("chosen", "rejected", "accuracies"))
     if not chosen or not rejected:
         return []
-    evaluated = {name: run.points(f"eval_rewards/{name}", run.evaluations) for name in ("accuracies", "margins")}
-    says = f"The rewards of chosen and rejected answers ended at {chosen[-1][1]:.3f} and {rejected[-1][1]:.3f}."
-    lines = [Line("chosen", chosen, 2, smooth=True), Line("rejected", rejected, 1, smooth=True)]
-    axis = Axis("reward", "{:.3g}".format, "{:.4f}".format, marks=resumes(run))
-    rewards_figure = line_figure(Figure("rewards", "Rewards of answers", says), axis, lines)
-    if not accuracies:
-        return [rewards_figure]
-    counted = f"{percent(accuracies[-1][1])} of the last pairs have the higher reward for the chosen answer"
-    if held_out := evaluated["accuracies"]:
-        counted += f", and {percent(held_out[-1][1])} of held-out pairs"
-    shares = [Line("training", accuracies, 0, smooth=True), Line("held-out", held_out, 1, "dots dashed")]
-    share_axis = Axis("share of pairs", percent, percent, True, marks=resumes(run))
-    margins = {step: f"{value:.4f}" for step, value in evaluated["margins"]}
-    return [
-        rewards_figure,
-        line_figure(Figure("accuracy", "Pairs with the preferred order", f"{counted}."), share_axis, shares,
-                    {"held-out margin": margins} if margins else {}),
+    held_out = run.evaluated("rewards/accuracies")
+    margins = {step: f"{value:.4f}" for step, value in run.evaluated("rewards/margins")}
+    says = f"The rewards of chosen and rejected answers ended at {last(chosen):.3f} and {last(rejected):.3f}."
+    counted = f"{percent(last(accuracies))} of the last pairs have the higher reward for the chosen answer"
+    counted += f", and {percent(last(held_out))} of held-out pairs." if held_out else "."
+    figures = [
+        Figure(
+            "rewards", "Rewards of answers", says, "", "reward", "{:.3g}".format, "{:.4f}".format,
+            [Line("chosen", chosen, 2, smooth=True), Line("rejected", rejected, 1, smooth=True)], marks=resumes(run),
+        ),
+        Figure(
+            "accuracy", "Pairs with the preferred order", counted, "", "share of pairs", percent, percent,
+            [Line("training", accuracies, 0, smooth=True), Line("held-out", held_out, 1, "dots dashed")],
+            from_zero=True, marks=resumes(run), columns={"held-out margin": margins} if margins else {},
+        ),
     ]  # fmt: skip
+    return figures if accuracies else figures[:1]
 
 
 def learning_rate(run: Run) -> Figure:
-    name, title = "learning-rate", "Learning rate"
     points = run.points("learning_rate")
-    if not points:
-        return Figure(name, title, "", missing=without_steps(run))
-    high = max(points, key=lambda point: point[1])
-    says = f"The learning rate peaked at {high[1]:.2e} at step {high[0]:,.0f} and ended at {points[-1][1]:.2e}."
-    axis = Axis("learning rate", "{:.3g}".format, "{:.2e}".format, True, marks=resumes(run))
-    return line_figure(Figure(name, title, says), axis, [Line("learning rate", points, 3)])
+    step, high = max(points, key=lambda point: point[1], default=(0.0, 0.0))
+    says = f"The learning rate peaked at {high:.2e} at step {step:,.0f} and ended at {last(points):.2e}."
+    return Figure(
+        "learning-rate", "Learning rate", says, without_steps(run), "learning rate", "{:.3g}".format, "{:.2e}".format,
+        [Line("learning rate", points, 3)], from_zero=True, marks=resumes(run),
+    )  # fmt: skip
 
 
 def gradient_norm(run: Run) -> Figure:
-    name, title = "gradient-norm", "Gradient norm"
     points = run.points("grad_norm")
-    if not points:
-        return Figure(name, title, "", missing=without_steps(run))
-    clip, high = number(run.setting("train", "max_grad_norm")), max(value for _, value in points)
+    clip, high = number(run.setting("train", "max_grad_norm")), max((value for _, value in points), default=0.0)
     says = f"The norm of all gradients was {significant(median(points))} in the middle and at most {significant(high)}."
     if clip:
         clipped = sum(value > clip for _, value in points)
         says += f" train.max_grad_norm clipped it at {clip:g} in {clipped:,} of {len(points):,} logged steps."
-    levels = {f"clipped above {clip:g}": clip} if clip and 0 < clip <= 2.5 * high else {}
-    axis = Axis("norm before clipping", significant, significant, True, levels, marks=resumes(run))
-    return line_figure(Figure(name, title, says), axis, [Line("gradient norm", points, 5, smooth=True)])
+    return Figure(
+        "gradient-norm", "Gradient norm", says, without_steps(run), "norm before clipping", significant, significant,
+        [Line("gradient norm", points, 5, smooth=True)], from_zero=True, marks=resumes(run),
+        levels={f"clipped above {clip:g}": clip} if clip and 0 < clip <= 2.5 * high else {},
+    )  # fmt: skip
 
 
 def speed(run: Run) -> Figure:
-    name, title = "tokens", "Real tokens per second"
     points = run.steady("tokens_per_s")
-    if not points:
-        return Figure(name, title, "", missing=without_steps(run))
     says = f"{compact(median(points))} real tokens a second in the middle of the run; padding is not counted, nor is"
     says += " the first step of each attempt."
-    axis = Axis("mean of the last ten steps, over all ranks", compact, "{:,.0f}".format, True, marks=resumes(run))
-    return line_figure(Figure(name, title, says), axis, [Line("real tokens/s", points, 0)])
+    return Figure(
+        "tokens", "Real tokens per second", says, without_steps(run), "mean of the last ten steps, over all ranks",
+        compact, "{:,.0f}".format, [Line("real tokens/s", points, 0)], from_zero=True, marks=resumes(run),
+    )  # fmt: skip
 
 
 def utilisation(run: Run) -> Figure:
-    name, title = "mfu", "Model FLOP/s against the matmul ceiling"
-    points = run.steady("flops_per_s")
-    if not points:
-        return Figure(name, title, "", missing=without_steps(run))
-    shares = dict(run.points("mfu"))
+    points, shares = run.steady("flops_per_s"), dict(run.points("mfu"))
     # Every attempt measures the compute ceiling, perhaps on another machine.
     ceiling = [(step, value / shares[step]) for step, value in points if shares.get(step, 0) > 0]
+    compared = f", {percent(median(run.steady('mfu')))} of what a plain matmul reached on the same cores"
     says = f"The model needed {rate(median(points), 'FLOP/s')}"
-    note = ""
-    if ceiling:
-        note = rate(ceiling[-1][1], "FLOP/s")
-        says += f", {percent(median(run.steady('mfu')))} of what a plain matmul reached on the same cores"
-    else:
-        says += "; the matmul ceiling was not measured"
-    lines = [Line("model FLOP/s", points, 2), Line("a plain matmul here", ceiling, 1, "dashed", note)]
-    axis = Axis("FLOP/s over all ranks", lambda v: rate(v, ""), lambda v: rate(v, "FLOP/s"), True, marks=resumes(run))
-    mfu = {step: percent(shares[step]) if step in shares else "unknown" for step, _ in points}
-    return line_figure(Figure(name, title, f"{says}. Recomputation is not counted."), axis, lines, {"MFU": mfu})
+    says += f"{compared if ceiling else '; the matmul ceiling was not measured'}. Recomputation is not counted."
+    lines = [
+        Line("model FLOP/s", points, 2),
+        Line("a plain matmul here", ceiling, 1, "dashed", rate(last(ceiling), "FLOP/s")),
+    ]
+    return Figure(
+        "mfu", "Model FLOP/s against the matmul ceiling", says, without_steps(run), "FLOP/s over all ranks",
+        lambda value: rate(value, ""), lambda value: rate(value, "FLOP/s"), lines, from_zero=True, marks=resumes(run),
+        columns={"MFU": {step: percent(shares[step]) if step in shares else "unknown" for step, _ in points}},
+    )  # fmt: skip
 
 
 def parts(run: Run) -> Figure:
-    name, title = "parts", "Where the time of a step goes"
     lines, means = run.timed(), run.mean_parts()
-    total = sum(means.values())
-    if not total:
-        return Figure(name, title, "", missing="the metrics hold no time by part: " + without_steps(run))
-    largest = sorted(means, key=lambda part: -means[part])[:2]
+    total = sum(means.values()) or 1.0
+    shares = {part: percent(mean / total) for part, mean in means.items()}
     says = f"A step takes {seconds(total)}, the mean over ranks and steps: "
-    says += ", ".join(f"{part} {percent(means[part] / total)}" for part in largest)
-    says += f", waiting for slower ranks {percent(means['wait'] / total)}."
+    says += ", ".join(f"{part} {shares[part]}" for part in sorted(means, key=lambda part: -means[part])[:2])
+    says += f", waiting for slower ranks {shares['wait']}."
     if all(line.get("reduce_s") is None for line in lines):
         says += " Reducing is not measured separately: the collectives run inside forward and backward."
-    count = min(len(lines), _MAX_BARS)
+    count = min(len(lines), _MAX_BARS) if any(means.values()) else 0
     stretches = [lines[len(lines) * i // count : len(lines) * (i + 1) // count] for i in range(count)]
     ends = [number(stretch[-1].get("step")) or 0.0 for stretch in stretches]
-    layers = []
-    for i, part in enumerate(PARTS):
-        values = [sum(number(line.get(f"{part}_s")) or 0.0 for line in stretch) / len(stretch) for stretch in stretches]
-        layers.append(Layer(part, values, i, f"{seconds(means[part])}, {percent(means[part] / total)}"))
-    marks = [Mark(bisect_right(ends, mark.x), mark.text) for mark in resumes(run)]
-    axis = Axis("seconds a step, mean over ranks", seconds, seconds, marks=marks, x="until step")
-    return stack_figure(Figure(name, title, says), axis, [f"{end:,.0f}" for end in ends], layers)
+    layers = [
+        Layer(
+            part,
+            [sum(number(line.get(f"{part}_s")) or 0.0 for line in stretch) / len(stretch) for stretch in stretches],
+            i, f"{seconds(means[part])}, {shares[part]}",
+        )
+        for i, part in enumerate(PARTS)
+    ]  # fmt: skip
+    return Figure(
+        "parts", "Where the time of a step goes", says, "the metrics hold no time by part: " + without_steps(run),
+        "seconds a step, mean over ranks", seconds, seconds, bars=[f"{end:,.0f}" for end in ends], layers=layers,
+        marks={bisect_right(ends, step): text for step, text in resumes(run).items()}, x="until step",
+    )  # fmt: skip
 
 
 def traffic(run: Run) -> Figure:
-    name, title = "bytes", "Bytes that rank 0 sent, per step"
     wire, staged, moved = (run.per_step(f"{path}_bytes") for path in ("wire", "staged", "moved"))
-    if not wire and not staged:
-        return Figure(name, title, "", missing="two logged steps of one attempt are needed, and there are fewer")
-    last = [byte_size(points[-1][1] if points else 0.0) for points in (wire, staged)]
-    says = f"In a step {last[0]} went over the network and {last[1]} through shared memory."
-    lines = [Line("shared memory", staged, 2), Line("network, loopback included", wire, 1, "dashed")]
-    axis = Axis("bytes a step", byte_size, byte_size, True, marks=resumes(run))
-    columns = {"moved in memory": {step: byte_size(value) for step, value in moved}}
-    return line_figure(Figure(name, title, says), axis, lines, columns)
+    says = (
+        f"In a step {byte_size(last(wire))} went over the network and {byte_size(last(staged))} through shared memory."
+    )
+    return Figure(
+        "bytes", "Bytes that rank 0 sent, per step", says,
+        "two logged steps of one attempt are needed, and there are fewer", "bytes a step", byte_size, byte_size,
+        [Line("shared memory", staged, 2), Line("network, loopback included", wire, 1, "dashed")],
+        from_zero=True, marks=resumes(run),
+        columns={"moved in memory": {step: byte_size(value) for step, value in moved}},
+    )  # fmt: skip
 
 
 def source_figures(run: Run) -> list[Figure]:
     """Draw the loss of each source and the perplexity of each evaluation set; no figure for a single source or set."""
-    sources = run.setting("data", "sources")
-    entries = sources if isinstance(sources, list) else []
-    names = [str(source["name"]) for source in entries if isinstance(source, dict) and "name" in source]
+    names = [str(source["name"]) for source in objects(run.setting("data", "sources")) if "name" in source]
     trained = [(name, run.points(f"loss_{name}")) for name in names]
-    evaluated = [
-        (name or "held out", run.points(f"eval_{name}_perplexity" if name else "eval_perplexity", run.evaluated))
-        for name in evaluation_sets(run.evaluated)
-    ]
-    loss = Axis("nats per token", significant, significant)
-    perplexity = Axis("perplexity, logarithmic", significant, significant, log=True)
-    several = [
-        (Figure("source-loss", "Training loss of each source", ""), loss, trained, "source"),
-        (Figure("set-perplexity", "Perplexity of each evaluation set", ""), perplexity, evaluated, "set"),
+    evaluated = [(name or "held out", run.evaluated("perplexity", name)) for name in run.evaluation_sets]
+    drawings = [
+        ("source-loss", "Training loss of each source", "nats per token", trained, "source"),
+        ("set-perplexity", "Perplexity of each evaluation set", "perplexity, logarithmic", evaluated, "set"),
     ]
     return [
-        labelled_lines(figure, axis, labelled, kind, smooth=True)
-        for figure, axis, labelled, kind in several
+        labelled_lines(
+            Figure(name, title, "", "", unit, significant, significant, log=kind == "set"), labelled, kind, smooth=True
+        )
+        for name, title, unit, labelled, kind in drawings
         if len(labelled) > 1 and any(points for _, points in labelled)
     ]
 
 
 def expert_figures(run: Run) -> list[Figure]:
     """Draw the load of experts and the router loss; no figure for a model without experts."""
-    lines = [(number(line.get("step")), _layer_loads(line)) for line in run.steps]
-    loads = [(step, layers) for step, layers in lines if step is not None and layers]
-    return [_expert_load(run, loads), *_router_loss(run)] if loads else []
+    loads = run.number_lists("busiest_expert")
+    return [figure for figure in (_expert_load(run, loads), _router_loss(run)) if figure.is_drawn] if loads else []
 
 
 def _expert_load(run: Run, loads: list[tuple[float, list[float]]]) -> Figure:
     worst: Points = [(step, max(layers)) for step, layers in loads]
     mean: Points = [(step, sum(layers) / len(layers)) for step, layers in loads]
-    last = loads[-1][1]
+    ends = loads[-1][1]
     unused = dict(run.points("unused_experts"))
-    without = unused.get(worst[-1][0], 0)
     says = (
-        f"At the end the busiest expert of a layer had {significant(mean[-1][1])} times the mean load, averaged over"
-        f" {count_of(len(last), 'layer')}, at worst {significant(max(last))} times"
-        f" (layer {last.index(max(last))}); {count_of(without, 'expert')} got no token since the last line."
+        f"At the end the busiest expert of a layer had {significant(last(mean))} times the mean load, averaged over"
+        f" {count_of(len(ends), 'layer')}, at worst {significant(max(ends))} times"
+        f" (layer {ends.index(max(ends))}); {count_of(unused.get(worst[-1][0], 0), 'expert')} got no token since the"
+        " last line."
     )
-    lines = [Line("worst layer", worst, 1), Line("mean of the layers", mean, 0)]
-    axis = Axis("times the mean load of its layer", significant, significant, True, {"even": 1.0}, marks=resumes(run))
-    columns = {"unused experts": {step: f"{count:,.0f}" for step, count in unused.items()}}
-    return line_figure(Figure("expert-load", "Load of the busiest expert", says), axis, lines, columns)
+    return Figure(
+        "expert-load", "Load of the busiest expert", says, "", "times the mean load of its layer", significant,
+        significant, [Line("worst layer", worst, 1), Line("mean of the layers", mean, 0)],
+        from_zero=True, levels={"even": 1.0}, marks=resumes(run),
+        columns={"unused experts": {step: f"{count:,.0f}" for step, count in unused.items()}},
+    )  # fmt: skip
 
 
-def _router_loss(run: Run) -> list[Figure]:
+def _router_loss(run: Run) -> Figure:
     points = run.points("router_loss")
-    if not points:
-        return []
-    says = f"Balancing the routers added {significant(points[-1][1])} to the training loss at the end."
-    axis = Axis("nats per token", significant, "{:.5f}".format, marks=resumes(run))
-    figure = Figure("router-loss", "Router loss, which balances the experts", says)
-    return [line_figure(figure, axis, [Line("router_aux_loss_coef x balance", points, 0)])]
-
-
-def _layer_loads(line: Object) -> list[float]:
-    loads = line.get("busiest_expert")
-    return [value for load in loads if (value := number(load)) is not None] if isinstance(loads, list) else []
+    return Figure(
+        "router-loss", "Router loss, which balances the experts",
+        f"Balancing the routers added {significant(last(points))} to the training loss at the end.", "",
+        "nats per token", significant, "{:.5f}".format, [Line("router_aux_loss_coef x balance", points, 0)],
+        marks=resumes(run),
+    )  # fmt: skip

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aliquot.core.number_format import gib, significant
 from aliquot.observe.ledger import PHASES
-from aliquot.observe.report.charts import Axis, Figure, Layer, Line, Table, line_figure, stack_figure
+from aliquot.observe.report.charts import Figure, Layer, Line, Table
 from aliquot.observe.report.figures import resumes, without_steps
-from aliquot.observe.report.read_run import Object, Points, Run, number
+from aliquot.observe.report.read_run import Object, Run, as_object, last, number, objects
 
 GIB = 2**30
+_in_gib = "{:.2f} GiB".format
 _GPU_KEY = "gpu"  # key of GPU memory in a row of the ledger
+_NO_LEDGER = Figure(
+    "memory-phases", "Memory over the phases", "", "there is no ledger.json: a run writes it after its first step",
+    "GiB", significant, significant,
+)  # fmt: skip
 _CATEGORIES = ("weights", "gradients", "moments", "gathered", "activations", "shared")
 
 
@@ -31,9 +36,8 @@ class _MemoryKind:
     def planned(self, run: Run, row: Object) -> float | None:
         """Return the planned bytes of the phase of `row`, including a share of shared pages; None without a plan."""
         ranks = number(run.plan.get("ranks_per_node")) or 1.0
-        phases = run.plan.get(self.phases)
-        for phase in phases if isinstance(phases, list) else ():
-            if isinstance(phase, dict) and phase.get("name") == row.get("phase"):
+        for phase in objects(run.plan.get(self.phases)):
+            if phase.get("name") == row.get("phase"):
                 return _sum(phase.get("private_bytes")) + _sum(phase.get("shared_bytes")) / ranks
         return number(row.get("planned_bytes"))
 
@@ -57,11 +61,9 @@ def _kinds(run: Run) -> list[_MemoryKind]:
 
 
 def memory(run: Run) -> list[Figure]:
-    """Draw memory by phase, each phase for the rank with the most. GPU memory comes before host memory."""
-    if not run.rows:
-        why = "there is no ledger.json: a run writes it after its first step"
-        return [Figure("memory-phases", "Memory over the phases", "", missing=why)]
-    return [_over_phases(run, kind) for kind in _kinds(run)]
+    """Draw memory by phase, each phase for the rank with the most, and by step. GPU memory comes before host memory."""
+    phases = [_over_phases(run, kind) for kind in _kinds(run)] if run.rows else [_NO_LEDGER]
+    return [*phases, *(_over_steps(run, kind) for kind in _kinds(run))]
 
 
 def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
@@ -69,7 +71,10 @@ def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
     phase_rows = [rows for phase in PHASES if (rows := [row for row in all_rows if row["phase"] == phase])]
     rows = [max(ranks, key=_peak) for ranks in phase_rows]
     names, tops = [str(row["phase"]) for row in rows], [_peak(row) for row in rows]
-    sizes = {category: [_accounted(row, category) for row in rows] for category in _CATEGORIES}
+    sizes = {
+        category: [number(as_object(row.get("accounted_bytes")).get(category)) or 0.0 for row in rows]
+        for category in _CATEGORIES
+    }
     rest = [max(0.0, top - sum(values[i] for values in sizes.values())) for i, top in enumerate(tops)]
     at = tops.index(max(tops))
     layers = [
@@ -84,10 +89,6 @@ def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
     says += f"; a rank may have {gib(kind.limit)}" if kind.limit is not None else ""
     says += ", far above this picture." if kind.limit is not None and not levels else "."
     says += "" if plan else " No plan was recorded, so its line is missing."
-    lines = [Line("plan", plan, 6, "dashed plan")] if plan else []
-    axis = Axis("GiB of the largest rank, the most during each phase", significant, _in_gib, levels=levels, x="phase")
-    figure = Figure(f"memory{kind.suffix}-phases", f"{kind.title} over the phases", says)
-    drawn = stack_figure(figure, axis, names, layers, lines)
     body = [
         [
             names[i], *(_in_gib(layer.values[i]) for layer in layers),
@@ -98,38 +99,30 @@ def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
         for i, row in enumerate(rows)
     ]  # fmt: skip
     head = ("phase", *(layer.name for layer in layers), "largest rank", "smallest rank", "plan", *kind.ends)
-    return replace(drawn, table=Table(head, body))
-
-
-def memory_over_steps(run: Run) -> list[Figure]:
-    return [_over_steps(run, kind) for kind in _kinds(run)]
+    return Figure(
+        f"memory{kind.suffix}-phases", f"{kind.title} over the phases", says, "",
+        "GiB of the largest rank, the most during each phase", significant, _in_gib,
+        [Line("plan", plan, 6, "dashed plan")], names, layers, levels=levels, x="phase", other_table=Table(head, body),
+    )  # fmt: skip
 
 
 def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
-    figure = Figure(f"memory{kind.suffix}-steps", f"{kind.title} while training", "")
-    smallest: Points = []
-    largest: Points = []
-    for line in run.steps:
-        step, sizes = number(line.get("step")), line.get(kind.metric)
-        values = [number(size) for size in sizes] if isinstance(sizes, list) else []
-        known = [value / GIB for value in values if value is not None]
-        if step is not None and known and len(known) == len(values):
-            smallest.append((step, min(known)))
-            largest.append((step, max(known)))
-    if not largest:
-        return replace(figure, missing=without_steps(run))
-    last, middle = largest[-1][1], largest[len(largest) // 2][1]
-    says = f"The largest rank had {_in_gib(last)} at step {largest[-1][0]:,.0f}"
-    grown = last - middle
-    more = f"{_in_gib(grown)} more" if grown > 0.02 * last else "not more"
+    lists = run.number_lists(kind.metric)
+    smallest, largest = ([(step, pick(sizes) / GIB) for step, sizes in lists] for pick in (min, max))
+    middle = largest[len(largest) // 2][1] if largest else 0.0
+    grown = last(largest) - middle
+    more = f"{_in_gib(grown)} more" if grown > 0.02 * last(largest) else "not more"
+    says = f"The largest rank had {_in_gib(last(largest))} at step {max(dict(largest), default=0.0):,.0f}"
     says += f", {more} than in the middle of the run."
-    levels = kind.levels(GIB * max(y for _, y in largest))
-    unit = "GiB of a rank: private memory and its share of shared memory"
-    axis = Axis(unit, significant, _in_gib, True, levels, marks=resumes(run))
-    lines = [Line("largest rank", largest, 0)]
-    if smallest != largest:
-        lines.append(Line("smallest rank", smallest, 4, "dashed"))
-    return line_figure(replace(figure, says=says), axis, lines)
+    return Figure(
+        f"memory{kind.suffix}-steps", f"{kind.title} while training", says, without_steps(run),
+        "GiB of a rank: private memory and its share of shared memory", significant, _in_gib,
+        [
+            Line("largest rank", largest, 0),
+            Line("smallest rank", smallest if smallest != largest else [], 4, "dashed"),
+        ],
+        from_zero=True, levels=kind.levels(GIB * max((size for _, size in largest), default=0.0)), marks=resumes(run),
+    )  # fmt: skip
 
 
 def top_bytes(row: Object) -> float:
@@ -169,14 +162,5 @@ def _host_limit(run: Run) -> float | None:
     return limit / (world / nodes) if limit is not None and world and nodes else None
 
 
-def _in_gib(value: float) -> str:
-    return f"{value:.2f} GiB"
-
-
-def _accounted(row: Object, category: str) -> float:
-    accounted = row.get("accounted_bytes")
-    return (number(accounted.get(category)) or 0.0) if isinstance(accounted, dict) else 0.0
-
-
 def _sum(sizes: object) -> float:
-    return sum(number(size) or 0.0 for size in sizes.values()) if isinstance(sizes, dict) else 0.0
+    return sum(number(size) or 0.0 for size in as_object(sizes).values())

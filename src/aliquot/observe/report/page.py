@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,9 +16,9 @@ from aliquot.config.deepspeed_json import leaves
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.number_format import compact, gib, percent, rate, seconds, significant
 from aliquot.core.small_files import open_regular, publish_text
-from aliquot.observe.report import figures, memory_figures, run_facts
-from aliquot.observe.report.charts import Axis, Figure, Layer, Table, labelled_lines, stack_figure
-from aliquot.observe.report.memory_figures import GIB, limit_bytes, top_bytes
+from aliquot.observe.report import figures, run_facts
+from aliquot.observe.report.charts import Figure, Layer, Table, labelled_lines
+from aliquot.observe.report.memory_figures import GIB, limit_bytes, memory, top_bytes
 from aliquot.observe.report.read_run import Run, number, read_run
 from aliquot.observe.report.run_facts import NOT_RECORDED, if_recorded, tiles
 from aliquot.observe.step_clock import PARTS
@@ -74,7 +73,7 @@ def _sections(run: Run) -> list[tuple[str, str, list[Figure]]]:
         ("learning", "Learning", learning),
         ("speed", "Speed", [figures.speed(run), figures.utilisation(run)]),
         ("time", "Time of a step", [figures.parts(run)]),
-        ("memory", "Memory", [*memory_figures.memory(run), *memory_figures.memory_over_steps(run)]),
+        ("memory", "Memory", memory(run)),
         ("traffic", "Traffic", [figures.traffic(run)]),
     ]
 
@@ -125,49 +124,45 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 def _compared_figures(runs: Sequence[Run]) -> list[Figure]:
     share = "share of a plain matmul, by step"
-    lines = [
-        (Figure("loss", "Training loss over tokens", ""), Axis("nats per token", "{:.3g}".format, "{:.3g}".format),
+    curves = [
+        (Figure("loss", "Training loss over tokens", "", "", "nats per token", "{:.3g}".format, "{:.3g}".format),
          [run.points("loss", x="tokens") for run in runs]),
-        (Figure("perplexity", "Perplexity on held-out text", ""),
-         Axis("perplexity (logarithmic), by step", significant, significant, log=True),
-         [run.points("eval_perplexity", run.evaluations) for run in runs]),
-        (Figure("speed", "Real tokens per second", ""), Axis("real tokens/s, by step", compact, compact, True),
+        (Figure("perplexity", "Perplexity on held-out text", "", "", "perplexity (logarithmic), by step", significant,
+                significant, log=True),
+         [run.evaluated("perplexity") for run in runs]),
+        (Figure("speed", "Real tokens per second", "", "", "real tokens/s, by step", compact, compact, from_zero=True),
          [run.steady("tokens_per_s") for run in runs]),
-        (Figure("mfu", "MFU", ""), Axis(share, percent, percent, True), [run.steady("mfu") for run in runs]),
+        (Figure("mfu", "MFU", "", "", share, percent, percent, from_zero=True), [run.steady("mfu") for run in runs]),
     ]  # fmt: skip
     drawn = [
-        labelled_lines(figure, axis, list(zip(_labels(runs), points, strict=True)), "run", figure.name == "loss")
-        for figure, axis, points in lines
+        labelled_lines(figure, list(zip(_labels(runs), points, strict=True)), "run", figure.name == "loss")
+        for figure, points in curves
     ]
     return [*drawn, _compared_parts(runs), _compared_memory(runs)]
 
 
 def _compared_parts(runs: Sequence[Run]) -> Figure:
-    figure = Figure("parts", "Where the time of a step goes", "")
     means = {label: run.mean_parts() for run, label in zip(runs, _labels(runs), strict=True)}
     drawn = {label: parts for label, parts in means.items() if sum(parts.values())}
-    if not drawn:
-        return replace(figure, missing="no run has logged the time of its parts")
     says = "A step takes " + ", ".join(f"{seconds(sum(parts.values()))} in {run}" for run, parts in drawn.items()) + "."
-    layers = [Layer(part, [parts[part] for parts in drawn.values()], i) for i, part in enumerate(PARTS)]
-    axis = Axis("seconds a step, mean over ranks and steps", seconds, seconds, x="run")
-    return stack_figure(replace(figure, says=says), axis, list(drawn), layers)
+    return Figure(
+        "parts", "Where the time of a step goes", says, "no run has logged the time of its parts",
+        "seconds a step, mean over ranks and steps", seconds, seconds, bars=list(drawn),
+        layers=[Layer(part, [parts[part] for parts in drawn.values()], i) for i, part in enumerate(PARTS)], x="run",
+    )  # fmt: skip
 
 
 def _compared_memory(runs: Sequence[Run]) -> Figure:
-    figure = Figure("memory", "Peak memory of the largest rank", "")
-    drawn = [(label, run) for run, label in zip(runs, _labels(runs), strict=True) if run.rows]
-    if not drawn:
-        return replace(figure, missing="no run has a ledger.json, which is written after the first step")
-    peaks = [max(map(top_bytes, run.rows)) for _, run in drawn]
-    limits = [limit_bytes(run) for _, run in drawn]
-    levels = {f"limit {gib(size)}": size / GIB for size in limits if size is not None and size <= 2.5 * max(peaks)}
-    says = ", ".join(f"{label} {gib(peak)}" for (label, _), peak in zip(drawn, peaks, strict=True)) + "."
-    axis = Axis("GiB", significant, significant, levels=levels, x="run")
-    layers = [Layer("peak", [peak / GIB for peak in peaks], 0)]
-    stacked = stack_figure(replace(figure, says=says), axis, [label for label, _ in drawn], layers)
-    rows = [
-        [label, gib(peak), if_recorded(limit, gib)]
-        for (label, _), peak, limit in zip(drawn, peaks, limits, strict=True)
-    ]
-    return replace(stacked, table=Table(("run", "peak of the largest rank", "a rank may have"), rows))
+    drawn = {label: run for run, label in zip(runs, _labels(runs), strict=True) if run.rows}
+    peaks = {label: max(map(top_bytes, run.rows)) for label, run in drawn.items()}
+    limits = {label: limit_bytes(run) for label, run in drawn.items()}
+    near = [size for size in limits.values() if size is not None and size <= 2.5 * max(peaks.values(), default=0.0)]
+    says = ", ".join(f"{label} {gib(peak)}" for label, peak in peaks.items()) + "."
+    rows = [[label, gib(peak), if_recorded(limits[label], gib)] for label, peak in peaks.items()]
+    return Figure(
+        "memory", "Peak memory of the largest rank", says,
+        "no run has a ledger.json, which is written after the first step", "GiB", significant, significant,
+        bars=list(peaks), layers=[Layer("peak", [peak / GIB for peak in peaks.values()], 0)], x="run",
+        levels={f"limit {gib(size)}": size / GIB for size in near},
+        other_table=Table(("run", "peak of the largest rank", "a rank may have"), rows),
+    )  # fmt: skip

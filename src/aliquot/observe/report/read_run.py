@@ -6,12 +6,13 @@ The files are not trusted. Truncated lines are skipped, and implausible numbers 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -27,6 +28,7 @@ from aliquot.observe.step_clock import PARTS
 BEGINS = ("start", "resume")  # the first event of an attempt
 _MAX_NUMBER = 1e24
 
+T = TypeVar("T")
 Object = dict[str, Any]
 Points = list[tuple[float, float]]
 
@@ -48,8 +50,7 @@ class Run:
     config: Object
     config_text: str | None
     steps: list[Object]  # logged steps, by step
-    evaluations: list[Object]  # logged evaluations of the set without a name, or of the first set
-    evaluated: list[Object]  # logged evaluations of all sets
+    lines: list[Object]  # of metrics.jsonl: logged steps and evaluations
     events: list[Object]
     rows: list[Object]  # of the memory ledger
     plan: Object  # in the form of `aliquot plan --json`; empty if no plan was recorded
@@ -93,8 +94,34 @@ class Run:
         pairs = [(number(line.get(x)), number(line.get(key))) for line in (self.steps if lines is None else lines)]
         return [(at, value) for at, value in pairs if at is not None and value is not None]
 
+    @property
+    def evaluation_sets(self) -> list[str]:
+        """The names of the evaluation sets in the order of the lines, "" for the set without a name."""
+        keys = [key for line in self.lines for key in line if key.startswith("eval_") and key.endswith("loss")]
+        return list(dict.fromkeys(key.removeprefix("eval_").removesuffix("loss").removesuffix("_") for key in keys))
+
+    @property
+    def main_set(self) -> str:
+        """The evaluation set without a name, or else the first one."""
+        return "" if "" in self.evaluation_sets else next(iter(self.evaluation_sets), "")
+
+    def evaluated(self, metric: str, name: str | None = None) -> Points:
+        """Return the points of `metric` of the evaluation set `name`, or of the main set."""
+        name = self.main_set if name is None else name
+        return self.points(f"eval_{name}_{metric}" if name else f"eval_{metric}", self.lines)
+
+    def number_lists(self, key: str) -> list[tuple[float, list[float]]]:
+        """Return the step and the numbers of each logged step whose list `key`, of ranks or layers, has numbers."""
+        lists = []
+        for line in self.steps:
+            step, values = number(line.get("step")), line.get(key)
+            numbers = list(map(number, values)) if isinstance(values, list) else []
+            if step is not None and (known := [value for value in numbers if value is not None]):
+                lists.append((step, known))
+        return lists
+
     def setting(self, section: str, key: str) -> Any:
-        return _object(self.config.get(section)).get(key)
+        return as_object(self.config.get(section)).get(key)
 
     @property
     def first_steps(self) -> set[float]:
@@ -122,17 +149,14 @@ class Run:
 
     def mean_parts(self) -> dict[str, float]:
         """Return the mean seconds of each part over the steps of `timed`; 0 if there are none."""
-        counted = {id(line) for line in self.timed()}
-        weights: list[tuple[float, Object]] = []
-        before = 0.0
-        for line in self.steps:
-            step = number(line.get("step")) or 0.0
-            if id(line) in counted:
-                weights.append((max(1.0, step - before), line))  # a line stands for all steps since the previous line
-            before = step
-        steps = sum(weight for weight, _ in weights) or 1.0
+        steps = [number(line.get("step")) or 0.0 for line in self.steps]
+        # A line stands for all steps since the previous line.
+        gaps = [max(1.0, step - before) for before, step in pairwise([0.0, *steps])]
+        timed = {id(line) for line in self.timed()}
+        weights = [(gap, line) for gap, line in zip(gaps, self.steps, strict=True) if id(line) in timed]
+        total = sum(weight for weight, _ in weights) or 1.0
         return {
-            part: sum(weight * (number(line.get(f"{part}_s")) or 0.0) for weight, line in weights) / steps
+            part: sum(weight * (number(line.get(f"{part}_s")) or 0.0) for weight, line in weights) / total
             for part in PARTS
         }
 
@@ -162,26 +186,21 @@ def read_run(path: Path) -> Run:
         raise RunDirectoryError(f"this run ended before it began: {messages[0]}", path)
     if text is None or not text.startswith(HEADER):
         raise RunDirectoryError("this is not a run directory: a run has a config.yaml that aliquot wrote", path)
-    config = _yaml(text)
-    lines, events, ledger = _lines(directory.metrics), _lines(directory.events), _object(_json(directory.ledger))
-    rows = ledger.get("rows")
+    config = as_object(_if_readable(lambda: load_yaml(text)[0], None))
+    lines, events, ledger = _lines(directory.metrics), _lines(directory.events), as_object(_json(directory.ledger))
     steps = [line for line in lines if "loss" in line]
-    evaluated = [line for line in lines if evaluation_sets([line])]
     return Run(
         path=path,
-        name=str(_object(config.get("run")).get("name") or path.name),
+        name=str(as_object(config.get("run")).get("name") or path.name),
         config=config,
         config_text=text,
         steps=steps,
-        evaluations=[_main_set(line) for line in evaluated],
-        evaluated=evaluated,
+        lines=lines,
         events=events,
-        rows=[row for row in rows if isinstance(row, dict) and row.get("phase") in PHASES]
-        if isinstance(rows, list)
-        else [],
+        rows=[row for row in objects(ledger.get("rows")) if row.get("phase") in PHASES],
         # Before the first step, only the start event has the plan.
         plan=next((plan for plan in (ledger.get("plan"), *_newest(events, "plan")) if isinstance(plan, dict)), {}),
-        machine=_object(next(_newest(events, "machine"), ledger.get("machine"))),
+        machine=as_object(next(_newest(events, "machine"), ledger.get("machine"))),
         checkpoints=_checkpoints(directory.checkpoints),
         doctor=_json(path / "doctor.json"),
         status=_status(path, events, steps),
@@ -192,22 +211,14 @@ def _newest(events: list[Object], key: str) -> Iterator[Object]:
     return (event[key] for event in reversed(events) if isinstance(event.get(key), dict))
 
 
-def _object(value: Any) -> Object:
+def as_object(value: Any) -> Object:
+    """Return a JSON object; empty if `value` is anything else."""
     return value if isinstance(value, dict) else {}
 
 
-def evaluation_sets(lines: list[Object]) -> list[str]:
-    """Return the names of the evaluation sets in the order of the lines, "" for the set without a name."""
-    keys = [key for line in lines for key in line if key.startswith("eval_") and key.endswith("loss")]
-    return list(dict.fromkeys(key.removeprefix("eval_").removesuffix("loss").removesuffix("_") for key in keys))
-
-
-def _main_set(line: Object) -> Object:
-    """Return `line` with the numbers of the main evaluation set under the keys `eval_loss`, `eval_perplexity`, ..."""
-    if "eval_loss" in line:
-        return line
-    prefix = f"eval_{evaluation_sets([line])[0]}_"
-    return {**line, **{f"eval_{key.removeprefix(prefix)}": line[key] for key in line if key.startswith(prefix)}}
+def objects(value: Any) -> list[Object]:
+    """Return the objects in a JSON array; none if `value` is anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def number(value: Any) -> float | None:
@@ -217,8 +228,19 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def first(points: Points) -> float:
+    """Return the value of the first point, or 0."""
+    return points[0][1] if points else 0.0
+
+
+def last(points: Points) -> float:
+    """Return the value of the last point, or 0."""
+    return points[-1][1] if points else 0.0
+
+
 def median(points: Points) -> float:
-    return sorted(value for _, value in points)[len(points) // 2]
+    """Return the value in the middle, the higher of two, or 0."""
+    return statistics.median_high([value for _, value in points] or [0.0])
 
 
 def _status(path: Path, events: list[Object], steps: list[Object]) -> Status:
@@ -239,8 +261,7 @@ def _status(path: Path, events: list[Object], steps: list[Object]) -> Status:
 
 
 def _rank_errors(path: Path) -> list[Object]:
-    errors = map(_json, sorted((path / "logs").glob("rank-*.error.json")))
-    return [error for error in errors if isinstance(error, dict)]
+    return objects([_json(file) for file in sorted((path / "logs").glob("rank-*.error.json"))])
 
 
 def _is_locked(lock: Path) -> bool:
@@ -263,30 +284,21 @@ def _checkpoints(directory: Path) -> dict[int, int]:
     return dict(sorted(sizes.items()))
 
 
-def _lines(path: Path) -> list[Object]:
-    """Read the objects of a JSON lines file; none if the file cannot be read."""
+def _if_readable(read: Callable[[], T], default: T) -> T:
+    """Return what `read` returns, or `default` if a file is missing, too large or damaged."""
     try:
-        return [fields for _, fields in read_json_lines(path)]
-    except OSError:
-        return []
+        return read()
+    except (OSError, ValueError, yaml.YAMLError):
+        return default
+
+
+def _lines(path: Path) -> list[Object]:
+    return _if_readable(lambda: [fields for _, fields in read_json_lines(path)], [])
 
 
 def _json(path: Path) -> Any:
-    try:
-        return decode_json(_text(path) or "")
-    except ValueError:
-        return None
-
-
-def _yaml(text: str) -> Object:
-    try:
-        return _object(load_yaml(text)[0])
-    except (yaml.YAMLError, ValueError):
-        return {}
+    return _if_readable(lambda: decode_json(_text(path) or ""), None)
 
 
 def _text(path: Path) -> str | None:
-    try:
-        return read_small_file(path, RUN_FILE_BYTES, "none").decode(errors="replace")
-    except (OSError, ValueError):
-        return None
+    return _if_readable(lambda: read_small_file(path, RUN_FILE_BYTES, "none").decode(errors="replace"), None)

@@ -21,9 +21,10 @@ from aliquot.core.number_format import (
 )
 from aliquot.observe.report.charts import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
-from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, evaluation_sets, number
+from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, as_object, last, number, objects
 
 NOT_RECORDED = "not recorded"
+_NOTHING = ("", "", "")
 _COMPARED = {"loss": "{:.4f}", "perplexity": "{:,.2f}", "bits_per_byte": "{:.3f}", "rewards/accuracies": "{:.3f}"}
 _SHORT_MEASUREMENT_OFF_BY = 2.0  # assumed: a larger difference has other reasons than the measurement of the machine
 _LEVELS = {"problem": 0, "warning": 1, "ok": 2}
@@ -34,7 +35,7 @@ def if_recorded(value: float | None, words: Callable[[float], str]) -> str:
 
 
 def change(points: Points) -> str:
-    """Format the first and the last value: `8.4261 (step 1) -> 4.9120 (step 700)`."""
+    """Format the first and the last value: `8.4261 (step 1) -> 4.9120 (step 700)`; empty without points."""
     ends = points[:1] + points[1:][-1:]
     return " -> ".join(f"{value:.4f} (step {step:,.0f})" for step, value in ends)
 
@@ -89,49 +90,45 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     """Return the key figures as (label, value, note)."""
     done, total, epochs = steps_done(run), total_steps(run), run.points("epoch")
     planned_steps = f"of {total:,.0f}" if total else "the planned number was not recorded"
-    in_epochs = f"; epoch {epochs[-1][1]:.3g}" if epochs else ""
-    figures = [("steps", f"{done:,.0f}", planned_steps + in_epochs)]
-    figures.append(("training loss", *_last(run.points("loss"), "no step was logged")))
-    evaluation_set = next(iter(evaluation_sets(run.evaluated)), "")
-    named = f" ({evaluation_set})" if evaluation_set else ""
-    figures.append(
-        (f"evaluation loss{named}", *_last(run.points("eval_loss", run.evaluations), "nothing was evaluated"))
-    )
-    evaluated, bits = (run.points(f"eval_{name}", run.evaluations) for name in ("perplexity", "bits_per_byte"))
-    if evaluated:
-        figures.append((f"perplexity{named}", significant(evaluated[-1][1]), "on held-out text"))
-    if accuracies := run.points("eval_rewards/accuracies", run.evaluations):
-        figures.append((f"accuracy{named}", percent(accuracies[-1][1]), "of held-out pairs have the preferred order"))
-    if bits:
-        figures.append((f"bits per byte{named}", f"{bits[-1][1]:.3f}", "of held-out text"))
-    if (training_s := run.training_s()) > 0:
-        figures.append(("training time", duration(training_s), cost(run, training_s) or "without pauses"))
-    if tokens := run.points("tokens"):
-        figures.append(("tokens", compact(tokens[-1][1]), "trained on, padding not counted"))
+    in_epochs = f"; epoch {last(epochs):.3g}" if epochs else ""
+    named = f" ({run.main_set})" if run.main_set else ""
+    names = ("loss", "perplexity", "rewards/accuracies", "bits_per_byte")
+    losses, perplexities, accuracies, bits = (run.evaluated(name) for name in names)
+    training_s, tokens = run.training_s(), run.points("tokens")
     speed, mfu, ceiling = run.average("tokens_per_s"), run.average("mfu"), run.ceiling
-    if speed is not None:
-        figures.append(("real tokens/s", compact(speed[0]), speed[1]))
-    if mfu is not None:
-        note = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
-        figures.append(("MFU", percent(mfu[0]), note))
-    elif speed is not None:
-        figures.append(("MFU", "unknown", "the matmul ceiling was not measured"))
-    if run.rows:
-        limit = limit_bytes(run)
-        note = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
-        figures.append(("peak memory", gib(max(top_bytes(row) for row in run.rows)), note))
-    spent = run.mean_parts()
-    if step_s := _step_s(run):
-        figures.append(("a step", seconds(step_s), f"{percent(spent['wait'] / step_s)} waiting"))
-    return figures
+    of_ceiling = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
+    limit, step_s = limit_bytes(run), _step_s(run)
+    of_limit = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
+    waiting = f"{percent(run.mean_parts()['wait'] / (step_s or 1.0))} waiting"
+    # A figure without a value is left out.
+    figures = [
+        ("steps", f"{done:,.0f}", planned_steps + in_epochs),
+        ("training loss", *_last(run.points("loss"), "no step was logged")),
+        (f"evaluation loss{named}", *_last(losses, "nothing was evaluated")),
+        (f"perplexity{named}", significant(last(perplexities)) if perplexities else "", "on held-out text"),
+        (
+            f"accuracy{named}",
+            percent(last(accuracies)) if accuracies else "",
+            "of held-out pairs have the preferred order",
+        ),
+        (f"bits per byte{named}", f"{last(bits):.3f}" if bits else "", "of held-out text"),
+        ("training time", duration(training_s) if training_s > 0 else "", cost(run, training_s) or "without pauses"),
+        ("tokens", compact(last(tokens)) if tokens else "", "trained on, padding not counted"),
+        ("real tokens/s", compact(speed[0]), speed[1]) if speed else _NOTHING,
+        ("MFU", percent(mfu[0]), of_ceiling) if mfu else _NOTHING,
+        ("MFU", "unknown" if speed and not mfu else "", "the matmul ceiling was not measured"),
+        ("peak memory", gib(max(map(top_bytes, run.rows))) if run.rows else "", of_limit),
+        ("a step", seconds(step_s) if step_s else "", waiting),
+    ]
+    return [(label, value, note) for label, value, note in figures if value]
 
 
 def _last(points: Points, missing: str) -> tuple[str, str]:
     """Return the last value, and where it came from, as a figure and its note."""
     if not points:
         return "none", missing
-    first, last = points[0], points[-1]
-    return f"{last[1]:.4f}", f"from {first[1]:.4f} {_at(first[0])}" if first != last else _at(last[0])
+    start, end = points[0], points[-1]
+    return f"{end[1]:.4f}", f"from {start[1]:.4f} {_at(start[0])}" if start != end else _at(end[0])
 
 
 def _at(step: float) -> str:
@@ -141,10 +138,9 @@ def _at(step: float) -> str:
 def evaluations(run: Run) -> Table:
     """Compare the first, the last and the best evaluation of every set; no rows without two evaluations."""
     rows = []
-    for name in evaluation_sets(run.evaluated):
-        prefix = f"eval_{name}_" if name else "eval_"
+    for name in run.evaluation_sets:
         for key, words in _COMPARED.items():
-            points = run.points(f"{prefix}{key}", run.evaluated)
+            points = run.evaluated(key, name)
             if len(points) > 1:
                 best = (max if key.startswith("rewards/") else min)(points, key=lambda point: point[1])
                 cells = [f"{words.format(value)} {_at(step)}" for step, value in (points[0], points[-1], best)]
@@ -154,8 +150,7 @@ def evaluations(run: Run) -> Table:
 
 def data_lines(run: Run, key: str) -> list[str]:
     """Return the recorded lines about the data: its `summary`, or its first `samples`."""
-    recorded = run.about.get("data")
-    lines = recorded.get(key) if isinstance(recorded, dict) else None
+    lines = as_object(run.about.get("data")).get(key)
     return [str(line) for line in lines] if isinstance(lines, list) else []
 
 
@@ -213,16 +208,15 @@ def history(run: Run) -> list[tuple[str, str, str]]:
             continue
         at, step = number(event.get("time")), number(event.get("step"))
         when = f"+ {duration(at - began)}" if at is not None and began is not None else ""
-        if kind == "resume":
-            more = f"from {event.get('resumed_from')}, {_rank_count(event)}"
-        elif kind == "start":
-            more = (_moment(at) + ", " if at is not None else "") + _rank_count(event)
-        else:
-            more = str(event.get("text", ""))
+        origins = {
+            "start": f"{_moment(at)}, " if at is not None else "",
+            "resume": f"from {event.get('resumed_from')}, ",
+        }
+        more = f"{origins[kind]}{_rank_count(event)}" if kind in BEGINS else str(event.get("text", ""))
         name = words.get(kind, kind.replace("_", " "))
         entries.append((when, f"{name} at step {step:,.0f}" if step is not None else kind, more))
-    last = entries[-1][1].split()[0] if entries else ""
-    if run.status.word in ("killed", "running", "failed") and last != run.status.word:
+    newest = entries[-1][1].split()[0] if entries else ""
+    if run.status.word in ("killed", "running", "failed") and newest != run.status.word:
         entries.append(("", run.status.word, run.status.detail))
     return entries
 
@@ -231,7 +225,6 @@ def machine(run: Run) -> list[tuple[str, str]]:
     """Return facts about the machine of rank 0, including the kernel of its matrix products."""
     facts, about = run.machine, run.about
     precision = str(run.setting("train", "precision") or "bf16")
-    kernels = facts.get("matmul_kernels")
     limit = number(facts.get("memory_limit_bytes"))
     known = {
         **({"EC2 instance": facts["instance"]} if facts.get("instance") else {}),
@@ -240,7 +233,7 @@ def machine(run: Run) -> list[tuple[str, str]]:
         "CPU quota": facts.get("cpu_quota") or "none",
         "NUMA nodes": facts.get("numa_nodes"),
         "instruction sets": ", ".join(map(str, facts["isa"])) if isinstance(facts.get("isa"), list) else None,
-        f"dispatched for {precision} matmul": kernels.get(precision) if isinstance(kernels, dict) else None,
+        f"dispatched for {precision} matmul": as_object(facts.get("matmul_kernels")).get(precision),
         "matmul ceiling, all ranks": rate(ceiling, "FLOP/s") if (ceiling := run.ceiling) else None,
         "GPUs": (", ".join(map(str, facts["gpus"])) or "none") if isinstance(facts.get("gpus"), list) else None,
         "memory": gib(limit) if limit else None,
@@ -263,8 +256,7 @@ def doctor(run: Run) -> tuple[list[Object], str]:
     """
     if run.doctor is None:
         return [], f"there is no doctor.json: aliquot doctor --run-directory {run.path} writes it"
-    findings = [item for item in run.doctor if isinstance(item, dict)] if isinstance(run.doctor, list) else []
-    findings.sort(key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
+    findings = sorted(objects(run.doctor), key=lambda item: _LEVELS.get(str(item.get("level")), len(_LEVELS)))
     return findings, "" if findings else "doctor.json holds no findings"
 
 
