@@ -13,7 +13,7 @@ import torch
 
 from aliquot.core.errors import StorageError
 from aliquot.observe import step_clock
-from aliquot.observe.step_clock import PARTS, CudaEvents, Profile, SlowRanks, StepClock, WallClock
+from aliquot.observe.step_clock import PARTS, HostMark, Profile, SlowRanks, StepClock, cuda_mark
 
 
 class Machine:
@@ -49,7 +49,7 @@ def one_step(clock: StepClock, machine: Machine) -> None:
 
 def test_step_parts_add_up() -> None:
     machine = Machine()
-    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: HostMark(lambda: machine.now))
     one_step(clock, machine)
     machine.work(100)  # between steps
     assert clock.seconds() == {
@@ -62,7 +62,7 @@ def test_step_parts_add_up() -> None:
 def test_engine_without_separate_reduce_time() -> None:
     machine = Machine()
     machine.reduced = None
-    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: HostMark(lambda: machine.now))
     one_step(clock, machine)
     assert clock.seconds()["reduce"] == 0 and clock.seconds()["backward"] == 7
     assert not clock.reduce_known
@@ -108,7 +108,7 @@ def test_step_clock_times_kernels_with_one_synchronisation(
     machine = Machine()
     stream = Stream(machine)
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
-    clock = StepClock(lambda: (None, 0.0), CudaEvents())
+    clock = StepClock(lambda: (None, 0.0), cuda_mark)
     for step in range(2):
         before = clock.seconds()
         clock.enter("data")
@@ -142,7 +142,7 @@ def test_step_clock_times_kernels_with_one_synchronisation(
 
 def test_phases_outside_of_a_step_are_not_counted() -> None:
     machine = Machine()
-    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: HostMark(lambda: machine.now))
     clock.ended("forward")  # a self-test of the engine
     machine.work(5)
     assert clock.seconds() == dict.fromkeys(PARTS, 0.0)
@@ -150,7 +150,7 @@ def test_phases_outside_of_a_step_are_not_counted() -> None:
 
 def test_step_parts_are_profiler_ranges() -> None:
     machine, open_ranges, seen = Machine(), [], []
-    clock = StepClock(lambda: (machine.reduced, machine.waited), WallClock(lambda: machine.now))
+    clock = StepClock(lambda: (machine.reduced, machine.waited), lambda: HostMark(lambda: machine.now))
 
     @contextmanager
     def annotate(part: str) -> Iterator[None]:

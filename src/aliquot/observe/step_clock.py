@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,54 +26,38 @@ _SKIPPED_STEPS = 2  # not traced, because they compile and fault pages in
 _MAX_OPERATORS = 40
 
 
-@dataclass(frozen=True)
-class WallClock:
-    """Takes time marks from the clock of the host. The time of such a mark is known at once."""
+class HostMark:
+    """A moment of the host's clock, with the methods of torch.cuda.Event. Its time is known at once."""
 
-    now: Callable[[], float] = time.perf_counter
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._at = now()
 
-    def mark(self) -> Any:
-        """Mark the time after all kernels that were launched before."""
-        return self.now()
-
-    def passed(self, mark: Any) -> bool:
-        """Return whether the time of the mark is known. Does not block."""
+    def query(self) -> bool:
         return True
 
-    def wait(self, mark: Any) -> None:
-        """Wait until the time of the mark is known."""
+    def synchronize(self) -> None:
+        """Return at once."""
 
-    def seconds(self, first: Any, second: Any) -> float:
-        """Return the seconds between two marks with known times."""
-        return float(second - first)
+    def elapsed_time(self, end: HostMark) -> float:
+        """Return the milliseconds from this mark to `end`."""
+        return 1e3 * (end._at - self._at)
 
 
-class CudaEvents(WallClock):
-    """Takes time marks as CUDA events, because the host runs ahead of the kernels that it launches.
+def cuda_mark() -> Any:
+    """Mark the time after all kernels that were launched before, because the host runs ahead of them.
 
     An idle GPU passes an event at once, so that work of the host counts, too.
     """
+    import torch
 
-    def mark(self) -> Any:
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def passed(self, mark: Any) -> bool:
-        return bool(mark.query())
-
-    def wait(self, mark: Any) -> None:
-        mark.synchronize()
-
-    def seconds(self, first: Any, second: Any) -> float:
-        return float(first.elapsed_time(second)) / 1e3
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
-def timeline_of(device: str) -> WallClock:
+def marks_of(device: str) -> Callable[[], Any]:
     """Return the source of time marks for a rank that computes on `device`."""
-    return CudaEvents() if device == "cuda" else WallClock()
+    return cuda_mark if device == "cuda" else HostMark
 
 
 class StepClock:
@@ -85,17 +68,17 @@ class StepClock:
     Args:
         engine_times: returns the total seconds that the engine has spent in reductions (None: not measured), and in
             waiting for other ranks within reductions.
-        timeline: marks the ends of parts; on a GPU a part ends after the kernels that it launched.
+        mark: marks the end of a part; on a GPU a part ends after the kernels that it launched.
 
     Attributes:
         annotate: returns a context that shows a part as a named range in the trace of torch.profiler.
     """
 
     def __init__(
-        self, engine_times: Callable[[], tuple[float | None, float]], timeline: WallClock | None = None
+        self, engine_times: Callable[[], tuple[float | None, float]], mark: Callable[[], Any] = HostMark
     ) -> None:
         self._engine_times = engine_times
-        self._timeline = timeline or WallClock()
+        self._mark = mark
         # Parts whose end time is not known yet: (part, first mark, last mark, seconds that belong to other parts).
         self._open: deque[tuple[str, Any, Any, float]] = deque()
         self._seconds = dict.fromkeys(PARTS, 0.0)
@@ -137,21 +120,21 @@ class StepClock:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part up to the last mark with a known time. Does not block."""
-        while self._open and self._timeline.passed(self._open[0][2]):
+        while self._open and self._open[0][2].query():
             part, first, last, excluded_s = self._open.popleft()
-            self._seconds[part] += self._timeline.seconds(first, last) - excluded_s
+            self._seconds[part] += first.elapsed_time(last) / 1e3 - excluded_s
         return dict(self._seconds)
 
     def synchronized_seconds(self) -> dict[str, float]:
         """Wait for the last mark and return `seconds`. Call this only where a step waits for the GPU anyway."""
         if self._open:
-            self._timeline.wait(self._open[-1][2])
+            self._open[-1][2].synchronize()
         return self.seconds()
 
     def _now(self) -> tuple[Any, float, float]:
         reduced, waited = self._engine_times()
         self.reduce_known = reduced is not None
-        return self._timeline.mark(), reduced or 0.0, waited
+        return self._mark(), reduced or 0.0, waited
 
 
 class Profile:

@@ -18,7 +18,7 @@ from aliquot.models.model_files import model_files
 from aliquot.models.stored_weights import Published, StoredNames, published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.document_attention import attention_on
-from aliquot.observe.step_clock import StepClock, timeline_of
+from aliquot.observe.step_clock import StepClock, marks_of
 from aliquot.run.resolved_run import ResolvedRun
 from aliquot.tensor_io.parts import PartStore, SelectedParts
 
@@ -57,7 +57,7 @@ def build_model(trainer: Trainer) -> Model:
     if config.train.precision == "bf16":
         _warn_of_bf16(trainer, built)
     engine_name, engine_type = engine_class(config, topology, built.numel, None if plan is None else plan.engine)
-    clock = StepClock(lambda: engine.counters().inside_s(), timeline_of(topology.device))
+    clock = StepClock(lambda: engine.counters().inside_s(), marks_of(topology.device))
     allocator_cache = None
     if plan is not None and plan.scratch_bytes_per_node:
         allocator_cache = FreeMemoryLimit(plan.allocator_cache_bytes)
