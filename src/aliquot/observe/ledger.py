@@ -73,19 +73,18 @@ class Ledger:
         if phase in self._rows and phase != STEADY_PEAK:
             return False
         now, sizes = memory_use(), dict(accounted() if callable(accounted) else accounted)
-        gpu_row = {}
-        if self.gpu is not None:
-            host_sizes = {name: sizes.pop(name) for name in OFFLOADED if name in sizes} if self.offloads else {}
-            gpu_row = {"gpu": {**asdict(self.gpu.memory()), "accounted_bytes": sizes}}
-            sizes = host_sizes
-        self._rows[phase] = {
+        row: Row = {
             "rank": self._rank,
             "phase": phase,
             **asdict(now),
             "peak_bytes": peak_pss(now),
             "accounted_bytes": sizes,
-            **gpu_row,
         }
+        if self.gpu is not None:
+            on_host = OFFLOADED if self.offloads else ()
+            row["accounted_bytes"] = {name: sizes.pop(name) for name in on_host if name in sizes}
+            row["gpu"] = {**asdict(self.gpu.memory()), "accounted_bytes": sizes}
+        self._rows[phase] = row
         if phase != STEADY_PEAK:
             reset_peak_rss()  # without permission to reset, peaks are since the start of the process
             if self.gpu is not None:
