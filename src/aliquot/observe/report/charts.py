@@ -76,7 +76,7 @@ class Figure:
     """A figure of lines over a number, or of stacked bars with lines.
 
     The figure is drawn if there are bars, or if a line has a point. Otherwise `missing` is shown in place of `says`,
-    which may then contain wrong numbers.
+    whose numbers then mean nothing.
     """
 
     name: str  # the HTML anchor, unique in the page
