@@ -108,7 +108,8 @@ def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
 
 def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
     lists = run.number_lists(kind.metric)
-    smallest, largest = ([(step, pick(sizes) / GIB) for step, sizes in lists] for pick in (min, max))
+    smallest = [(step, min(sizes) / GIB) for step, sizes in lists]
+    largest = [(step, max(sizes) / GIB) for step, sizes in lists]
     middle = largest[len(largest) // 2][1] if largest else 0.0
     grown = last(largest) - middle
     more = f"{_in_gib(grown)} more" if grown > 0.02 * last(largest) else "not more"
