@@ -96,9 +96,9 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     losses, perplexities, accuracies, bits = (run.evaluated(name) for name in names)
     training_s, tokens = run.training_s(), run.points("tokens")
     speed, mfu, ceiling = run.average("tokens_per_s"), run.average("mfu"), run.ceiling
-    of_ceiling = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
+    ceiling_note = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
     limit, step_s = limit_bytes(run), _step_s(run)
-    of_limit = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
+    limit_note = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
     waiting = f"{percent(run.mean_parts()['wait'] / (step_s or 1.0))} waiting"
     # A figure without a value is left out.
     figures = [
@@ -115,9 +115,9 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("training time", duration(training_s) if training_s > 0 else "", cost(run, training_s) or "without pauses"),
         ("tokens", compact(last(tokens)) if tokens else "", "trained on, padding not counted"),
         ("real tokens/s", compact(speed[0]), speed[1]) if speed else _NOTHING,
-        ("MFU", percent(mfu[0]), of_ceiling) if mfu else _NOTHING,
+        ("MFU", percent(mfu[0]), ceiling_note) if mfu else _NOTHING,
         ("MFU", "unknown" if speed and not mfu else "", "the matmul ceiling was not measured"),
-        ("peak memory", gib(max(map(top_bytes, run.rows))) if run.rows else "", of_limit),
+        ("peak memory", gib(max(map(top_bytes, run.rows))) if run.rows else "", limit_note),
         ("a step", seconds(step_s) if step_s else "", waiting),
     ]
     return [(label, value, note) for label, value, note in figures if value]
