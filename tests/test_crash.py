@@ -1,3 +1,5 @@
+"""A few of the kills of `make crash` and of the damages of `python -m tests.tools.damages`."""
+
 from __future__ import annotations
 
 import os
@@ -8,19 +10,10 @@ from tests.tools import warm
 
 
 @pytest.mark.long
-def test_kills_at_random_moments_lose_nothing() -> None:
-    """A few of what `make crash KILLS=...` does."""
+@pytest.mark.parametrize("command", [("crash", "--kills", "5", "--seed", "1"), ("damages", "--damages", "5")])
+def test_random_disturbances_lose_nothing(command: tuple[str, ...]) -> None:
     quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    command = ("-m", "tests.tools.crash", "--kills", "5", "--seed", "1")
-    result = warm.run(*command, env=quiet, cwd=warm.REPOSITORY, timeout_s=300)
+    program, *arguments = command
+    result = warm.run("-m", f"tests.tools.{program}", *arguments, env=quiet, cwd=warm.REPOSITORY, timeout_s=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing was lost" in result.stdout
-
-
-@pytest.mark.long
-def test_flipped_bits_of_a_checkpoint_change_nothing() -> None:
-    """A few of what `python -m tests.tools.flips` does."""
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    result = warm.run("-m", "tests.tools.flips", "--flips", "2", env=quiet, cwd=warm.REPOSITORY, timeout_s=600)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "undisturbed losses" in result.stdout

@@ -12,6 +12,13 @@ from aliquot.checkpoint.save import Draft
 from aliquot.core.on_rank_0 import RankGroup, run_on_all_ranks, run_on_rank_0
 from aliquot.tensor_io.parts import PartSource
 
+# What every state holds.
+PROGRESS: dict[str, Any] = {
+    "step": 1, "tokens": 0, "position": {"epoch": 0, "index": 0}, "determinants": {},
+    "ends": [], "evaluations": {}, "model": {"config": {}, "transformers": ""},
+    "config": {"model": {}, "data": {}, "train": {}},
+}  # fmt: skip
+
 
 def save(
     root: Path,
@@ -22,8 +29,11 @@ def save(
     ranks: RankGroup,
     keep: int,
 ) -> Path:
-    """Write `root/step-<step>`, then remove all but the `keep` newest complete checkpoints. Collective."""
-    draft = Draft.begin(root, step, spec, state, ranks)
+    """Write `root/step-<step>`, then remove all but the `keep` newest complete checkpoints. Collective.
+
+    What `state` lacks is taken from PROGRESS.
+    """
+    draft = Draft.begin(root, step, spec, PROGRESS | dict(state), ranks)
     try:
         written = run_on_all_ranks(ranks, lambda: draft.write(store)).combine(ranks)
         run_on_rank_0(ranks, lambda: draft.publish(written, Retention(keep)))

@@ -28,14 +28,16 @@ from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.retention import Retention, retain
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import SingleRank
+from aliquot.run.resolved_run import recorded_choices
+from aliquot.tensor_io.checkpoint_state import DATE_KEY, read_state
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import verify
 from aliquot.tensor_io.parts import Part
-from tests.checkpoint.saving import save
+from tests.checkpoint.saving import PROGRESS, save
 from tests.examples import examples
 from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
 
-STATE = {"step": 100, "data": {"epoch": 1, "position": 12}, "rng": [1, 2, 3], "loss": 0.1 + 0.2}
+STATE = PROGRESS | {"step": 100, "rng": [1, 2, 3], "config": {"model": {}, "data": {}, "train": {"compile": "layers"}}}
 CONFIG = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
 
 
@@ -150,6 +152,25 @@ def test_a_flipped_bit_anywhere_is_damage(name: str, tmp_path: Path) -> None:
         assert restore_newest(tmp_path, store, CheckpointSpec(SMALL), SingleRank()) == (before, STATE), f"bit {bit}"
         flip(file, bit)
     assert restore_small(directory) == STATE
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": "100"}, {"tokens": None}, {"position": {"epoch": 1}}, {"position": [1, 2]}, {"determinants": []},
+        {"determinants": {DATE_KEY: "2026-99-99"}},
+        {"config": {"model": {}, "data": {}}}, {"config": 5}, {"sizes": {"data": [1]}}, {"evaluations": {"steps": 1}},
+    ],
+)  # fmt: skip
+def test_state_of_another_shape_is_damage(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Although the manifest fits, for example because a program rewrote both."""
+    before = save_small(tmp_path, 99)
+    directory = save(tmp_path, 100, FakeStore(SMALL), CheckpointSpec(SMALL), STATE | fields, SingleRank(), 9)
+    with pytest.raises(DamagedCheckpoint, match=rf"step-00000100/state\.json: {next(iter(fields))}"):
+        read_state(directory)
+    store = FakeStore(SMALL, zeros=True)
+    assert restore_newest(tmp_path, store, CheckpointSpec(SMALL), SingleRank()) == (before, STATE)
+    assert recorded_choices(tmp_path) == {"train.compile": "layers"}
 
 
 def test_all_ranks_hear_of_damage(tmp_path: Path) -> None:

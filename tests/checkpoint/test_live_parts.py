@@ -18,6 +18,7 @@ from aliquot.checkpoint.save import Saver
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.parts import Part
+from tests.checkpoint.saving import PROGRESS
 from tests.checkpoint.test_save import TENSORS, Store, assert_saved, poll
 
 
@@ -87,7 +88,7 @@ def test_copies_wait_for_earlier_kernels_only(tmp_path: Path, monkeypatch: pytes
     expected = {key: values.clone() for key, values in store.values.items()}
     store.gate.clear()
     cuda.launched = 7
-    saver.start(3, {"step": 3})
+    saver.start(3, PROGRESS | {"step": 3})
     cuda.launched = 99  # the next forward and backward pass
     assert store.behind_gate.wait(30)  # else the training thread may have copied all before it
     threading.Timer(0.2, store.gate.set).start()

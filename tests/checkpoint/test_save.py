@@ -21,6 +21,7 @@ from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.tensor_io.parts import KINDS, Part
+from tests.checkpoint.saving import PROGRESS
 from tests.tools import warm
 
 TENSORS = [("a.weight", (7, 3)), ("b.weight", (5,)), ("c.weight", (40, 10))]
@@ -72,7 +73,7 @@ def poll(saver: Saver) -> None:
 def assert_saved(root: Path, step: int, expected: dict[tuple[str, str], Tensor]) -> None:
     restored = Store()
     state = restore(root / f"step-{step:08d}", restored, CheckpointSpec(TENSORS), SingleRank())
-    assert state == {"step": step}
+    assert state == PROGRESS | {"step": step}
     for key, values in expected.items():
         assert torch.equal(restored.values[key], values), key
 
@@ -82,7 +83,7 @@ def test_save_writes_values_of_its_start(tmp_path: Path) -> None:
     expected = {key: values.clone() for key, values in store.values.items()}
     saver = saver_of(tmp_path, store)
     store.gate.clear()
-    saver.start(1, {"step": 1})
+    saver.start(1, PROGRESS | {"step": 1})
     poll(saver)  # a step's forward and backward: nothing is done yet
     assert saver.report() == {"done": False, "error": None, "kind": None}
     threading.Timer(0.1, store.gate.set).start()
@@ -98,7 +99,7 @@ def test_update_waits_for_unwritten_parts(tmp_path: Path) -> None:
     expected = {key: values.clone() for key, values in store.values.items()}
     saver = saver_of(tmp_path, store, buffer_bytes=4 * 5 * 3)  # room for the three smallest parts
     store.gate.clear()
-    saver.start(1, {"step": 1})
+    saver.start(1, PROGRESS | {"step": 1})
     opener = threading.Timer(0.2, store.gate.set)
     opener.start()
     saver.before_update()
@@ -117,7 +118,7 @@ def test_many_saves_amid_updates(tmp_path: Path) -> None:
         saver.before_update()
         store.update()
         expected[step] = {key: values.clone() for key, values in store.values.items()}
-        saver.start(step, {"step": step})
+        saver.start(step, PROGRESS | {"step": step})
     saver.finish()
     for step, values in expected.items():
         assert_saved(tmp_path, step, values)
@@ -129,7 +130,7 @@ def test_save_duration_excludes_idle_time(tmp_path: Path) -> None:
     section, store = CheckpointSection(), Store()
     events = SaveEvents([].append, on_saved=lambda *saved: told.append(saved))
     saver = Saver(tmp_path, store, CheckpointSpec(TENSORS), SingleRank(), section, events)
-    saver.start(1, {"step": 1})
+    saver.start(1, PROGRESS | {"step": 1})
     time.sleep(0.05)
     saver.finish()
     ((step, seconds, stall_s),) = told
@@ -139,7 +140,7 @@ def test_save_duration_excludes_idle_time(tmp_path: Path) -> None:
 def test_synchronous(tmp_path: Path) -> None:
     store = Store()
     saver = saver_of(tmp_path, store, **{"async": False})
-    saver.start(3, {"step": 3})
+    saver.start(3, PROGRESS | {"step": 3})
     assert saver.report() is None
     assert_saved(tmp_path, 3, store.values)
 
@@ -148,10 +149,10 @@ def test_synchronous(tmp_path: Path) -> None:
 def test_failing_save(tmp_path: Path, policy: str) -> None:
     store, warnings = Store(), []
     saver = saver_of(tmp_path, store, warnings, on_error=policy)
-    saver.start(1, {"step": 1})
+    saver.start(1, PROGRESS | {"step": 1})
     saver.finish()
     store.failure = OSError(28, "No space left on device")
-    saver.start(2, {"step": 2})
+    saver.start(2, PROGRESS | {"step": 2})
     if policy == "stop":
         with pytest.raises(UserError, match="No space left"):
             saver.finish()
@@ -162,7 +163,7 @@ def test_failing_save(tmp_path: Path, policy: str) -> None:
     assert [path.name for path in complete_directories(tmp_path)] == ["step-00000001"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     store.failure = None
-    saver.start(3, {"step": 3})
+    saver.start(3, PROGRESS | {"step": 3})
     saver.finish()
     assert_saved(tmp_path, 3, store.values)
 

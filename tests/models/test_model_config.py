@@ -71,8 +71,7 @@ def test_another_type_of_the_same_tensors() -> None:
 
 
 def test_unknown_keys_do_not_stop_a_run() -> None:
-    """Older checkpoints say nothing, and another version of transformers may read a file otherwise."""
+    """Another version of transformers may read a file otherwise."""
     other = of_llama(rms_norm_eps=1e-3)
-    assert check_model({"step": 4}, other, HERE) is None
     older = check_model({"model": {**saved()["model"], "transformers": "4.57.0"}}, other, HERE)
     assert older is not None and "rms_norm_eps was 1e-06" in older and "transformers was 4.57.0 and is " in older

@@ -172,6 +172,7 @@ def test_a_run_goes_on_with_the_day_on_which_it_began(tmp_path: Path) -> None:
     assert "Saturday 03 February" in output
     assert (tmp_path / "run" / "chat-template-date.txt").read_text() == "2024-02-03\n" != f"{date.today()}\n"
     shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "run" / "chat-template-date.txt").write_text("2024-02-13\n")  # damaged; checkpoints have it, too
     assert "today is 2024-02-03" in trained(config, "train.max_steps=2")
     another = refused(config, "train.max_steps=3", "data.chat_template_date=2024-02-04")
     assert "data.chat_template_date was '2024-02-03' and is '2024-02-04'" in another

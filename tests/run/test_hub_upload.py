@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from typer.testing import CliRunner
 
 import aliquot
 from aliquot.cli.main import app
+from aliquot.run import hub_upload
 from aliquot.run.hub_upload import names_on_hub, write_model_card
+from aliquot.tensor_io.checkpoint_state import read_state
 from tests.run.hub_repository import Repository
 from tests.tools.docs_pages import ROOT
 
@@ -90,9 +91,9 @@ def test_only_hub_ids_are_published_whole(tmp_path: Path, monkeypatch: pytest.Mo
     assert names_on_hub(config) == ["some/data"]
     (tmp_path / "model/export").rmdir()
     checkpoint = shutil.copytree(FIXTURE / "adapter/checkpoints/step-00000003", tmp_path / "checkpoints/step-00000003")
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = read_state(checkpoint)
     for hub_ids, base_model, row in (([], None, "export"), (["model/export"], "model/export", "model/export")):
-        (checkpoint / "state.json").write_text(json.dumps(state | {"hub_ids": hub_ids}))
+        monkeypatch.setattr(hub_upload, "read_state", lambda _, hub_ids=hub_ids: state | {"hub_ids": hub_ids})
         write_model_card(tmp_path, checkpoint, "owner/name")
         card = ModelCard.load(tmp_path / "README.md")
         assert card.data.base_model == base_model and f"| base model | {row} |" in card.text

@@ -86,7 +86,7 @@ class Run:
         shutil.rmtree(killed)
 
 
-def _settings(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+def write_inputs(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Write the data of all runs, and return the sections of their configs, by name."""
     for name in ("texts", "preferences", "stream"):
         (folder / name).mkdir()
@@ -116,7 +116,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
     for name in ("aliquot.run.trainer", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        settings = pool.apply(_settings, (folder,))
+        settings = pool.apply(write_inputs, (folder,))
     common: dict[str, dict[str, Any]] = {
         "checkpoint": {"every": 1, "best": True, "export": False},
         "train": {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 2},

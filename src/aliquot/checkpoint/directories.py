@@ -14,7 +14,6 @@ from aliquot.tensor_io.manifest import read_manifest
 from aliquot.tensor_io.parts import Kind
 
 STEMS: dict[Kind, str] = {"weight": "model", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-STATE = "state.json"
 
 NAME = re.compile(r"step-([0-9]{8,})")
 _log = logging.getLogger(__name__)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts, values_of
-from aliquot.checkpoint.directories import STATE, STEMS, complete_directories, directories, newest, step_of
-from aliquot.core.decode import read_json
+from aliquot.checkpoint.directories import STEMS, complete_directories, directories, newest, step_of
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.bytemap import ByteMap, check_tensors
+from aliquot.tensor_io.checkpoint_state import read_state
 from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
 from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
 from aliquot.tensor_io.parts import Kind, PartStore
@@ -117,7 +117,6 @@ def _verify_descriptions(directory: Path) -> str:
     """Verify the headers of all weight files, and all small files; return the digest of the manifest."""
     with _as_damage():
         manifest = read_manifest(directory)
-        manifest.record(STATE)
         verify_descriptions(directory, manifest, manifest.files)
         return _digest(directory)
 
@@ -149,7 +148,7 @@ def _verified_state(directory: Path, shares: BlockShares) -> dict[str, Any]:
     """Compare the checksums of all ranks with the manifest; return the state, which was verified earlier."""
     with _as_damage():
         check_read(directory, read_manifest(directory), _header_bytes(_byte_maps(directory)), shares)
-        return read_json(directory / STATE)
+        return read_state(directory)
 
 
 def _header_bytes(byte_maps: Mapping[Kind, ByteMap]) -> dict[Path, int]:
@@ -168,7 +167,7 @@ def _mismatch_explained(directory: Path, explain_mismatch: ExplainMismatch) -> I
         yield
     except WeightsFileError as error:
         with _as_damage():
-            changed = explain_mismatch(read_json(directory / STATE))
+            changed = explain_mismatch(read_state(directory))
         if not changed:
             raise
         raise ResumeError(f"{error}. {changed}: undo the change, or start a new run under another run.name") from None

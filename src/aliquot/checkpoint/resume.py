@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import STATE, newest
+from aliquot.checkpoint.directories import newest
 from aliquot.checkpoint.remote_checkpoint import split_url
 from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.retention import EvaluationHistory, Retention, tidy
@@ -17,6 +17,7 @@ from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.number_format import short_hash
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.stores.store import is_url
+from aliquot.tensor_io.checkpoint_state import STATE
 from aliquot.tensor_io.parts import PartStore
 
 _MAX_SHOWN = 3
@@ -130,12 +131,9 @@ def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: P
     `model` and the saved configuration are results of `computation_settings` in models/model_config.py.
 
     Raises UserError, naming each change. If the version of transformers has changed, too, a warning is returned
-    instead, because versions may read the same config.json differently. Returns None if nothing has changed, and for
-    old checkpoints without a saved configuration.
+    instead, because versions may read the same config.json differently. Returns None if nothing has changed.
     """
-    saved = state.get("model")
-    if saved is None:
-        return None
+    saved = state["model"]
     before, now = saved["config"], model["config"]
     common_keys = before.keys() & now.keys()
     changes = list(_differences({key: before[key] for key in common_keys}, {key: now[key] for key in common_keys}))

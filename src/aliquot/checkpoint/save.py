@@ -26,12 +26,13 @@ from typing import Any
 
 from aliquot.checkpoint.background_task import BackgroundTask, PhasedWork, SaveEvents
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts
-from aliquot.checkpoint.directories import NAME, STATE, STEMS, directory_of
+from aliquot.checkpoint.directories import NAME, STEMS, directory_of
 from aliquot.checkpoint.live_parts import CpuCopier, LiveParts
 from aliquot.checkpoint.retention import Retention, tidy
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, UserError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
+from aliquot.tensor_io.checkpoint_state import STATE
 from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
 from aliquot.tensor_io.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
 from aliquot.tensor_io.parts import PartSource

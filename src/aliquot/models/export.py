@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
-from aliquot.core.decode import parse_json, read_json, read_small
+from aliquot.core.decode import parse_json, read_small
 from aliquot.core.errors import RunDirectoryError, UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
 from aliquot.models.adapter import BASE, STEM, MergedWeights, saves_of
@@ -27,6 +27,7 @@ from aliquot.models.stored_weights import (
 )
 from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
+from aliquot.tensor_io.checkpoint_state import read_state
 from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
@@ -34,8 +35,6 @@ from aliquot.tensor_io.parts import PartSource
 from aliquot.tensor_io.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, drain
-
-STATE = "state.json"  # file of a checkpoint that holds the training progress and the settings that a resume compares
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def export_checkpoint(
             model = model_on_meta(checkpoint_dir)
             options = replace(options, published=published_of(model, tensors), exact=fp32_weights(model))
         elif merge:
-            fingerprint = read_json(checkpoint_dir / STATE)["determinants"].get(BASE)
+            fingerprint = read_state(checkpoint_dir)["determinants"].get(BASE)
             merged = MergedWeights(StoredWeights(source, reader), adapter, base_reader, base, fingerprint)
             store, tensors, files = merged, merged.tensors, merged.files(files)
             options = replace(options, exact=merged.exact)

@@ -17,12 +17,13 @@ from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError, resource_error
 from aliquot.core.template_process import TemplateFailure, in_template_process, render_chat
 from aliquot.models.adapter import STEM
-from aliquot.models.export import STATE, export_checkpoint
+from aliquot.models.export import export_checkpoint
 from aliquot.models.model_config import model_of_run
 from aliquot.models.model_files import joined_ends, trained_tokens
 from aliquot.models.source import local_directory
 from aliquot.models.untrusted_code import without_code
 from aliquot.tensor_io.bytemap import ByteMap
+from aliquot.tensor_io.checkpoint_state import STATE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,14 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aliquot.core.decode import read_json
 from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.core.small_files import open_regular
 from aliquot.models.adapter import BASE, STEM
-from aliquot.models.export import STATE
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
+from aliquot.tensor_io.checkpoint_state import STATE, read_state
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.parts import PartStore
 from aliquot.tensor_io.range_io import RangeReader
@@ -119,7 +118,7 @@ def load_adapter(
     def read() -> None:
         is_checkpoint = (directory / STATE).is_file()
         stored = ByteMap.from_directory(directory, "model" if is_checkpoint else STEM).entries
-        if is_checkpoint and read_json(directory / STATE)["determinants"].get(BASE) != base_fingerprint:
+        if is_checkpoint and read_state(directory)["determinants"].get(BASE) != base_fingerprint:
             raise WeightsFileError("this adapter was trained on another model than model.path", directory)
         expected = [(tensor.source if is_checkpoint else tensor.name, tensor.shape) for tensor in saves]
         names = {name for name, _ in expected}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.config.schema import RunConfig
-from aliquot.core.decode import read_json, read_json_lines
+from aliquot.core.decode import read_json_lines
 from aliquot.core.errors import StorageError, StorageFailureError, printable
 from aliquot.core.small_files import limit_hub_time, looks_local
-from aliquot.models.export import STATE
+from aliquot.tensor_io.checkpoint_state import read_state
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -71,7 +71,7 @@ def write_model_card(export: Path, checkpoint: Path, name: str) -> None:
     """
     from huggingface_hub import ModelCardData
 
-    state = read_json(checkpoint / STATE)
+    state = read_state(checkpoint)
     config, is_adapter = state["config"], (export / ADAPTER_CONFIG).is_file()
     path = config["model"].get("path")
     hub_ids = state.get("hub_ids", [])  # aliquot 0.1.0 does not record them

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.checkpoint.directories import STATE, newest, step_of
+from aliquot.checkpoint.directories import complete_directories, newest, step_of
 from aliquot.config.schema import RunConfig
-from aliquot.core.decode import read_json
-from aliquot.core.errors import UnsupportedModelError
+from aliquot.core.errors import DamagedCheckpoint, UnsupportedModelError
 from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
@@ -30,10 +30,12 @@ from aliquot.models.adapter import BASE
 from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
 from aliquot.models.stored_weights import fingerprint
 from aliquot.models.traits import Traits, traits
+from aliquot.observe.run_directory import RunDirectory
 from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
 from aliquot.planner.compute_ceiling import Ceiling, ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.preflight import PlanRequest, plan_together
+from aliquot.tensor_io.checkpoint_state import DATE_KEY, read_state
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -80,7 +82,7 @@ class ResolvedRun:
         """
         fixed, adapter = self.batches.determinants(), self.config.adapter
         if self.data.day is not None:
-            fixed["data.chat_template_date"] = self.data.day
+            fixed[DATE_KEY] = self.data.day
         if (objective := self.batches.format.objective) is not None and objective.needs_reference:
             fixed[BASE] = str(self.source.fingerprint)
         if adapter is None:
@@ -100,7 +102,7 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     positions = run_on_rank_0(ranks, lambda: resolve(trainer.requested.model).positions)  # only rank 0 downloads
     config = trainer.requested.with_positions(positions)
     source = run_on_all_ranks(ranks, lambda: model_source(config))
-    day = date.fromisoformat(run_on_rank_0(ranks, lambda: str(trainer.directory.day())))
+    day = date.fromisoformat(run_on_rank_0(ranks, lambda: recorded_day(trainer.directory)))
     data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config, source, data))
     model_traits = traits_together(ranks, config, source)
@@ -207,7 +209,7 @@ def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
         eval_sequences = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
         newest_checkpoint = newest(trainer.directory.checkpoints)
         return PlanRequest(
-            config, _recorded_choices(newest_checkpoint), ranks.topology, ranks.allowed_cores,
+            config, recorded_choices(trainer.directory.checkpoints), ranks.topology, ranks.allowed_cores,
             replace(inputs.batches.workload(), eval_sequences=eval_sequences or None),
             vocabulary=inputs.source.config.vocab_size,
             steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
@@ -217,10 +219,20 @@ def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
     return plan_together(ranks, request, trainer.force, not follows_earlier_round(), trainer.display.warning)
 
 
-def _recorded_choices(checkpoint: Path | None) -> dict[str, object]:
-    """Return the values with which `checkpoint` was trained, of the settings of `train` that may be `auto`."""
-    if checkpoint is None:
-        return {}
-    train = read_json(checkpoint / STATE)["config"]["train"]
-    keys = [key for key in NO_CHOICES if key.startswith("train.")]
-    return {key: train.get(key.removeprefix("train."), NO_CHOICES[key]) for key in keys}
+def recorded_choices(root: Path) -> dict[str, object]:
+    """Return the values with which the run was trained, of the settings of `train` that may be `auto`."""
+    recorded = {f"train.{key}": value for key, value in _newest_state(root)["config"]["train"].items()}
+    return {key: recorded[key] for key in NO_CHOICES if key in recorded}
+
+
+def recorded_day(directory: RunDirectory) -> str:
+    """Return the day that the chat template of this run writes, from a checkpoint or else from a file of its own."""
+    return str(_newest_state(directory.checkpoints)["determinants"].get(DATE_KEY) or directory.day())
+
+
+def _newest_state(root: Path) -> dict[str, Any]:
+    """Return the newest undamaged state of a checkpoint, as a resumed run skips damaged ones; if none, empty fields."""
+    for checkpoint in reversed(complete_directories(root)):
+        with suppress(DamagedCheckpoint):
+            return read_state(checkpoint)
+    return {"config": {"train": {}}, "determinants": {}}

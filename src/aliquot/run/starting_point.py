@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import STATE, complete_directories, directory_of
+from aliquot.checkpoint.directories import complete_directories, directory_of
 from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
@@ -21,6 +21,7 @@ from aliquot.machine.allocator import release_free_memory
 from aliquot.models import initialize
 from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_config import computation_settings
+from aliquot.tensor_io.checkpoint_state import STATE
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer

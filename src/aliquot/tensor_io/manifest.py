@@ -102,9 +102,7 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
             raise DamagedCheckpoint("its own checksum does not fit", path)
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ascii(".".join(map(str, first["loc"])))  # a name may contain any character, even a newline
-        raise DamagedCheckpoint(f"{where[1:-1]}: {first['msg']}"[:200], path) from error
+        raise damage_of(error, path) from error
     except UserError as error:
         raise DamagedCheckpoint(str(error)) from error
     for name, record in manifest.files.items():
@@ -113,6 +111,13 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
     if not set(manifest.config_files) <= set(manifest.files):
         raise DamagedCheckpoint("config_files that are not among its files", path)
     return manifest
+
+
+def damage_of(error: ValidationError, path: str | Path) -> DamagedCheckpoint:
+    """Return the error of a file of a checkpoint whose fields are not what aliquot writes."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ascii(".".join(map(str, first["loc"])))  # a name may contain any character, even a newline
+    return DamagedCheckpoint(f"{where[1:-1]}: {first['msg']}"[:200], path)
 
 
 def verify(directory: Path) -> Manifest:
