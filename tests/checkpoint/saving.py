@@ -16,7 +16,7 @@ from aliquot.tensor_io.parts import PartSource
 PROGRESS: dict[str, Any] = {
     "step": 1, "tokens": 0, "position": {"epoch": 0, "index": 0}, "determinants": {},
     "ends": [], "evaluations": {}, "model": {"config": {}, "transformers": ""},
-    "config": {"model": {}, "data": {}, "train": {}},
+    "config": {"model": {"dtype": "auto"}, "data": {}, "train": {"precision": "fp32"}},
 }  # fmt: skip
 
 

@@ -37,7 +37,8 @@ from tests.checkpoint.saving import PROGRESS, save
 from tests.examples import examples
 from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
 
-STATE = PROGRESS | {"step": 100, "rng": [1, 2, 3], "config": {"model": {}, "data": {}, "train": {"compile": "layers"}}}
+CONFIGURED = {"model": {"dtype": "auto"}, "data": {}, "train": {"precision": "fp32", "compile": "layers"}}
+STATE = PROGRESS | {"step": 100, "rng": [1, 2, 3], "config": CONFIGURED}
 CONFIG = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
 
 
@@ -159,7 +160,8 @@ def test_a_flipped_bit_anywhere_is_damage(name: str, tmp_path: Path) -> None:
     [
         {"step": "100"}, {"tokens": None}, {"position": {"epoch": 1}}, {"position": [1, 2]}, {"determinants": []},
         {"determinants": {DATE_KEY: "2026-99-99"}},
-        {"config": {"model": {}, "data": {}}}, {"config": 5}, {"sizes": {"data": [1]}}, {"evaluations": {"steps": 1}},
+        {"config": {"model": {}, "data": {}}}, {"config": 5},
+        {"config": CONFIGURED | {"model": {"dtype": "float"}}}, {"sizes": {"data": [1]}}, {"evaluations": {"steps": 1}},
     ],
 )  # fmt: skip
 def test_state_of_another_shape_is_damage(tmp_path: Path, fields: dict[str, Any]) -> None:

@@ -28,11 +28,6 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
-def is_name(name: str) -> bool:
-    """Return whether `name` is a directory name of a checkpoint."""
-    return NAME.fullmatch(name) is not None
-
-
 def directories(root: Path) -> list[Path]:
     """List the checkpoints under `root`, including incomplete ones, oldest first. Raises OSError."""
     if not root.is_dir():
@@ -51,12 +46,10 @@ def newest(root: Path, below: int | None = None) -> Path | None:
     With `below`, only checkpoints of earlier steps than `below` count.
     """
     for directory in reversed(directories(root)):
-        if below is not None and step_of(directory) >= below:
-            continue
-        damage = _damage(directory)
-        if damage is None:
-            return directory
-        _log.warning("skipping a damaged checkpoint: %s", damage)
+        if below is None or step_of(directory) < below:
+            if (damage := _damage(directory)) is None:
+                return directory
+            _log.warning("skipping a damaged checkpoint: %s", damage)
     return None
 
 

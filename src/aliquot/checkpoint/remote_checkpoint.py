@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from aliquot.checkpoint.directories import directory_of, is_name
+from aliquot.checkpoint.directories import NAME, directory_of
 from aliquot.checkpoint.retention import Retention
 from aliquot.core.errors import DamagedCheckpoint, StorageError, TrainingError, UsageError, writing
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
@@ -52,13 +52,13 @@ class FileRange:
 def complete_steps(store: Store) -> list[str]:
     """List the names of all complete checkpoints in the store, oldest first."""
     folders = [name.removesuffix(f"/{MANIFEST}") for name in store.list() if name.endswith(f"/{MANIFEST}")]
-    return sorted((name for name in folders if is_name(name)), key=lambda name: int(name.removeprefix("step-")))
+    return sorted((name for name in folders if NAME.fullmatch(name)), key=lambda name: int(name.removeprefix("step-")))
 
 
 def split_url(url: str) -> tuple[str, str]:
     """Split the URL of a checkpoint into the URL of the store and the name. Raises UserError for any other URL."""
     store, _, folder = url.rstrip("/").rpartition("/")
-    if not is_name(folder):
+    if not NAME.fullmatch(folder):
         raise UsageError(f"{url} names no checkpoint: give one like s3://BUCKET/PREFIX/RUN/step-00000100")
     return store, folder
 
@@ -274,7 +274,7 @@ def _verified_block(data: bytes, manifest: Manifest, file_range: FileRange, star
 def _folder_of(name: str) -> str | None:
     """Return the name of the checkpoint to which a file belongs; None for a file that is not part of a checkpoint."""
     folder, slash, _ = name.partition("/")
-    return folder if slash and is_name(folder) else None
+    return folder if slash and NAME.fullmatch(folder) else None
 
 
 def _remove(store: Store, names: Iterable[str]) -> None:

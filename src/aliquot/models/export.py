@@ -182,8 +182,7 @@ def export_checkpoint(
 
 def trained_dtype(checkpoint_dir: Path) -> torch.dtype:
     """Return the dtype that the run of a checkpoint exports, or else computes with. Raises UserError."""
-    read_manifest(checkpoint_dir)  # the error about an incomplete checkpoint comes first
-    settings = read_json(checkpoint_dir / STATE)["config"]
+    settings = read_state(checkpoint_dir)["config"]
     return export_dtype(settings["model"]["dtype"], None, settings["train"]["precision"])
 
 

@@ -30,7 +30,6 @@ from aliquot.models.adapter import BASE
 from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
 from aliquot.models.stored_weights import fingerprint
 from aliquot.models.traits import Traits, traits
-from aliquot.observe.run_directory import RunDirectory
 from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
 from aliquot.planner.compute_ceiling import Ceiling, ceiling
 from aliquot.planner.plan import Plan
@@ -102,8 +101,15 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     positions = run_on_rank_0(ranks, lambda: resolve(trainer.requested.model).positions)  # only rank 0 downloads
     config = trainer.requested.with_positions(positions)
     source = run_on_all_ranks(ranks, lambda: model_source(config))
-    day = date.fromisoformat(run_on_rank_0(ranks, lambda: recorded_day(trainer.directory)))
-    data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
+    # A checkpoint has the day of a run as well, and holds checksums.
+    day = run_on_rank_0(
+        ranks,
+        lambda: str(
+            _newest_state(trainer.directory.checkpoints)["determinants"].get(DATE_KEY) or trainer.directory.day()
+        ),
+    )
+    prepare_node = partial(prepare_data, config, source, date.fromisoformat(day), trainer.display.progress, trains)
+    data = prepare_together(ranks, prepare_node)
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config, source, data))
     model_traits = traits_together(ranks, config, source)
     fills_up = caches_large_kernels(ranks.topology.device, config.train.precision)
@@ -223,11 +229,6 @@ def recorded_choices(root: Path) -> dict[str, object]:
     """Return the values with which the run was trained, of the settings of `train` that may be `auto`."""
     recorded = {f"train.{key}": value for key, value in _newest_state(root)["config"]["train"].items()}
     return {key: recorded[key] for key in NO_CHOICES if key in recorded}
-
-
-def recorded_day(directory: RunDirectory) -> str:
-    """Return the day that the chat template of this run writes, from a checkpoint or else from a file of its own."""
-    return str(_newest_state(directory.checkpoints)["determinants"].get(DATE_KEY) or directory.day())
 
 
 def _newest_state(root: Path) -> dict[str, Any]:

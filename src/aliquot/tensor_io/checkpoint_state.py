@@ -32,10 +32,19 @@ class _Model(BaseModel):
     transformers: str
 
 
+class _ModelSection(BaseModel):
+    path: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class _TrainSection(BaseModel):
+    precision: str
+
+
 class _Config(BaseModel):
-    model: dict[str, Any]
+    model: _ModelSection
     data: dict[str, Any]
-    train: dict[str, Any]
+    train: _TrainSection
     adapter: dict[str, Any] | None = None
 
 
@@ -63,9 +72,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
     Raises DamagedCheckpoint, also if a field is missing or has a wrong type.
     """
-    manifest = read_manifest(directory)
-    manifest.record(STATE)
-    verify_file(directory, manifest, STATE)
+    verify_file(directory, read_manifest(directory), STATE)
     state = read_json(directory / STATE)
     try:
         _State.model_validate(state)

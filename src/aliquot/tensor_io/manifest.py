@@ -172,7 +172,7 @@ def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[
     `blocks`: file name -> crc32 of each block.
     """
     for name, actual in blocks.items():
-        recorded = manifest.files[name].crc32
+        recorded = manifest.record(name).crc32
         if actual != recorded:
             pairs = enumerate(zip(actual, recorded, strict=False))
             damaged = next((i for i, (crc, saved) in pairs if crc != saved), min(len(actual), len(recorded)))
