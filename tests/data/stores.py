@@ -102,11 +102,19 @@ def make_batches(
 
 
 def damage_every_file(cache: Path, seed: int = 0) -> list[Path]:
-    """Flip a bit of a random byte in each file of a cache, and return the files."""
+    """Damage each file of a cache, and return the files."""
     draw = random.Random(seed)
     files = sorted(path for path in cache.rglob("*") if path.is_file() and path.stat().st_size)
     for file in files:
-        content = bytearray(file.read_bytes())
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        file.write_bytes(content)
+        damage(file, draw)
     return files
+
+
+def damage(file: Path, draw: random.Random) -> str:
+    """Change a random byte of a file, or cut off the last one; return what was done."""
+    data = file.read_bytes() or b"x"
+    place = draw.choice((draw.randrange(len(data)), draw.randrange(len(data)), len(data) - 1))
+    flipped, other = data[place] ^ 1 << draw.randrange(8), data[place] + draw.randrange(1, 256) & 255
+    new = draw.choice((bytes([flipped]), bytes([other]), b"" if place == len(data) - 1 else bytes([other])))
+    file.write_bytes(data[:place] + new + data[place + 1 :])
+    return f"{data[place]} at byte {place} became {list(new)}"

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 import aliquot
 from aliquot.cli.main import app
-from aliquot.run import hub_upload
 from aliquot.run.hub_upload import names_on_hub, write_model_card
-from aliquot.tensor_io.checkpoint_state import read_state
+from aliquot.tensor_io.manifest import read_state
 from tests.run.hub_repository import Repository
 from tests.tools.docs_pages import ROOT
 
@@ -92,8 +91,11 @@ def test_only_hub_ids_are_published_whole(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "model/export").rmdir()
     checkpoint = shutil.copytree(FIXTURE / "adapter/checkpoints/step-00000003", tmp_path / "checkpoints/step-00000003")
     state = read_state(checkpoint)
+    monkeypatch.setattr("aliquot.run.hub_upload.read_state", lambda _: state)
     for hub_ids, base_model, row in (([], None, "export"), (["model/export"], "model/export", "model/export")):
-        monkeypatch.setattr(hub_upload, "read_state", lambda _, hub_ids=hub_ids: state | {"hub_ids": hub_ids})
+        monkeypatch.setattr(
+            "aliquot.run.hub_upload.read_state", lambda _, hub_ids=hub_ids: state | {"hub_ids": hub_ids}
+        )
         write_model_card(tmp_path, checkpoint, "owner/name")
         card = ModelCard.load(tmp_path / "README.md")
         assert card.data.base_model == base_model and f"| base model | {row} |" in card.text

@@ -22,9 +22,8 @@ from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, Weigh
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.bytemap import ByteMap, check_tensors
-from aliquot.tensor_io.checkpoint_state import read_state
 from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
-from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, verify_descriptions
+from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, read_state, verify_descriptions
 from aliquot.tensor_io.parts import Kind, PartStore
 from aliquot.tensor_io.transfer import fill
 

@@ -17,7 +17,7 @@ from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.core.number_format import short_hash
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.stores.store import is_url
-from aliquot.tensor_io.checkpoint_state import STATE
+from aliquot.tensor_io.manifest import STATE
 from aliquot.tensor_io.parts import PartStore
 
 _MAX_SHOWN = 3

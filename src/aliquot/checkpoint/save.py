@@ -32,9 +32,8 @@ from aliquot.checkpoint.retention import Retention, tidy
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import StorageError, UserError
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
-from aliquot.tensor_io.checkpoint_state import STATE
 from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
-from aliquot.tensor_io.manifest import MANIFEST, FileRecord, checksum, manifest_bytes
+from aliquot.tensor_io.manifest import MANIFEST, STATE, FileRecord, checksum, manifest_bytes
 from aliquot.tensor_io.parts import PartSource
 from aliquot.tensor_io.publish import (
     begin,

@@ -27,10 +27,9 @@ from aliquot.models.stored_weights import (
 )
 from aliquot.models.structure import fp32_weights
 from aliquot.tensor_io.bytemap import ByteMap, Shape
-from aliquot.tensor_io.checkpoint_state import read_state
 from aliquot.tensor_io.checksums import BlockChecksums
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
-from aliquot.tensor_io.manifest import check_read, read_manifest, verify_descriptions
+from aliquot.tensor_io.manifest import check_read, read_manifest, read_state, verify_descriptions
 from aliquot.tensor_io.parts import PartSource
 from aliquot.tensor_io.publish import check_names, check_space, clean_leftovers, publish_together, write_file
 from aliquot.tensor_io.range_io import RangeReader

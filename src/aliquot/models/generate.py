@@ -23,7 +23,7 @@ from aliquot.models.model_files import joined_ends, trained_tokens
 from aliquot.models.source import local_directory
 from aliquot.models.untrusted_code import without_code
 from aliquot.tensor_io.bytemap import ByteMap
-from aliquot.tensor_io.checkpoint_state import STATE
+from aliquot.tensor_io.manifest import STATE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,8 +25,8 @@ from aliquot.core.small_files import open_regular
 from aliquot.models.adapter import BASE, STEM
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
-from aliquot.tensor_io.checkpoint_state import STATE, read_state
 from aliquot.tensor_io.header import TensorEntry
+from aliquot.tensor_io.manifest import STATE, read_state
 from aliquot.tensor_io.parts import PartStore
 from aliquot.tensor_io.range_io import RangeReader
 from aliquot.tensor_io.transfer import Watch, fill

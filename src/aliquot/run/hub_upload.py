@@ -13,7 +13,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.decode import read_json_lines
 from aliquot.core.errors import StorageError, StorageFailureError, printable
 from aliquot.core.small_files import limit_hub_time, looks_local
-from aliquot.tensor_io.checkpoint_state import read_state
+from aliquot.tensor_io.manifest import read_state
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

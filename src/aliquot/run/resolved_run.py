@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.directories import complete_directories, newest, step_of
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import DamagedCheckpoint, UnsupportedModelError
+from aliquot.core.errors import UnsupportedModelError, UserError
 from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
@@ -34,7 +34,7 @@ from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
 from aliquot.planner.compute_ceiling import Ceiling, ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.preflight import PlanRequest, plan_together
-from aliquot.tensor_io.checkpoint_state import DATE_KEY, read_state
+from aliquot.tensor_io.manifest import read_state
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -81,7 +81,7 @@ class ResolvedRun:
         """
         fixed, adapter = self.batches.determinants(), self.config.adapter
         if self.data.day is not None:
-            fixed[DATE_KEY] = self.data.day
+            fixed["data.chat_template_date"] = self.data.day
         if (objective := self.batches.format.objective) is not None and objective.needs_reference:
             fixed[BASE] = str(self.source.fingerprint)
         if adapter is None:
@@ -97,19 +97,18 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     the ranks do not read the same data or model.
     """
     import_models()
-    ranks = trainer.ranks
+    ranks, root = trainer.ranks, trainer.directory.checkpoints
     positions = run_on_rank_0(ranks, lambda: resolve(trainer.requested.model).positions)  # only rank 0 downloads
     config = trainer.requested.with_positions(positions)
     source = run_on_all_ranks(ranks, lambda: model_source(config))
-    # A checkpoint has the day of a run as well, and holds checksums.
-    day = run_on_rank_0(
-        ranks,
-        lambda: str(
-            _newest_state(trainer.directory.checkpoints)["determinants"].get(DATE_KEY) or trainer.directory.day()
-        ),
+    # A checkpoint has the day of the run, too, with a checksum.
+    day = date.fromisoformat(
+        run_on_rank_0(
+            ranks,
+            lambda: _newest_state(root)["determinants"].get("data.chat_template_date") or str(trainer.directory.day()),
+        )
     )
-    prepare_node = partial(prepare_data, config, source, date.fromisoformat(day), trainer.display.progress, trains)
-    data = prepare_together(ranks, prepare_node)
+    data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config, source, data))
     model_traits = traits_together(ranks, config, source)
     fills_up = caches_large_kernels(ranks.topology.device, config.train.precision)
@@ -234,6 +233,6 @@ def recorded_choices(root: Path) -> dict[str, object]:
 def _newest_state(root: Path) -> dict[str, Any]:
     """Return the newest undamaged state of a checkpoint, as a resumed run skips damaged ones; if none, empty fields."""
     for checkpoint in reversed(complete_directories(root)):
-        with suppress(DamagedCheckpoint):
+        with suppress(UserError):
             return read_state(checkpoint)
     return {"config": {"train": {}}, "determinants": {}}

@@ -21,7 +21,7 @@ from aliquot.machine.allocator import release_free_memory
 from aliquot.models import initialize
 from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_config import computation_settings
-from aliquot.tensor_io.checkpoint_state import STATE
+from aliquot.tensor_io.manifest import STATE
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer

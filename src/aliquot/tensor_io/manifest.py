@@ -11,17 +11,25 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from aliquot.core.decode import has_checksum, parse_json, read_small, with_checksum
+from aliquot.core.decode import has_checksum, parse_json, read_json, read_small, with_checksum
 from aliquot.core.errors import DamagedCheckpoint, UserError
 from aliquot.core.small_files import open_regular
 from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, BlockShares
 from aliquot.tensor_io.publish import is_plain_name
 
 MANIFEST = "manifest.json"
+STATE = "state.json"  # holds the training progress and the settings that a resume compares
+# The fields of a state that are used when the state is read, with their types. Version 0.1.0 has no sizes and hub_ids.
+_STATE_FIELDS: dict[str, Any] = {
+    "step": int, "tokens": int, "position.epoch": int, "position.index": int, "ends": list, "determinants": dict,
+    "evaluations": dict, "evaluations.best_step": int | None, "evaluations.best_value": float | int | None,
+    "model.config": dict, "model.transformers": str, "config.data": dict, "config.model.dtype": str,
+    "config.train.precision": str, "sizes": dict | None, "hub_ids": list | None,
+}  # fmt: skip
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
@@ -64,13 +72,7 @@ def checksum(data: bytes) -> FileRecord:
 
 def file_record(path: Path) -> FileRecord:
     """Compute the size and checksums of a file, in several threads. Raises OSError."""
-    with path.open("rb") as file, ThreadPoolExecutor() as pool:
-        size_bytes = os.fstat(file.fileno()).st_size
-
-        def crc32_at(start: int) -> int:
-            return zlib.crc32(os.pread(file.fileno(), BLOCK_BYTES, start))  # reading and crc32 release the GIL
-
-        return FileRecord(bytes=size_bytes, crc32=list(pool.map(crc32_at, range(0, size_bytes, BLOCK_BYTES))))
+    return FileRecord(bytes=path.stat().st_size, crc32=_checksums_of_blocks(path))
 
 
 def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str]) -> bytes:
@@ -102,7 +104,9 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
             raise DamagedCheckpoint("its own checksum does not fit", path)
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
-        raise damage_of(error, path) from error
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ascii(".".join(map(str, first["loc"])))  # a name may contain any character, even a newline
+        raise DamagedCheckpoint(f"{where[1:-1]}: {first['msg']}"[:200], path) from error
     except UserError as error:
         raise DamagedCheckpoint(str(error)) from error
     for name, record in manifest.files.items():
@@ -113,11 +117,17 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
     return manifest
 
 
-def damage_of(error: ValidationError, path: str | Path) -> DamagedCheckpoint:
-    """Return the error of a file of a checkpoint whose fields are not what aliquot writes."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    where = ascii(".".join(map(str, first["loc"])))  # a name may contain any character, even a newline
-    return DamagedCheckpoint(f"{where[1:-1]}: {first['msg']}"[:200], path)
+def read_state(directory: Path) -> dict[str, Any]:
+    """Verify and return the state of a checkpoint. Raises DamagedCheckpoint, also for a state of another shape."""
+    verify_file(directory, read_manifest(directory), STATE)
+    state = read_json(directory / STATE)
+    for path, kind in _STATE_FIELDS.items():
+        value: Any = state
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind):
+            raise DamagedCheckpoint(f"{path} has a value that no run writes, {repr(value)[:100]}", directory / STATE)
+    return state
 
 
 def verify(directory: Path) -> Manifest:
@@ -139,20 +149,22 @@ def verify_descriptions(directory: Path, manifest: Manifest, names: Iterable[str
 
 def verify_file(directory: Path, manifest: Manifest, name: str, only_header: bool = False) -> None:
     """Verify a file of a checkpoint, or only the blocks with its safetensors header. Raises DamagedCheckpoint."""
-    block = bytearray(BLOCK_BYTES)
-    blocks: list[int] = []
-    header_end = 0
     try:
-        with open_regular(directory / name) as file:
-            while count := file.readinto(block):  # reads a whole block, or less at the end of the file
-                blocks.append(zlib.crc32(memoryview(block)[:count]))
-                header_end = header_end or 8 + int.from_bytes(block[:8], "little")
-                if only_header and len(blocks) * BLOCK_BYTES >= header_end:
-                    blocks += manifest.files[name].crc32[len(blocks) :]
-                    break
+        blocks = _checksums_of_blocks(directory / name, only_header)
     except OSError as error:
         raise DamagedCheckpoint(f"cannot read: {error.strerror or error}", directory / name) from error
+    if only_header:
+        blocks += manifest.record(name).crc32[len(blocks) :]
     check_blocks(directory, manifest, {name: blocks})
+
+
+def _checksums_of_blocks(path: Path, only_header: bool = False) -> list[int]:
+    """Compute the crc32 of each block, or only of the blocks with the header of a safetensors file. Raises OSError."""
+    with open_regular(path) as file, ThreadPoolExecutor() as pool:
+        size, start = os.fstat(file.fileno()).st_size, os.pread(file.fileno(), 8, 0)
+        starts = range(0, min(size, 8 + int.from_bytes(start, "little")) if only_header else size, BLOCK_BYTES)
+        # Reading and crc32 release the GIL.
+        return list(pool.map(lambda start: zlib.crc32(os.pread(file.fileno(), BLOCK_BYTES, start)), starts))
 
 
 def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], shares: BlockShares) -> None:

@@ -341,14 +341,6 @@ def test_values_of_any_type_are_survived(tmp_path: Path, value: object) -> None:
     page_of(directory, directory)
 
 
-@given(text=st.text(max_size=200))
-def test_any_text_in_the_files_is_survived(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    directory = write_run(tmp_path_factory.mktemp("runs") / "run")
-    for name in ("metrics.jsonl", "events.jsonl", "ledger.json", "doctor.json"):
-        (directory / name).write_text(text, encoding="utf-8", errors="surrogatepass")
-    page_of(directory)
-
-
 @pytest.mark.long
 def test_a_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
     lines = [step(n, loss=5 + (n % 7) / 7, memory_bytes=[500 * MIB] * 64) for n in range(1, 10_001)]
