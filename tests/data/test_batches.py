@@ -16,6 +16,7 @@ from aliquot.data.batches import Batches, Position, StepBatch
 from aliquot.data.data_order import TrainStore
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.micro_batch_rows import SequenceFormat
+from aliquot.data.mismatched_answers import answers_to_other_prompts
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch
 from aliquot.nn.preference_loss import Objective, RatedAnswers
@@ -289,13 +290,33 @@ def test_a_pair_is_left_out_if_an_answer_exceeds_the_positions_of_the_model() ->
     assert batches.step_batch(0, 0, 1).predicted == 2
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [[1, 1], [1, 1, 1, 1, 1], [2, 2, 2], [1, 2, 3, 4], [5, 1], [9, 2, 1], [3, 3], [1, 40, 7, 2], [4, 5], [6, 6, 1]],
+)
+def test_mismatched_answers_are_to_other_prompts_in_any_order(counts: list[int]) -> None:
+    draw = np.random.default_rng(0)
+    prompts = np.repeat(draw.integers(0, 1 << 63, len(counts), np.uint64), counts)
+    unpaired = np.resize(prompts[np.cumsum(counts) - 1], 2 * len(counts))  # all prompts, then again
+    for order in (prompts, prompts[::-1], *(draw.permutation(prompts) for _ in range(5)), unpaired):
+        others = answers_to_other_prompts(order)
+        assert (order[others] != order).all()
+        if np.unique(order, return_counts=True)[1].max() <= len(order) / 2:
+            assert sorted(others) == list(range(len(order)))  # each answer is mismatched once
+    distinct = np.arange(7, dtype=np.uint64)
+    assert answers_to_other_prompts(distinct).tolist() == [3, 4, 5, 6, 0, 1, 2]
+
+
 def test_rated_answers_bring_the_answer_to_another_prompt() -> None:
-    """Five documents with prompts of two tokens; the answer of the third is too long behind another prompt."""
+    """Five documents with prompts of two tokens; the answer of the third is too long behind another prompt.
+
+    The first and the fourth answer the same prompt, so that their neighbours are half the store further on.
+    """
     lengths, length = [4, 5, 12, 3, 6], 12
     store = numbered(lengths)
     mask = np.concatenate([[0, 0, *[1] * (length - 2)] for length in lengths]).astype(np.uint8)
     desirable = np.array([1, 0, 0, 1, 1], np.uint8)
-    store = replace(store, mask=mask, desirable=desirable)
+    store = replace(store, mask=mask, desirable=desirable, prompts=np.array([7, 5, 9, 7, 3], np.uint64))
     prompts = dict(zip(range(5), [[1, 2], [5, 6], [10, 11], [22, 23], [25, 26]], strict=True))
     made = make_batches(
         [TrainStore(store)], sequence_length=length, packing=True, pad_id=0, seed=1, global_batch_size=3,
@@ -314,7 +335,7 @@ def test_rated_answers_bring_the_answer_to_another_prompt() -> None:
                 assert float(row.answers.reference[number]) == -place
                 assert float(other.answers.reference[number]) == -place - 1
                 start, stop = other.edges[number : number + 2]
-                mismatched = (document + 2) % 5
+                mismatched = [1, 4, 0, 2, 3][document]
                 answer = np.arange(store.offsets[mismatched] + 3, store.offsets[mismatched + 1] + 1).tolist()
                 assert other.input_ids[start:stop].tolist() == (prompts[document] + answer)[:length]
                 assert other.labels[start:stop].tolist() == [-100, *answer[: stop - start - 2], -100]

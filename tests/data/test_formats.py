@@ -15,6 +15,7 @@ from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
 from aliquot.data.documents import EXCLUDED, MISSING_FIELD, UNCLEAR_PROMPT, BadRecordError
+from aliquot.data.encoder import prompt_hash
 from aliquot.data.file_source import record_documents
 from aliquot.data.formats import IMPLICIT_PROMPT, UNREAD, UNREAD_COLUMNS, format_of, words
 
@@ -426,3 +427,18 @@ def test_pairs_need_an_objective() -> None:
     with pytest.raises(UserError, match=r"set train\.objective, for example to dpo"):
         read({"prompt": "hi", "chosen": "yes", "rejected": "no"})
     assert read({"chosen": None, "rejected": ""}, **PAIR)[0] == ""
+
+
+def test_answers_to_a_prompt_share_its_hash_in_every_form() -> None:
+    hashes = []
+    for asked, field, answers in [
+        ({"prompt": "Why?"}, "completion", ["!", "No."]),
+        ({"prompt": "Why"}, "completion", ["!", "No."]),
+        ({"prompt": [ASKED]}, "completion", [[ANSWERED], [NO]]),
+        ({"prompt": [{**ASKED, "content": "How?"}]}, "completion", [[ANSWERED], [NO]]),
+        ({"instruction": "Why?"}, "output", ["!", "No."]),
+        ({}, "messages", [[ASKED, ANSWERED], [ASKED, NO]]),
+    ]:
+        records = [{**asked, field: answer, "label": answer == answers[0]} for answer in answers]
+        hashes.append({prompt_hash(read(record, **RATED)[0]) for record in records})
+    assert [len(one) for one in hashes] == [1] * 6 and hashes[5] == hashes[2] and len(set.union(*hashes)) == 5

@@ -39,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def words(most: int) -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(2, most)))
 
-    records = [{"prompt": words(7), "completion": f" {words(9)}", "label": draw.random() < 0.6} for _ in range(31)]
+    prompts = [words(7) for _ in range(16)]
+    prompts += prompts[:-1]  # as pairs are unpaired: first all desirable answers
+    records = [{"prompt": prompt, "completion": f" {words(9)}", "label": at < 16} for at, prompt in enumerate(prompts)]
     (folder / "rated.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     unusable = [{"prompt": "a", "completion": " ".join(WORDS * 4), "label": True}]
     unusable += [{"prompt": "a", "completion": "b", "label": "good"}]
@@ -59,6 +61,12 @@ def write(folder: Path, name: str, **sections: dict[str, Any]) -> Path:
     return write_config(folder, name, **defaults)
 
 
+def others(prompts: list[Any]) -> list[int]:
+    """The record half the records further on, if those of a prompt are neighbours."""
+    order = sorted(range(len(prompts)), key=lambda number: prompts.index(prompts[number]))
+    return [order[(order.index(number) + len(order) // 2) % len(order)] for number in range(len(order))]
+
+
 class PlainLoss:
     """The summed loss of a micro-batch; the divergence is that of the global batch to which the micro-batch belongs."""
 
@@ -68,6 +76,7 @@ class PlainLoss:
         self.documents = [store.tokens[a:b].tolist() for a, b in pairwise(store.offsets)]
         self.begins = [1 + store.mask[a + 1 : b].tolist().index(1) for a, b in pairwise(store.offsets)]
         self.desirable = store.desirable.tolist()
+        self.others = others([document[:begin] for document, begin in zip(self.documents, self.begins, strict=True)])
         self.numbers = {tuple(ids): number for number, ids in enumerate(self.documents)}
         assert len(self.numbers) == len(self.documents)
         self.divergence = 0.0
@@ -90,7 +99,7 @@ class PlainLoss:
     def set_divergence(self, model: nn.Module, batches: list[MicroBatch]) -> None:
         ratios = []
         for number in [number for batch in batches for number in self.members(batch)]:
-            other = (number + len(self.documents) // 2) % len(self.documents)
+            other = self.others[number]
             prompt, answer = self.documents[number][: self.begins[number]], self.documents[other][self.begins[other] :]
             with torch.no_grad():
                 ratios.append(float(self.ratio(model, (prompt + answer)[: self.length], len(prompt))))
@@ -200,9 +209,9 @@ def test_the_curve_is_that_of_trl(folder: Path, ranks: int) -> None:
     trained(file)
     records = [json.loads(line) for line in (folder / "rated.jsonl").read_text().splitlines()]
     # In TRL, the mismatched answer of record i of a batch is that of record i - 1.
-    order = [0]
+    order, mismatched = [0], others([record["prompt"] for record in records])
     while len(order) < len(records):
-        order.append((order[-1] - len(records) // 2) % len(records))
+        order.append(mismatched.index(order[-1]))
     logged = plain.trl_log(
         "KTO", aliquot.read_config(file), [records[number] for number in order], desirable_weight=1.5
     )
@@ -212,6 +221,10 @@ def test_the_curve_is_that_of_trl(folder: Path, ranks: int) -> None:
 
 
 @pytest.mark.long
-def test_kto_needs_ratings(folder: Path) -> None:
+def test_kto_needs_ratings_of_answers_to_several_prompts(folder: Path) -> None:
     text = {"path": str(folder / "text.txt"), "document": "line"}
     assert "needs rated answers" in refused(write(folder, "no", data=text))
+    records = [{"prompt": "a", "completion": f" {word}", "label": True} for word in WORDS]
+    (folder / "alike.jsonl").write_text("\n".join(map(json.dumps, records)))
+    line = refused(write(folder, "alike", data={"path": str(folder / "alike.jsonl")}))
+    assert "a source has only one prompt: give more, also for evaluation" in line

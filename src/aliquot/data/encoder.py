@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -47,7 +48,9 @@ class Encoded:
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
     text_bytes: int | None  # UTF-8 bytes of the text of all tokens except each document's first token; None: unknown
     notes: dict[str, Note] = field(default_factory=dict)  # remarks on texts, by reason
-    desirable: npt.NDArray[np.uint8] | None = None  # [texts], for rated answers
+    # For rated answers [texts]: uint8, whether each is desirable, and uint64, a hash of each prompt.
+    desirable: npt.NDArray[np.uint8] | None = None
+    prompts: npt.NDArray[np.uint64] | None = None
 
 
 class Encoder:
@@ -121,8 +124,23 @@ class Encoder:
                 notes[reason] = (count + 1, first, first_detail)
             rows += [ids for ids, _ in documents]
             masks += [mask for _, mask in documents]
-        desirable = np.array([json.loads(text)["label"] for text in texts], np.uint8) if self.spec.rated else None
-        return replace(_encoded(rows, masks, None), notes=notes, desirable=desirable)
+        encoded = replace(_encoded(rows, masks, None), notes=notes)
+        if not self.spec.rated:
+            return encoded
+        records = [json.loads(text) for text in texts]
+        desirable = np.array([record["label"] for record in records], np.uint8)
+        return replace(encoded, desirable=desirable, prompts=np.array(list(map(prompt_hash, records)), np.uint64))
+
+
+def prompt_hash(record: dict[str, Any]) -> int:
+    """Return a hash of a rated answer without the answer and the rating, which is equal for answers to one prompt.
+
+    The text is hashed, because a token may span the end of a prompt and the beginning of an answer.
+    """
+    asked = {key: value for key, value in record.items() if key not in ("completion", "output", "label", "left_out")}
+    if "messages" in asked:
+        asked["messages"] = asked["messages"][: asked["context"]]
+    return int.from_bytes(hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).digest())
 
 
 def _groups(batch: Texts) -> Iterator[Texts]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from aliquot.core.errors import DataError
+from aliquot.data.mismatched_answers import mismatched
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.head_loss import IGNORE
@@ -69,10 +70,10 @@ class SequenceFormat:
                     f"train.objective: {objective.name} needs {kind}, and these are plain text: give records with the"
                     f" fields {fields}"
                 )
-            if objective.rates_answers and store.documents == 1:
+            if store.prompts is not None and (store.prompts == store.prompts[0]).all():
                 raise DataError(
                     f"train.objective: {objective.name} compares answers to different prompts, but a source has only"
-                    " one record: give more, also for evaluation"
+                    " one prompt: give more, also for evaluation"
                 )
         return replace(self, objective=objective)
 
@@ -143,7 +144,7 @@ class Layout:
 
         Their lengths differ from those of the documents. The row is therefore padded to one of a few lengths.
         """
-        other = store.mismatched(starts, self.format.length)
+        other = mismatched(store, starts, self.format.length)
         layout = Layout([other], replace(self.format, packed=False, fills_up=True))
         return layout._row(0, [[(int(a), int(b - a))] for a, b in pairwise(other.offsets)], calls)
 

@@ -4,7 +4,7 @@ tokens.bin is uint16 for vocabularies of less than 65536 tokens, else uint32. of
 mask.bin is uint8 and 1 at tokens to learn; it exists only for records with answers. store.json describes the other
 files, the formats of the documents, and the records that are left out, by reason. A pair of answers is two documents:
 the prompt with the chosen answer, then the prompt with the rejected answer. For rated answers, desirable.bin is uint8
-[documents].
+[documents], and prompts.bin is uint64 [documents], hashes of the prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,11 +24,12 @@ from aliquot.core.decode import read_json_object
 from aliquot.core.errors import DataCacheError, reading
 from aliquot.core.number_format import count_of
 from aliquot.data.encoder import Encoded
+from aliquot.data.mismatched_answers import answers_to_other_prompts
 
 # Log-probabilities of answers before training: [documents] of pairs, or [2 x documents] of rated answers, of which each
 # is followed by the mismatched answer to the same prompt.
 Reference = npt.NDArray[np.float32]
-FORMAT = 3
+FORMAT = 4
 _READ_TOKENS = 1 << 24  # `answer_ends` examines only this many tokens, at the beginning of a store
 
 
@@ -49,6 +51,7 @@ class TokenStore:
     pairs: bool = False  # whether the documents are pairs of answers
     reference: Reference | None = None
     desirable: npt.NDArray[np.uint8] | None = None  # [documents], for rated answers
+    prompts: npt.NDArray[np.uint64] | None = None  # [documents], hashes of the prompts of rated answers
     positions: int | None = None  # of the model, which an answer with its prompt must not exceed
     label: str | Path = ""  # the name of the source in error messages
     first: str = ""  # the place of the first record in the store
@@ -68,6 +71,7 @@ class TokenStore:
                 offsets: npt.NDArray[np.int64] = np.memmap(path / "offsets.bin", np.int64, mode="r")
                 mask = np.memmap(path / "mask.bin", np.uint8, mode="r") if facts["answers"] else None
                 desirable = np.memmap(path / "desirable.bin", np.uint8, mode="r") if facts.get("rated") else None
+                prompts = np.memmap(path / "prompts.bin", np.uint64, mode="r") if facts.get("rated") else None
         except (ValueError, KeyError) as error:
             raise DataCacheError(
                 f"damaged since the start of this run ({error}): start again, and it is made again", path
@@ -75,7 +79,7 @@ class TokenStore:
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
             facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),
-            desirable=desirable, positions=positions, label=label or path, first=facts.get("first", ""),
+            desirable=desirable, prompts=prompts, positions=positions, label=label or path, first=facts.get("first", ""),
         )  # fmt: skip
 
     @property
@@ -132,41 +136,11 @@ class TokenStore:
         place = f" (the first: {self.first})" if self.first else ""
         return why_unusable(self.documents, self.left_out, self.firsts, self.length_note(sequence_length, place))
 
-    def mismatched(self, starts: Iterable[int], longest: int) -> TokenStore:
-        """Return a store, in private memory, of the prompts of rated answers, each with the answer to another prompt.
-
-        The other answer is the one half the store further on, because neighbours may answer the same prompt. It does
-        not depend on the batch, so that its log-probability before training is computed only once.
-
-        Args:
-            starts: the first tokens of the documents whose prompts are used.
-            longest: cut off longer documents after so many tokens, which is always behind the prompt.
-        """
-        assert self.mask is not None and self.desirable is not None
-        documents = np.searchsorted(self.offsets, np.fromiter(starts, np.int64))
-        tokens, mask = [], []
-        for document in documents.tolist():
-            prompt, _ = self._prompt_and_answer(document)
-            _, answer = self._prompt_and_answer((document + self.documents // 2) % self.documents)
-            tokens.append(np.concatenate([self.tokens[prompt], self.tokens[answer]])[:longest])
-            mask.append(np.concatenate([np.zeros_like(self.mask[prompt]), self.mask[answer]])[:longest])
-        offsets = np.cumsum([0, *map(len, tokens)])
-        reference = None if self.reference is None else self.reference[2 * documents + 1].repeat(2)
-        return replace(
-            self,
-            tokens=np.concatenate(tokens),
-            mask=np.concatenate(mask),
-            offsets=offsets,
-            reference=reference,
-            desirable=None,
-        )
-
-    def _prompt_and_answer(self, document: int) -> tuple[slice, slice]:
-        """Return the tokens of a document before its first label, and the tokens from there on."""
-        assert self.mask is not None
-        start, stop = self.offsets[document : document + 2].tolist()
-        first = start + 1 + int(np.argmax(self.mask[start + 1 : stop] > 0))
-        return slice(start, first), slice(first, stop)
+    @cached_property
+    def other_documents(self) -> npt.NDArray[np.int64]:
+        """The document [documents] whose answer is the mismatched answer to the prompt of each rated answer."""
+        assert self.prompts is not None
+        return answers_to_other_prompts(self.prompts)
 
     @property
     def unit_offsets(self) -> npt.NDArray[np.int64]:
@@ -193,7 +167,8 @@ class StoreWriter:
         self.files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> StoreWriter:
-        names = ["tokens", "offsets"] + (["mask"] if self.answers else []) + (["desirable"] if self.rated else [])
+        names = ["tokens", "offsets", *(["mask"] if self.answers else [])]
+        names += ["desirable", "prompts"] if self.rated else []
         self.files = {name: (self.directory / f"{name}.bin").open("wb") for name in names}
         self.files["offsets"].write(np.zeros(1, np.int64).tobytes())
         return self
@@ -228,8 +203,9 @@ class StoreWriter:
             self.leave_out(reason, count, ": ".join(filter(None, (places[index], detail))))
         if self.answers:
             self.files["mask"].write(encoded.mask.tobytes())
-        if encoded.desirable is not None:
+        if encoded.desirable is not None and encoded.prompts is not None:
             self.files["desirable"].write(encoded.desirable[lengths > 0].tobytes())
+            self.files["prompts"].write(encoded.prompts[lengths > 0].tobytes())
         self.tokens += len(encoded.ids)
         self.documents += len(ends)
         if self.text_bytes is not None:
