@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.nn.preference_loss import Objective, RatedAnswers
 
 STEPS = 5
 FAR = 20  # steps in which what is rounded shows
@@ -86,6 +87,12 @@ class Case:
     freeze: tuple[str, ...] = ()
     adapter: AdapterSection | None = None
     evaluated_first: bool = False
+    written_twice: bool = False  # the weights are written again after an evaluation, as after that of a reference
+    rated: bool = False  # the documents are rated answers, for KTO
+
+    def micro_batch(self, sequence: list[Tensor]) -> MicroBatch:
+        batch = micro_batch(sequence)
+        return replace(batch, answers=rated_answers(sequence)) if self.rated else batch
 
     def documents(self, step: int, world_size: int) -> list[list[Tensor]]:
         batch = documents(step)
@@ -116,7 +123,7 @@ LORA = AdapterSection(r=5, alpha=20)  # no world size above 1 divides it
 CASES = {
     case.name: case
     for case in [
-        Case("llama", {"model_type": "llama"}),
+        Case("llama", {"model_type": "llama"}, written_twice=True),
         Case("rwkv", RWKV, evaluated_first=True, steps=2),
         Case("deepseek-deep-bf16", DEEPSEEK, precision="bf16", steps=2),
         Case("mamba-bf16", {"model_type": "mamba", "state_size": 8}, precision="bf16"),
@@ -126,7 +133,8 @@ CASES = {
         Case("llama-reduced", {"model_type": "llama"}, precision="bf16", steps=FAR, reduce_dtype="bf16"),
         Case("llama-reduced-once", {"model_type": "llama"}, precision="bf16", once=True, reduce_dtype="bf16", steps=3),
         Case("llama-far", {"model_type": "llama"}, steps=FAR),
-        Case("llama-bf16", {"model_type": "llama"}, precision="bf16"),
+        Case("llama-bf16", {"model_type": "llama"}, precision="bf16", written_twice=True),
+        Case("llama-bf16-rated", {"model_type": "llama"}, precision="bf16", rated=True, steps=2),
         Case("llama-bf16-far", {"model_type": "llama"}, precision="bf16", steps=FAR),
         Case("llama-compiled", {"model_type": "llama"}, precision="bf16", compile="layers", steps=FAR),
         Case("llama-int8", {"model_type": "llama"}, precision="bf16", states="int8", steps=3),
@@ -155,7 +163,13 @@ CASES = {
             },
             steps=2,
         ),
-        Case("llama-deep", {"model_type": "llama", "num_hidden_layers": 5}, precision="bf16", steps=3),
+        Case(
+            "llama-deep",
+            {"model_type": "llama", "num_hidden_layers": 5},
+            precision="bf16",
+            steps=3,
+            written_twice=True,
+        ),
         Case(
             "llama-deep-compiled",
             {"model_type": "llama", "num_hidden_layers": 5},
@@ -243,6 +257,16 @@ def micro_batch(sequence: list[Tensor]) -> MicroBatch:
     return MicroBatch(
         torch.cat(sequence), torch.cat(labels), torch.cat([torch.arange(len(d)) for d in sequence]), tuple(edges)
     )
+
+
+def rated_answers(sequence: list[Tensor]) -> RatedAnswers:
+    """Answers whose reference and divergence nearly cancel: in bf16, the reference would be off by up to 16."""
+    numbers = torch.arange(len(sequence)).repeat_interleave(torch.tensor([len(document) for document in sequence]))
+    lengths = torch.tensor([[len(document) - 1.0] for document in sequence])
+    desirable = torch.arange(len(sequence)) % 2 == 0
+    reference = -4100.33 - 4.2 * lengths
+    objective = Objective("kto", 0.3, desirable_weight=1.37)
+    return RatedAnswers(objective, numbers, lengths, reference, desirable=desirable, divergence=4100.0)
 
 
 def predicted(sequences: list[list[Tensor]]) -> int:

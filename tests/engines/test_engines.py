@@ -32,6 +32,7 @@ from tests.engines.cases import (
     documents,
     micro_batch,
     predicted,
+    rated_answers,
 )
 from tests.processes import World, run_worlds
 
@@ -40,7 +41,8 @@ FROZEN = ["llama-frozen", "llama-lora", "head-alone", "qwen2-tied-lora", "qwen2-
           "moe-frozen", "llama-lora-full", "llama-lora-selective", "gpt2-lora", "moe-lora"]  # fmt: skip
 BY_WORLD = {
     1: ["llama"],
-    2: ["llama", "llama-bf16", "qwen2-tied", "moe", "rwkv", "deepseek-deep-bf16", *FROZEN[:2]],
+    2: ["llama", "llama-bf16", "llama-bf16-rated", "qwen2-tied", "moe", "rwkv", "deepseek-deep-bf16",
+        *FROZEN[:2]],
     3: ["llama", "llama-bf16", "llama-full", "llama-selective", "mistral-window",
         "qwen2-tied", "qwen3", "gemma", "gemma-untied", "zamba", "moe", *FROZEN,
         "rwkv", "mamba-bf16"],
@@ -104,11 +106,14 @@ def plain_loop(name: str, bf16: bool) -> tuple[list[float], list[float], dict[st
         used.zero_grad()
         total = 0.0
         for sequence in documents(step):
+            sums = []
             for document in sequence:
                 logits = used(input_ids=document[None]).logits[0, :-1].float()
-                loss = nn.functional.cross_entropy(logits, document[1:], reduction="sum") / predicted(documents(step))
-                loss.backward()
-                total += float(loss.detach())
+                sums.append(nn.functional.cross_entropy(logits, document[1:], reduction="sum"))
+            losses_of_row = rated_answers(sequence).losses(-torch.stack(sums)[:, None]) if case.rated else sums
+            loss = sum(losses_of_row) / predicted(documents(step))
+            loss.backward()
+            total += float(loss.detach())
         if bf16:
             for parameter, copy in zip(model.parameters(), compute.parameters(), strict=True):
                 parameter.grad = copy.grad.float()
@@ -212,6 +217,13 @@ def test_bf16_is_as_close_to_fp32_as_the_plain_loop(runs: Runs[int], world_size:
     ours = result(runs[world_size], name)["losses"]
     gap = max(abs(a - b) for a, b in zip(plain, exact, strict=True))
     assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= 2 * gap
+
+
+def test_reference_of_answers_is_not_rounded_in_bf16(runs: Runs[int]) -> None:
+    losses, norms, _ = plain_loop("llama-bf16-rated", bf16=True)
+    ours = result(runs[2], "llama-bf16-rated")
+    assert ours["losses"] == pytest.approx(losses, rel=1e-2)
+    assert ours["norms"] == pytest.approx(norms, rel=5e-2)
 
 
 def test_fp32_weights_of_bf16_models_stay_fp32(runs: Runs[int]) -> None:

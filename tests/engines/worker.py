@@ -113,6 +113,13 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         frozen = [(name, shape) for name, shape in built.tensors if name not in built.learned]
         model = [Published(name.replace(".base_layer", ""), shape, name, 0) for name, shape in frozen]
         initialize.initialize(PublishedParts(engine, model), meta.build(config).fills, cases.SEED)
+    # Of a rank that has nothing: where each document is a call, ranks of fsdp make equally many.
+    nothing = None if built.traits.packs else MicroBatch.empty(cases.DOCUMENTS)
+    if case.written_twice and setup.flipped == "nothing":
+        for part in engine.parts():
+            engine.write(part, part.start, torch.zeros(part.numel))
+        engine.ready()
+        engine.evaluate(cases.micro_batch(cases.documents(99)[0]))
     initialize.initialize(engine, built.fills, cases.SEED)
     for part in engine.parts():
         if part.name in spec.exact:
@@ -124,19 +131,18 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         held = built.model.get_parameter(name)
         torch.testing.assert_close(held, not_bf16(tuple(held.shape)).view(held.shape), rtol=0, atol=0)
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
-    # Of a rank that has nothing: where each document is a call, ranks of fsdp make equally many.
-    nothing = None if built.traits.packs else MicroBatch.empty(cases.DOCUMENTS)
     if case.evaluated_first:
         engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
     losses, norms, places = [], [], set()
     for step in range(case.steps):
         documents = case.documents(step, world_size)
-        mine = [cases.micro_batch(s) for i, s in enumerate(documents) if i % world_size == rank]
+        mine = [case.micro_batch(s) for i, s in enumerate(documents) if i % world_size == rank]
         rounds = -(-len(documents) // world_size)
         padded = [*mine, *[nothing] * (rounds - len(mine))]
         total = torch.zeros((), dtype=torch.float64)
         for i, batch in enumerate(padded):
-            total += float(engine.backward(batch, 1 / cases.predicted(documents), last=i == rounds - 1))
+            result = engine.backward(batch, 1 / cases.predicted(documents), last=i == rounds - 1)
+            total += (batch or MicroBatch.empty()).metrics(result)["loss"]
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)

@@ -133,7 +133,11 @@ class Engine(PartStore, ViewableStore, Protocol):
         ...
 
     def ready(self) -> None:
-        """Publish the weights and test the collectives. Call this once, after all parts are written."""
+        """Publish the weights that `write` has set, and test the collectives. Collective.
+
+        Call this after all parts are written, and again after parts are written later: from then on, no pass computes
+        with an earlier value of a weight. No rank may compute while another rank writes.
+        """
         ...
 
     def resume_at(self, steps: int) -> None:

@@ -51,6 +51,8 @@ def whole_logits_loss(
         summed = losses.sum()
         return summed.detach(), summed
     logprobs = answers.logprobs(losses.detach())
+    if not torch.is_grad_enabled():  # mismatched answers have log-probabilities, but no loss
+        return logprobs, logprobs
     return logprobs, (losses[: len(answers.numbers)] * answers.weights(logprobs)).sum()
 
 

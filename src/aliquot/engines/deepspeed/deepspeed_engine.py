@@ -116,6 +116,7 @@ class DeepspeedEngine(ModelEngine, FlatParts):
     def ready(self) -> None:
         """Copy the masters into the compute weights, and check that all ranks gather the same values."""
         for local in self._partitions.values():
+            local.parameter.partition()  # DeepSpeed keeps small weights gathered, which may have changed since
             local.parameter.ds_tensor[: local.stop - local.start].copy_(local.values("weight"))
         first = next(iter(self._partitions.values()))
         first.parameter.all_gather()

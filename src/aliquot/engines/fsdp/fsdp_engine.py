@@ -92,7 +92,8 @@ class FsdpEngine(ModelEngine, FlatParts):
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
         division = Division.join(spec.replicates, topology)
-        policy = MixedPrecisionPolicy(param_dtype=spec.compute_dtype, reduce_dtype=torch.float32)
+        # Inputs keep their dtype, because FSDP2 would also round the log-probabilities and lengths of answers.
+        policy = MixedPrecisionPolicy(spec.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if spec.fp8:
             use_fp8(meta, device, gathers=True)
         backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
@@ -157,6 +158,9 @@ class FsdpEngine(ModelEngine, FlatParts):
         return self._optimizer.moment(self._states[name], kind)
 
     def ready(self) -> None:
+        for module in self._groups:
+            module.reshard()  # an evaluation leaves weights gathered, which may have changed since
+        self._gathered = False
         with connecting_nccl(self._device):
             check_collectives(self._device, self._staging, self._division)
         for shard in self._shards:

@@ -142,14 +142,16 @@ class HostEngine(ModelEngine):
         return self._components.states.view(self._index[part.name], part.kind)
 
     def ready(self) -> None:
-        self._components.states.put_away()
+        parts = self._components
+        parts.states.put_away()
+        if parts.streamed is not None:
+            parts.streamed.evict_all()
         self._publish_all()
-        if self._components.device_weights is not None:
-            self._components.device_weights.refresh(self._components.forward_order.all)
-        self._components.gradients.check()
-        self._components.shared.check_published(
-            self._rank, frozenset() if self._components.streamed is None else self._components.streamed.weights
-        )
+        if parts.device_weights is not None:
+            parts.device_weights.outdate(parts.forward_order.all)
+            parts.device_weights.refresh(parts.forward_order.all)
+        parts.gradients.check()
+        parts.shared.check_published(self._rank, frozenset() if parts.streamed is None else parts.streamed.weights)
 
     def resume_at(self, steps: int) -> None:
         self._components.optimizer.steps = self._steps = steps
