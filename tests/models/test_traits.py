@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import model_calls
-from aliquot.models.narrow import has_dropout, narrow
+from aliquot.models.narrow import has_dropout, narrow, without_dropout
 from aliquot.models.traits import LENGTHS, traits
 from aliquot.nn.attention.document_attention import Documents
 
@@ -118,7 +118,8 @@ def test_narrow_keeps_kinds_and_switches() -> None:
     assert small.hidden_size < 100 < config.hidden_size and small.vocab_size < 200
     assert set(small.layer_types) == set(config.layer_types) and len(small.layer_types) == small.num_hidden_layers == 4
     assert small.sliding_window < 13 and small.rms_norm_eps == config.rms_norm_eps
-    assert has_dropout(small.to_dict()) and not has_dropout(narrow(config, dropout=False).to_dict())
+    assert has_dropout(small) and not has_dropout(narrow(config, dropout=False))
+    assert not has_dropout(without_dropout(config)) and has_dropout(config)
 
 
 def test_narrow_keeps_long_document_traits() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import random
 import shutil
 from copy import deepcopy
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import aliquot
 from aliquot.config.evaluation_config import read_evaluation_config
@@ -227,6 +230,47 @@ def test_a_run_goes_on_with_the_reference_of_its_beginning(folder: Path, whole: 
     for file, numbers in zip((lost, damaged), values, strict=True):
         again = np.frombuffer(file.read_bytes()[32:], np.float32)
         np.testing.assert_allclose(again, numbers, rtol=1e-5)
+
+
+def test_reference_is_of_the_model_and_without_dropout(folder: Path, tmp_path: Path) -> None:
+    """The same file name with values of another model, an edited config.json, and other weights under a checkpoint."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.4}))
+    model, steps = {"path": str(tmp_path / "model")}, {"max_steps": 1, "global_batch_size": 20}
+    data = {"path": str(folder / "pairs.jsonl"), "eval_fraction": 0.0}
+    file = write(tmp_path, "run", steps, model=model, data=data, checkpoint={"every": 0, "last": False})
+    directory = tmp_path / "run"
+
+    def first_loss() -> float:
+        (directory / "metrics.jsonl").unlink(missing_ok=True)
+        assert "dropout of model and adapter is off" in trained(file)
+        return curve(directory)[1]
+
+    assert first_loss() == pytest.approx(math.log(2), abs=1e-6)
+    (reference,) = (directory / "reference").iterdir()
+    values = reference.read_bytes()[32:]
+    reference.write_bytes(hashlib.sha256(values).digest() + values)  # of a file of another name
+    assert first_loss() == pytest.approx(math.log(2), abs=1e-6)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.1}))
+    assert first_loss() == pytest.approx(math.log(2), abs=1e-6)
+    assert len(list((directory / "reference").iterdir())) == 2
+    others = (np.frombuffer(values, np.float32) - np.linspace(0, 9, len(values) // 4, dtype=np.float32)).tobytes()
+    for path in (directory / "reference").iterdir():
+        path.write_bytes(hashlib.sha256(path.name.encode() + others).digest() + others)
+    assert "in the reference, which is of another model" in refused(file)
+
+
+@pytest.mark.long
+def test_other_base_weights_are_refused_before_their_reference(folder: Path, whole: tuple[Path, str]) -> None:
+    shutil.copytree(whole[0], folder / "rebased", symlinks=True)
+    shutil.copytree(folder / "model", folder / "other")
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "other")
+    before = sorted((folder / "rebased" / "reference").iterdir())
+    file = write(folder, "rebased", {"max_steps": 8}, model={"path": str(folder / "other")})
+    assert "model (hash of samples) was" in refused(file)
+    assert sorted((folder / "rebased" / "reference").iterdir()) == before
 
 
 @pytest.mark.long

@@ -218,7 +218,7 @@ def judge(model_type: str, runs: tuple[tuple[str, int], ...] = RUNS) -> Outcome:
         def prepare(_rank: int, _folder: Path) -> dict[str, Any]:
             torch.set_num_threads(1)
             config, dropping = small_config(model_type, dropout=False), small_config(model_type, dropout=True)
-            found, dropped = traits(config), traits(dropping) if has_dropout(dropping.to_dict()) else None
+            found, dropped = traits(config), traits(dropping) if has_dropout(dropping) else None
             return {"traits": vars(found), "dropped": dropped and vars(dropped), **reference(config)}
 
         def trained(engine: str, world_size: int, dropout: bool, known: dict[str, Any]) -> list[dict[str, Any]]:

@@ -155,6 +155,9 @@ class TrainSection(Section):
     """Weight of desirable answers in kto's loss. If they are rarer than the others, raise it."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of the other answers in kto's loss."""
+    disable_dropout: bool | None = None
+    """Train without the dropout of model and adapter. Default: true for preferences, because the reference has no
+    dropout, and false for sft."""
     max_steps: PositiveInt | None = None
     """Optimizer steps; wins over num_train_epochs."""
     num_train_epochs: PositiveFloat = 1.0
@@ -230,6 +233,11 @@ class TrainSection(Section):
     def clip_norm(self) -> float:
         """The global norm to which gradients are clipped; infinite without clipping."""
         return self.max_grad_norm or math.inf
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout of the model and the adapter is active in training."""
+        return self.objective == "sft" if self.disable_dropout is None else not self.disable_dropout
 
     @property
     def answers(self) -> int:

@@ -79,7 +79,8 @@ class TokenStore:
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
             facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),
-            desirable=desirable, prompts=prompts, positions=positions, label=label or path, first=facts.get("first", ""),
+            desirable=desirable, prompts=prompts, positions=positions, label=label or path,
+            first=facts.get("first", ""),
         )  # fmt: skip
 
     @property

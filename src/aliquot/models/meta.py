@@ -17,7 +17,7 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.core.errors import ConfigError, UnsupportedModelError
 from aliquot.models import initialize
 from aliquot.models.adapter import Adapter, adapt
-from aliquot.models.narrow import for_training, has_dropout
+from aliquot.models.narrow import for_training, has_dropout, without_dropout
 from aliquot.models.structure import decoder_layers, fp32_weights, freeze_buffers, tied_weights
 from aliquot.models.traits import Traits, traits
 from aliquot.models.untrusted_code import model_from_config
@@ -74,6 +74,7 @@ def build(
     known: Traits | None = None,
     adapter: AdapterSection | None = None,
     frozen: Sequence[str] = (),
+    drops: bool = True,
 ) -> MetaModel:
     """Build the model of `config` on the meta device.
 
@@ -83,6 +84,7 @@ def build(
         known: the traits of the model, if the caller has measured them.
         adapter: the LoRA adapter to add.
         frozen: name patterns of weights to freeze.
+        drops: whether dropout of the model and the adapter is active in training.
 
     Raises UserError for a model that transformers cannot run, that is not causal or that lacks layers or an embedding.
     Raises UserError also for an adapter or patterns that do not fit the model.
@@ -93,7 +95,9 @@ def build(
     with torch.device("meta"):
         try:
             model = model_from_config(
-                for_training(config), dtype=torch.float32, attn_implementation=model_traits.attention
+                for_training(config if drops else without_dropout(config)),
+                dtype=torch.float32,
+                attn_implementation=model_traits.attention,
             )
         except Exception as error:  # each model's code fails in its own way on a config it does not like
             raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {error}") from error
@@ -104,11 +108,11 @@ def build(
         part = "input embedding" if decoder_layers(model) else "decoder layers"
         raise UnsupportedModelError(f"{type(model).__name__}: no {part} found: model not supported")
     fills = initialize.record(model)
-    name, dropout = type(model).__name__, has_dropout(config.to_dict())
+    name = type(model).__name__
     vocabulary = _vocabulary_weights(model)
     adapter_weights = None
     if adapter is not None:
-        adapter_weights, fills = adapt(model, adapter)
+        adapter_weights, fills = adapt(model, adapter if drops else adapter.model_copy(update={"dropout": 0.0}))
     freeze(model, frozen)
     return MetaModel(
         name=name,
@@ -121,7 +125,7 @@ def build(
         matmul_flops=matmul_flops(model),
         vocabulary=vocabulary,
         traits=model_traits,
-        dropout=dropout or (adapter is not None and adapter.dropout > 0),
+        dropout=drops and has_dropout(config, adapter),
         adapter=adapter_weights,
     )
 

@@ -6,13 +6,14 @@ A narrow copy shows within milliseconds how the code of a model behaves, whateve
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from aliquot.models.untrusted_code import model_from_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from aliquot.config.adapter_section import AdapterSection
 
 VOCABULARY = 128
 WINDOW = 5
@@ -77,6 +78,19 @@ def for_training(config: PretrainedConfig) -> PretrainedConfig:
     return copied
 
 
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of `config` without dropout, also in its inner configurations."""
+    copied = copy.deepcopy(config)
+    for key, value in vars(copied).items():
+        if hasattr(value, "to_dict"):
+            setattr(copied, key, without_dropout(value))
+        elif isinstance(value, dict):
+            setattr(copied, key, _without_dropout(value))
+        elif is_dropout(key) and value:
+            setattr(copied, key, 0.0)
+    return copied
+
+
 def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Build the model of a narrow configuration, in fp32 on the CPU. The model's code may raise any exception."""
     import torch
@@ -94,11 +108,10 @@ def is_dropout(key: str) -> bool:
     return key.endswith(_DROPS) and not key.startswith(("summary", "classifier"))
 
 
-def has_dropout(values: Mapping[str, Any]) -> bool:
-    """Return whether a configuration sets any dropout rate above 0."""
-    inner = any(has_dropout(value) for value in values.values() if isinstance(value, dict))
-    rates = [key for key, value in values.items() if isinstance(value, float | int) and value > 0]
-    return inner or any(is_dropout(str(key)) for key in rates)
+def has_dropout(config: PretrainedConfig, adapter: AdapterSection | None = None) -> bool:
+    """Return whether a configuration or an adapter sets any dropout rate above 0."""
+    values = config.to_dict()
+    return _without_dropout(values) != values or (adapter is not None and adapter.dropout > 0)
 
 
 def _without_dropout(values: dict[str, Any]) -> dict[str, Any]:

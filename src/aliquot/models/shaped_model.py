@@ -64,8 +64,8 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     source = resolve(config.model, CONFIG_FILES)
     source.assume_vocabulary(vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size)
     source.check_length(config.data.sequence_length, config.train.answers)
-    model_traits = traits(source.config, config.data.sequence_length)
-    built = meta.build(source.config, model_traits, config.adapter, config.train.freeze)
+    model_traits = traits(source.config, config.data.sequence_length, config.train.drops)
+    built = meta.build(source.config, model_traits, config.adapter, config.train.freeze, config.train.drops)
     model = built.model
     layers = decoder_layers(model)
     positions_of_kind: dict[tuple[tuple[Shape, ...], tuple[Shape, ...], int | None], list[int]] = {}

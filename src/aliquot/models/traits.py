@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.models import model_calls
-from aliquot.models.narrow import VOCABULARY, built, narrow
+from aliquot.models.narrow import VOCABULARY, built, narrow, without_dropout
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, ReferenceAttention, register
 
 if TYPE_CHECKING:
@@ -48,11 +48,14 @@ class Traits:
         return self.why_unpacked is None
 
 
-def traits(config: PretrainedConfig, longest: int | None = None) -> Traits:
+def traits(config: PretrainedConfig, longest: int | None = None, drops: bool = True) -> Traits:
     """Return the traits of a model for documents of at most `longest` tokens; None: documents of any length.
+
+    `drops`: whether dropout is active in training.
 
     Raises UnsupportedModelError for a model that transformers cannot run, or that attends to later tokens.
     """
+    config = config if drops else without_dropout(config)
     # Ids of special tokens have no effect on traits; without them, a plan and its run share the cached result.
     values = {key: value for key, value in config.to_dict().items() if not key.endswith("_token_id")}
     kind: Any = type(config)

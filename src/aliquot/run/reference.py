@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from aliquot.core.small_files import publish_bytes, read_small_file
 from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.token_store import Reference, TokenStore
+from aliquot.models.model_config import computation_settings
 from aliquot.models.stored_weights import fingerprint
 from aliquot.run.activity import Stage
 from aliquot.run.built_model import build_model
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _BETWEEN_WRITES = 16  # micro-batches of each rank
 _DIGEST_BYTES = 32
+_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # of a mean log-probability, relative
 _LARGEST_FILE = 1 << 34
 
 
@@ -90,13 +92,35 @@ def with_reference(trainer: Trainer, begin: Callable[[], None]) -> tuple[Batches
 
 
 def weights_key(run: ResolvedRun) -> str:
-    """Return the hash of all that determines the weights before training."""
+    """Return the hash of all that determines the function before training: weights, configuration and precision."""
     config = run.config
     adapter = None if config.adapter is None else config.adapter.directory
     adds_tokens = [config.model.add_tokens, config.model.add_special_tokens]
     seed = config.run.seed if any(adds_tokens) else None  # rows of added tokens are drawn
-    trained_adapter = None if adapter is None else fingerprint(adapter)
-    return _hash([run.source.fingerprint, trained_adapter, adds_tokens, seed, config.train.precision])
+    trained = adapter and config.adapter and [fingerprint(adapter), config.adapter.model_dump(exclude={"path"})]
+    computation = computation_settings(run.source.config)["config"], config.train.precision, config.train.fp8
+    return _hash([run.source.fingerprint, trained, adds_tokens, seed, computation])
+
+
+def check_first_step(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Check that a model that has learned nothing has the log-probabilities of its reference, but for rounding.
+
+    Raises WeightsFileError.
+    """
+    train, objective = trainer.config.train, trainer.batches.format.objective
+    if objective is None or not objective.needs_reference or trainer.model.built.dropout:
+        return
+    tolerance = 0.1 if train.fp8 else _TOLERANCE[train.precision]
+    for answers in ("chosen", "rejected"):
+        logprob = metrics.get(f"logps/{answers}", 0.0)
+        difference = metrics.get(f"rewards/{answers}", 0.0) / objective.beta
+        if abs(difference) > tolerance * (1 + abs(logprob)):
+            raise WeightsFileError(
+                f"step 1: the mean log-probability of {answers} answers is {logprob:.6g}, but"
+                f" {logprob - difference:.6g} in the reference, which is of another model: remove this directory, and"
+                " start again",
+                trainer.directory.reference,
+            )
 
 
 def _hash(values: list[object]) -> str:
@@ -110,7 +134,7 @@ def _stores(run: ResolvedRun) -> dict[tuple[str, str], TokenStore]:
 
 @dataclass
 class _ReferenceFile:
-    """A file with the log-probability of each answer of a token store, behind a SHA-256 of these numbers."""
+    """A file with the log-probability of each answer of a token store, behind a SHA-256 of its name and the numbers."""
 
     path: Path
     store: TokenStore
@@ -123,7 +147,7 @@ class _ReferenceFile:
         with suppress(OSError, ValueError):
             data = read_small_file(self.path, _LARGEST_FILE, "none")
             digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-            if len(content) == self.values.nbytes and hashlib.sha256(content).digest() == digest:
+            if len(content) == self.values.nbytes and self._digest(content) == digest:
                 self.values = np.frombuffer(content, np.float32).copy()
 
     def add(self, results: list[tuple[list[int], list[float]]]) -> None:
@@ -136,7 +160,10 @@ class _ReferenceFile:
             self.values[places] = logprobs
         content = self.values.tobytes()
         self.path.parent.mkdir(exist_ok=True)
-        publish_bytes(self.path, hashlib.sha256(content).digest() + content)
+        publish_bytes(self.path, self._digest(content) + content)
+
+    def _digest(self, content: bytes) -> bytes:
+        return hashlib.sha256(self.path.name.encode() + content).digest()
 
     def first_missing(self, batches: EvalBatches) -> int:
         """Return the first sequence of `batches` without values; the number of sequences if all have values."""

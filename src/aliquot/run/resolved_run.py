@@ -121,7 +121,8 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
 
 def traits_together(ranks: Ranks, config: RunConfig, source: ModelSource) -> Traits:
     """Return how the model computes, by a trial on rank 0. Collective."""
-    return Traits(**run_on_rank_0(ranks, lambda: vars(traits(source.config, config.data.sequence_length))))
+    kind = source.config, config.data.sequence_length, config.train.drops
+    return Traits(**run_on_rank_0(ranks, lambda: vars(traits(*kind))))
 
 
 def model_source(config: RunConfig, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.checkpoint.directories import complete_directories, directory_of, newest
 from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
+from aliquot.core.errors import DamagedCheckpoint
 from aliquot.core.number_format import count_of
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.batches import Position
@@ -21,7 +23,7 @@ from aliquot.machine.allocator import release_free_memory
 from aliquot.models import initialize
 from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_config import computation_settings
-from aliquot.tensor_io.manifest import STATE
+from aliquot.tensor_io.manifest import STATE, read_state
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -68,11 +70,29 @@ def fill_model(trainer: Trainer, has_begun: bool = False) -> Start:
 
 
 def begin_model(trainer: Trainer) -> None:
-    """Load the weights with which the run begins, and get the engine ready to compute with them. Collective."""
+    """Load the weights with which the run begins, and get the engine ready to compute with them. Collective.
+
+    Raises UserError if the run resumes from a checkpoint that began from other weights.
+    """
+    if trainer.config.checkpoint.resume != "never":
+        run_on_rank_0(trainer.ranks, lambda: _check_newest(trainer))
     if trainer.model.built.adapter is not None:
         _load_pretrained(trainer)
     _load_initial(trainer)
     trainer.model.engine.ready()
+
+
+def _check_newest(trainer: Trainer) -> None:
+    if (checkpoint := newest(trainer.directory.checkpoints)) is not None:
+        with suppress(DamagedCheckpoint):  # then the run resumes from an earlier one
+            _check_unchanged(trainer, checkpoint, read_state(checkpoint))
+
+
+def _check_unchanged(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> str | None:
+    """Return a warning of a changed model. Raises UserError if the run cannot continue from `state`."""
+    explain = partial(_changed_data, trainer, state, checkpoint)
+    check_continuity(state, trainer.resolved.determinants(), checkpoint, explain)
+    return check_model(state, computation_settings(trainer.resolved.source.config), checkpoint)
 
 
 def _load_initial(trainer: Trainer) -> None:
@@ -112,9 +132,7 @@ def _resume(trainer: Trainer) -> Start | None:
     if resumed is None:
         return None
     checkpoint, state = resumed
-    explain = partial(_changed_data, trainer, state, checkpoint)
-    check_continuity(state, trainer.resolved.determinants(), checkpoint, explain)
-    if (difference := check_model(state, computation_settings(trainer.resolved.source.config), checkpoint)) is not None:
+    if (difference := _check_unchanged(trainer, checkpoint, state)) is not None:
         warn(difference)
     model.engine.resume_at(state["step"])
     evaluations = _resume_evaluations(trainer, checkpoint, state)

@@ -24,6 +24,7 @@ from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread,
 from aliquot.observe.throughput import model_flops
 from aliquot.run.activity import Stage
 from aliquot.run.evaluate import Evaluator, mismatched_ratios
+from aliquot.run.reference import check_first_step
 from aliquot.run.shutdown import Phase
 
 if TYPE_CHECKING:
@@ -187,6 +188,9 @@ class TrainingLoop:
         step = progress.step
         recorder.enter("checkpoint")
         progress.loss = self._mean_loss([math.fsum(report["loss"]) for report in reports], batch.predicted)
+        preference = self._preference_metrics([report["preference"] for report in reports], batch.predicted)
+        if step == 0:
+            check_first_step(trainer, preference)
         self._checkpoints.poll(reports)
         self._checkpoints.before_update()
 
@@ -207,7 +211,7 @@ class TrainingLoop:
             trainer.memory_release.release(progress.step)
         return {
             "loss": progress.loss,
-            **self._preference_metrics([report["preference"] for report in reports], batch.predicted),
+            **preference,
             "learning_rate": rate,
             "grad_norm": grad_norm,
             "tokens": progress.tokens,
