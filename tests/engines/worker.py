@@ -120,6 +120,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
             engine.write(part, part.start, torch.zeros(part.numel))
         engine.ready()
         engine.evaluate(cases.micro_batch(cases.documents(99)[0]))
+        dist.barrier()  # no rank may compute while another rank writes
     initialize.initialize(engine, built.fills, cases.SEED)
     for part in engine.parts():
         if part.name in spec.exact:
