@@ -40,7 +40,7 @@ from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.startup_proof import prove
 from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.narrow import has_dropout, narrow
+from aliquot.models.narrow import has_dropout, narrow, without_dropout
 from aliquot.models.source import resolve
 from aliquot.models.traits import Traits, traits
 from tests import plain
@@ -91,7 +91,7 @@ def micro_batches(config: Any) -> list[MicroBatch]:
 def small_config(model_type: str, dropout: bool) -> Any:
     """Raises UserError as a run would."""
     full = resolve(ModelSection(config={"model_type": model_type, **REQUIRED.get(model_type, {})})).config
-    values = narrow(full, dropout).to_dict()
+    values = narrow(full if dropout else without_dropout(full)).to_dict()
     return resolve(ModelSection(config={**values, "model_type": model_type})).config
 
 

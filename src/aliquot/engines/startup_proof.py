@@ -23,7 +23,7 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Engine, EngineSpec, PhaseHooks
 from aliquot.models import meta, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.narrow import built, narrow
+from aliquot.models.narrow import built, narrow, without_dropout
 from aliquot.models.traits import Traits, eager_copy, example, quiet
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention
 from aliquot.nn.head_loss import IGNORE, head_loss_on
@@ -49,10 +49,11 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
     Raises SelfTestError on every rank if the loss or a weight's gradient is wrong. Raises UnsupportedModelError if the
     model's code does not run in `spec.precision`.
     """
+    config = without_dropout(config)
     with quiet():
         if spec.precision == "bf16":
             _run_in_bf16(config, traits, spec.fused_loss)
-        model = eager_copy(config, dropout=False)
+        model = eager_copy(config)
         ids, positions, edges = example(model)
         rows = [_row(ids.roll(number), positions, edges) for number in range(_ROWS)]
         scale = 1 / sum(row.predicted for row in rows)
@@ -65,7 +66,7 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
         weights = model.state_dict()  # includes persistent buffers, which get no gradients
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         expected = {name: gradients.get(name, torch.zeros_like(weight)).view(-1) for name, weight in weights.items()}
-        on_meta = meta.build(narrow(config, dropout=False), traits)
+        on_meta = meta.build(narrow(config), traits)
         exact = replace(
             spec, precision="fp32", fp8=False, deepspeed=spec.deepspeed and {**spec.deepspeed, **_EXACT_DEEPSPEED},
             on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=_BETA,
@@ -97,7 +98,7 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
 
 def _run_in_bf16(config: PretrainedConfig, traits: Traits, fused_loss: bool) -> None:
     """Run a forward and a backward pass with bf16 weights. Buffers, such as routers' biases, stay fp32."""
-    model = built(narrow(config, dropout=False), traits.attention).train()
+    model = built(narrow(config), traits.attention).train()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     row = _row(*example(model))

@@ -56,8 +56,8 @@ _DROPS = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop_rate", "jitter_
 _NOT_NARROWED = ("rope_parameters", "rope_scaling", "id2label", "label2id")
 
 
-def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
-    """Return a narrow copy of `config`, without dropout if `dropout` is false.
+def narrow(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a narrow copy of `config`.
 
     If `config` distinguishes kinds of layers by lists such as `layer_types`, the copy has two layers of each kind.
     Otherwise it has four layers.
@@ -66,7 +66,7 @@ def narrow(config: PretrainedConfig, dropout: bool = True) -> PretrainedConfig:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(values.get(key), dict):
             values[key] = _fewer_factors(values[key], values)
-    return type(config).from_dict(values if dropout else _without_dropout(values))
+    return type(config).from_dict(values)
 
 
 def for_training(config: PretrainedConfig) -> PretrainedConfig:
@@ -80,15 +80,7 @@ def for_training(config: PretrainedConfig) -> PretrainedConfig:
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of `config` without dropout, also in its inner configurations."""
-    copied = copy.deepcopy(config)
-    for key, value in vars(copied).items():
-        if hasattr(value, "to_dict"):
-            setattr(copied, key, without_dropout(value))
-        elif isinstance(value, dict):
-            setattr(copied, key, _without_dropout(value))
-        elif is_dropout(key) and value:
-            setattr(copied, key, 0.0)
-    return copied
+    return type(config).from_dict(_without_dropout(config.to_dict()))
 
 
 def built(config: PretrainedConfig, attention: str) -> PreTrainedModel:

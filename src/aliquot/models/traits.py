@@ -97,13 +97,13 @@ def _traits(kind: Any, values: str) -> Traits:
         return Traits(attention, why_unpacked, plain_head, looks_up)
 
 
-def eager_copy(config: PretrainedConfig, dropout: bool = True) -> PreTrainedModel:
+def eager_copy(config: PretrainedConfig) -> PreTrainedModel:
     """Build a narrow copy of a model with random weights and transformers' eager attention, in fp32 on the CPU.
 
     The copy is in evaluation mode. Raises UnsupportedModelError if transformers cannot build the copy.
     """
     try:
-        model = built(narrow(config, dropout), "eager")
+        model = built(narrow(config), "eager")
     except Exception as error:  # each model's code fails in its own way on a config it does not like
         raise UnsupportedModelError(
             f"transformers cannot run this {config.model_type} model: {_line(error)}"
