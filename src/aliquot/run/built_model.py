@@ -15,7 +15,6 @@ from aliquot.machine.allocator import FreeMemoryLimit
 from aliquot.machine.cpu import read_cpu
 from aliquot.models import meta
 from aliquot.models.model_files import model_files
-from aliquot.models.narrow import has_dropout
 from aliquot.models.stored_weights import Published, StoredNames, published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.document_attention import attention_on
@@ -55,8 +54,6 @@ def build_model(trainer: Trainer) -> Model:
     run, config, plan = trainer.resolved, trainer.resolved.config, trainer.resolved.plan
     topology, ledger = trainer.ranks.topology, trainer.ledger
     built = meta.build(run.source.config, run.traits, config.adapter, config.train.freeze, config.train.drops)
-    if not config.train.drops and has_dropout(run.source.config, config.adapter):
-        trainer.display.line("dropout of model and adapter is off (train.disable_dropout: false keeps it)")
     if config.train.precision == "bf16":
         _warn_of_bf16(trainer, built)
     engine_name, engine_type = engine_class(config, topology, built.numel, None if plan is None else plan.engine)

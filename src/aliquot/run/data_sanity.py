@@ -16,6 +16,7 @@ from aliquot.distributed.launcher import torchrun_advice
 from aliquot.distributed.ranks import Ranks, group_lines
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.models.narrow import has_dropout
 from aliquot.nn.head_loss import IGNORE
 from aliquot.observe import run_summary
 from aliquot.observe.events import RunRecord
@@ -40,7 +41,9 @@ def introduce(trainer: Trainer) -> RunRecord:
         engine=trainer.model.engine_name, plan=trainer.ledger.plan, data={"summary": data, "samples": samples},
     )  # fmt: skip
     connections = group_lines(ranks, trainer.model.engine.transport)
-    notes = (*trainer.model.notes, *torchrun_advice(os.environ, trainer.config.checkpoint.grace_s))
+    notes = [*trainer.model.notes, *torchrun_advice(os.environ, trainer.config.checkpoint.grace_s)]
+    if not run.config.train.drops and has_dropout(run.source.config, run.config.adapter):
+        notes.append("dropout of model and adapter is off (train.disable_dropout: false keeps it)")
     run_summary.begin(trainer.display, trainer.config, record, *data, *connections, *notes)
     return record
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from aliquot.models.stored_weights import fingerprint
 from aliquot.run.activity import Stage
 from aliquot.run.built_model import build_model
 from aliquot.run.resolved_run import ResolvedRun, load_tokenizer, model_source, traits_together
-from aliquot.run.starting_point import begin_model
+from aliquot.run.starting_point import begin_model, check_newest
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -45,13 +45,11 @@ _TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # of a mean log-probability, relative
 _LARGEST_FILE = 1 << 34
 
 
-def with_reference(trainer: Trainer, begin: Callable[[], None]) -> tuple[Batches, dict[str, EvalBatches], bool]:
-    """Return the batches with the log-probabilities before training, and whether `begin` was called. Collective.
+def with_reference(trainer: Trainer) -> tuple[Batches, dict[str, EvalBatches], bool]:
+    """Return the batches with the log-probabilities before training, and whether the engine has these weights.
 
-    Args:
-        begin: gives the engine the weights with which the run begins; called only if results are missing.
-
-    Raises WeightsFileError if a log-probability is not finite.
+    The engine gets the weights with which the run begins only if results are missing. Collective. Raises
+    WeightsFileError if a log-probability is not finite, and UserError if the newest checkpoint has another model.
     """
     run, ranks = trainer.resolved, trainer.ranks
     objective = run.batches.format.objective
@@ -76,8 +74,9 @@ def with_reference(trainer: Trainer, begin: Callable[[], None]) -> tuple[Batches
     starts = run_on_rank_0(ranks, lambda: [files[key].first_missing(batches) for key, batches in passes.items()])
     stops = [batches.epoch.packing.sequences for batches in passes.values()]
     if missing := starts != stops:
+        run_on_rank_0(ranks, lambda: check_newest(trainer))
         run_on_rank_0(ranks, lambda: trainer.directory.begin(run.config))  # so that a killed run may continue here
-        begin()
+        begin_model(trainer)
         trainer.activity.enter(Stage.REFERENCE)
         for start, (key, batches) in zip(starts, passes.items(), strict=True):
             _compute(trainer, batches, files[key], start)

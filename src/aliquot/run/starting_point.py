@@ -70,19 +70,17 @@ def fill_model(trainer: Trainer, has_begun: bool = False) -> Start:
 
 
 def begin_model(trainer: Trainer) -> None:
-    """Load the weights with which the run begins, and get the engine ready to compute with them. Collective.
-
-    Raises UserError if the run resumes from a checkpoint that began from other weights.
-    """
-    if trainer.config.checkpoint.resume != "never":
-        run_on_rank_0(trainer.ranks, lambda: _check_newest(trainer))
+    """Load the weights with which the run begins, and get the engine ready to compute with them. Collective."""
     if trainer.model.built.adapter is not None:
         _load_pretrained(trainer)
     _load_initial(trainer)
     trainer.model.engine.ready()
 
 
-def _check_newest(trainer: Trainer) -> None:
+def check_newest(trainer: Trainer) -> None:
+    """Raise UserError if the run cannot continue from its newest checkpoint."""
+    if trainer.config.checkpoint.resume == "never":
+        return
     if (checkpoint := newest(trainer.directory.checkpoints)) is not None:
         with suppress(DamagedCheckpoint):  # then the run resumes from an earlier one
             _check_unchanged(trainer, checkpoint, read_state(checkpoint))

@@ -46,7 +46,7 @@ from aliquot.run.reference import compare_with_reference, with_reference
 from aliquot.run.resolved_run import read_inputs, resolve_run
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
 from aliquot.run.shutdown import Shutdown
-from aliquot.run.starting_point import begin_model, continuation_advice, fetch_newest, fill_model
+from aliquot.run.starting_point import continuation_advice, fetch_newest, fill_model
 from aliquot.run.training_loop import TrainingLoop, TrainingProgress
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.publish import restore_former
@@ -213,7 +213,7 @@ class Trainer:
             return
         config, engine = self.config, self.model.engine
         self.activity.enter(Stage.LOAD_WEIGHTS)
-        batches, self.held_out, has_begun = with_reference(self, partial(begin_model, self))
+        batches, self.held_out, has_begun = with_reference(self)
         self.start = fill_model(self, has_begun)
         self.batches = batches.continued_at(self.start.step, self.start.position, self.start.ends)
         self.total_steps = self.batches.total_steps(config.train.max_steps)
