@@ -11,9 +11,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -55,22 +55,16 @@ def with_reference(trainer: Trainer) -> tuple[Batches, dict[str, EvalBatches], b
     objective = run.batches.format.objective
     if objective is None or not objective.needs_reference:
         return run.batches, run.held_out, False
-    weights = weights_key(run)
     # The longest mismatched answer to the prompt of a rated answer depends on the length of sequences.
-    length = [run.batches.format.length] if objective.rates_answers else []
-    files = {
-        key: _ReferenceFile(trainer.directory.reference / f"{_hash([store.path.name, weights, *length])}.bin", store)
-        for key, store in _stores(run).items()
-    }
+    facts = [weights_key(run), *([run.batches.format.length] if objective.rates_answers else [])]
+    passes = {
+        ("train", source.name): EvalBatches(source.store, run.batches.format, run.batches.micro_batch_size)
+        for source in run.batches.sources
+    } | {("eval", name): batches for name, batches in run.held_out.items()}
+    files = {key: _ReferenceFile(trainer.directory.reference, batches.store, facts) for key, batches in passes.items()}
     if ranks.rank == 0:
         for file in files.values():
             file.read()
-    passes = {
-        (kind, name): run.held_out[name]
-        if kind == "eval"
-        else EvalBatches(file.store, run.batches.format, run.batches.micro_batch_size)
-        for (kind, name), file in files.items()
-    }
     starts = run_on_rank_0(ranks, lambda: [files[key].first_missing(batches) for key, batches in passes.items()])
     stops = [batches.epoch.packing.sequences for batches in passes.values()]
     if missing := starts != stops:
@@ -122,24 +116,18 @@ def check_first_step(trainer: Trainer, metrics: Mapping[str, float]) -> None:
             )
 
 
-def _hash(values: list[object]) -> str:
+def _hash(values: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 
-def _stores(run: ResolvedRun) -> dict[tuple[str, str], TokenStore]:
-    train = {("train", source.name): source.store for source in run.batches.sources}
-    return train | {("eval", name): batches.store for name, batches in run.held_out.items()}
-
-
-@dataclass
 class _ReferenceFile:
     """A file with the log-probability of each answer of a token store, behind a SHA-256 of its name and the numbers."""
 
-    path: Path
-    store: TokenStore
-
-    def __post_init__(self) -> None:
-        self.values: Reference = np.full(self.store.references, np.nan, np.float32)  # NaN: not computed yet
+    def __init__(self, directory: Path, store: TokenStore, facts: Sequence[object]) -> None:
+        """`facts`: what determines the log-probabilities besides the store."""
+        self.path = directory / f"{_hash([store.path.name, *facts])}.bin"
+        self.store = store
+        self.values: Reference = np.full(store.references, np.nan, np.float32)  # NaN: not computed yet
 
     def read(self) -> None:
         """Read the values; a missing or damaged file has none."""
