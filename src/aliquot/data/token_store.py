@@ -27,9 +27,9 @@ from aliquot.data.encoder import Encoded
 from aliquot.data.mismatched_answers import answers_to_other_prompts
 
 # Log-probabilities of answers before training: [documents] of pairs, or [2 x documents] of rated answers, of which each
-# is followed by the mismatched answer to the same prompt.
+# is followed by the mismatched answer, which is to another prompt.
 Reference = npt.NDArray[np.float32]
-FORMAT = 4
+FORMAT = 3
 _READ_TOKENS = 1 << 24  # `answer_ends` examines only this many tokens, at the beginning of a store
 
 
