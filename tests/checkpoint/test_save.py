@@ -183,7 +183,9 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from aliquot.checkpoint import background_task
-from aliquot.distributed.watchdog import Watchdog
+from aliquot.distributed.liveness.liveness import StepWatchdog
+from aliquot.distributed.liveness.watchdog import WatchedRank
+from aliquot.distributed.topology import Topology
 from tests.checkpoint.test_save import Store, TENSORS, saver_of
 
 class Slow(Store):
@@ -193,7 +195,8 @@ class Slow(Store):
 
 background_task._PROGRESS_INTERVAL_S = 0.05
 folder = Path(sys.argv[1])
-store, watchdog = Slow(), Watchdog(1.2, folder / "stacks.txt", 0, 1, lambda: "saving step 5", grace_s=0.1)
+store, rank = Slow(), WatchedRank(Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ()), 1.2, lambda: "saving step 5")
+watchdog = StepWatchdog(rank, folder / "stacks.txt", grace_s=0.1).__enter__()
 saver = saver_of(folder, store, beat=watchdog.beat, buffer_bytes=0)
 saver.start(1, {"step": 1})
 saver.before_update()

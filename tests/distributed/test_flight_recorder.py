@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from aliquot.distributed import flight_recorder, ranks
 from aliquot.distributed.flight_recorder import (
-    CollectiveWatchdog,
     connecting_nccl,
     describe_pending,
     oldest_pending,
     record_collectives,
 )
+from aliquot.distributed.liveness import liveness, watchdog
 from aliquot.distributed.rank_errors import RankError
 from aliquot.distributed.topology import Topology
 
@@ -56,20 +56,16 @@ def test_oldest_unfinished_collective_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("age_s", [1700.0, 1801.0])
 def test_run_ends_when_a_collective_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float) -> None:
-    errors: list[RankError] = []
-    ended = threading.Event()
-
-    def end_rank(error: RankError) -> None:
-        errors.append(error)
-        ended.set()
-
+    errors: SimpleQueue[RankError] = SimpleQueue()
     record(monkeypatch, entry(1, "_all_gather_base", age_s))
-    monkeypatch.setattr(flight_recorder, "end_rank", end_rank)
-    monkeypatch.setattr(flight_recorder, "_INTERVAL_S", 0.05)
-    with CollectiveWatchdog(ON_GPU, 1800.0, tmp_path / "logs", lambda: "building the model"):
-        assert ended.wait(20 if age_s > 1800 else 0.5) is (age_s > 1800)
-    if age_s > 1800:
-        line = errors[0].message
+    monkeypatch.setattr(watchdog, "end_rank", errors.put)
+    monkeypatch.setattr(liveness, "_NCCL_INTERVAL_S", 0.05)
+    rank = watchdog.WatchedRank(ON_GPU, 1800.0, lambda: "building the model", tmp_path / "logs")
+    with liveness.CollectiveWatchdog(rank):
+        line = errors.get(timeout=20).message if age_s > 1800 else ""
+        time.sleep(0.0 if line else 0.5)
+    assert errors.empty() or line
+    if line:
         assert line.startswith("collective 1, nccl:_all_gather_base of BFloat16[1024, 8], has not ended for 1801 s")
         assert "(launch.step_timeout_s) while building the model: is a rank missing" in line
         assert json.loads((tmp_path / "logs" / "collectives-rank-1.json").read_text())["entries"]
@@ -118,21 +114,16 @@ def test_nccl_gets_its_own_timeout_and_record(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("connects", [True, False])
 def test_run_ends_if_nccl_does_not_connect_the_ranks(monkeypatch: pytest.MonkeyPatch, connects: bool) -> None:
     """torch records the first collective of a group only when its ranks are connected."""
-    errors: list[RankError] = []
-    ended = threading.Event()
-
-    def end_rank(error: RankError) -> None:
-        errors.append(error)
-        ended.set()
-
+    errors: SimpleQueue[RankError] = SimpleQueue()
     backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=0.2)))
     world = SimpleNamespace(_get_backend=lambda device: backend)
     stand_in = SimpleNamespace(group=SimpleNamespace(WORLD=world), get_world_size=lambda: 2, get_rank=lambda: 1)
     monkeypatch.setattr(flight_recorder, "dist", stand_in)
-    monkeypatch.setattr(flight_recorder, "end_rank", end_rank)
+    monkeypatch.setattr(flight_recorder, "end_rank", errors.put)
     with connecting_nccl(torch.device("cuda")):
-        assert connects or ended.wait(20)
-    assert ended.wait(0.5) is not connects
-    assert connects or errors[0].message.startswith("NCCL has not connected the 2 ranks for 0 s: does a firewall")
+        message = "" if connects else errors.get(timeout=20).message
+    time.sleep(0.5)
+    assert errors.empty()
+    assert connects or message.startswith("NCCL has not connected the 2 ranks for 0 s: does a firewall")
     with connecting_nccl(torch.device("cpu")):  # gloo has its own timeout
-        assert len(errors) == (not connects)
+        assert errors.empty()

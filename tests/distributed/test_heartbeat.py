@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from aliquot.core.errors import UserError
-from aliquot.distributed import heartbeat
-from aliquot.distributed.heartbeat import Heartbeat
+from aliquot.distributed.liveness import heartbeat
+from aliquot.distributed.liveness.heartbeat import Heartbeat
 from aliquot.distributed.rank_errors import RankError
 from aliquot.distributed.topology import Topology
 

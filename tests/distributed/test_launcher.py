@@ -15,7 +15,7 @@ import pytest
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.launcher import apply_environment, launch_mode
-from aliquot.distributed.stuck_ranks import describe_stuck_ranks
+from aliquot.distributed.liveness.watchdog import describe_stuck_ranks
 from tests.distributed.launcher import JOIN, environment, run, start
 from tests.tools import warm
 
@@ -151,7 +151,8 @@ def test_hung_rank_leaves_stacks_of_all_ranks(tmp_path: Path) -> None:
     body = (
         JOIN
         + """
-from aliquot.distributed.watchdog import Watchdog
+from aliquot.distributed.liveness.liveness import StepWatchdog
+from aliquot.distributed.liveness.watchdog import WatchedRank
 def stuck_in_this_function():
     time.sleep(600)
 left = Path(sys.argv[1]) / "stacks-rank-7.txt"  # by an earlier attempt of more ranks
@@ -159,7 +160,7 @@ left.write_text('Thread 1:\\n  File "old.py", line 1 in <module>\\n')
 os.utime(left, (1e9, 1e9))
 ranks.barrier()
 stacks = Path(sys.argv[1]) / f"stacks-rank-{ranks.rank}.txt"
-watchdog = Watchdog(1.0, stacks, ranks.rank, ranks.world_size, lambda: "in step 3", grace_s=1.0)
+watchdog = StepWatchdog(WatchedRank(topology, 1.0, lambda: "in step 3"), stacks, grace_s=1.0).__enter__()
 if ranks.rank == 1:
     stuck_in_this_function()
 ranks.barrier()
@@ -198,12 +199,14 @@ def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:
     program = """
 import sys, time
 from pathlib import Path
-from aliquot.distributed.watchdog import Watchdog
-watchdog = Watchdog(1.0, Path(sys.argv[1]), 0, 1, lambda: "in step 3", grace_s=0.2)
-for _ in range(30):
-    time.sleep(0.05)
-    watchdog.beat()
-watchdog.stop()
+from aliquot.distributed.liveness.liveness import StepWatchdog
+from aliquot.distributed.liveness.watchdog import WatchedRank
+from aliquot.distributed.topology import Topology
+rank = WatchedRank(Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ()), 1.0, lambda: "in step 3")
+with StepWatchdog(rank, Path(sys.argv[1]), grace_s=0.2) as watchdog:
+    for _ in range(30):
+        time.sleep(0.05)
+        watchdog.beat()
 time.sleep(1.5)
 """
     stacks = tmp_path / "stacks.txt"

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.distributed import idle_watchdog, watchdog
+from aliquot.distributed.liveness import idle_watchdog, liveness, watchdog
 from aliquot.distributed.rank_errors import RankError
+from aliquot.distributed.topology import Topology
 from tests.distributed.launcher import JOIN, run
 
 WATCHED = (
     JOIN
     + """
 import subprocess
-from aliquot.distributed.idle_watchdog import IdleWatchdog
+from aliquot.distributed.liveness.idle_watchdog import IdleWatchdog
+from aliquot.distributed.liveness.watchdog import WatchedRank
 own = Path(sys.argv[1]) / f"still-rank-{ranks.rank}.txt"
 def waits_for_a_file_that_does_not_come():
     time.sleep(600)
@@ -33,7 +35,7 @@ def writes(seconds):
             file.write(bytes(4096))
             os.fsync(file.fileno())
             time.sleep(0.04)
-with IdleWatchdog(topology, ranks.store, 2.0, own, lambda: "loading weights"):
+with IdleWatchdog(WatchedRank(topology, 2.0, lambda: "loading weights", own.parent), ranks.store):
 """
 )
 
@@ -95,10 +97,11 @@ def test_stopped_process_is_not_idle(tmp_path: Path) -> None:
     body = """
         import os, signal, subprocess, sys, time
         from pathlib import Path
-        from aliquot.distributed.idle_watchdog import IdleWatchdog
+        from aliquot.distributed.liveness.idle_watchdog import IdleWatchdog
+        from aliquot.distributed.liveness.watchdog import WatchedRank
         from aliquot.distributed.topology import Topology
         alone = Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ())
-        with IdleWatchdog(alone, None, 2.0, Path(sys.argv[1]) / "still-rank-0.txt", lambda: "planning"):
+        with IdleWatchdog(WatchedRank(alone, 2.0, lambda: "planning", Path(sys.argv[1])), None):
             time.sleep(0.5)
             subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -113,9 +116,10 @@ def test_lost_node_explains_a_hang(tmp_path: Path) -> None:
     body = """
         import os, sys, time
         from pathlib import Path
-        from aliquot.distributed.heartbeat import Heartbeat
+        from aliquot.distributed.liveness.heartbeat import Heartbeat
+        from aliquot.distributed.liveness.liveness import StepWatchdog
+        from aliquot.distributed.liveness.watchdog import WatchedRank
         from aliquot.distributed.topology import Topology
-        from aliquot.distributed.watchdog import Watchdog
         if os.environ["RANK"] == "1":
             time.sleep(600)
         class SilentStore:
@@ -125,7 +129,10 @@ def test_lost_node_explains_a_hang(tmp_path: Path) -> None:
         first_of_two_nodes = Topology(0, 2, 0, 1, 0, 2, "cpu", 1, ())
         heartbeat = Heartbeat(first_of_two_nodes, SilentStore(), 3.0, lambda: "saving step 1")
         stacks = Path(sys.argv[1]) / "stacks-rank-0.txt"
-        with heartbeat, Watchdog(2.3, stacks, 0, 2, lambda: "saving step 1", heartbeat.explain_hang, grace_s=0.1):
+        rank = WatchedRank(
+            first_of_two_nodes, 2.3, lambda: "saving step 1", explain_hang=heartbeat.explain_hang
+        )
+        with heartbeat, StepWatchdog(rank, stacks, grace_s=0.1):
             time.sleep(600)
     """
     code, _, err = run(tmp_path, body, str(tmp_path))
@@ -147,8 +154,9 @@ def test_step_that_does_not_end_after_a_stop_signal_ends_the_run(
         ended.set()
 
     monkeypatch.setattr(watchdog, "end_rank", end_rank)
-    monkeypatch.setattr(watchdog, "_LEAST_LATE_S", 0.2)
-    with watchdog.Watchdog(1e6, tmp_path / "stacks-rank-0.txt", 0, 2, lambda: "in step 8", grace_s=0.1) as watched:
+    monkeypatch.setattr(liveness, "_LEAST_LATE_S", 0.2)
+    rank = watchdog.WatchedRank(Topology(0, 2, 0, 2, 0, 1, "cpu", 1, ()), 1e6, lambda: "in step 8")
+    with liveness.StepWatchdog(rank, tmp_path / "stacks-rank-0.txt", grace_s=0.1) as watched:
         watched.beat()
         watched.hurry()
         if agreed:

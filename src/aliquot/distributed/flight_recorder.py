@@ -1,8 +1,8 @@
-"""Collectives of NCCL that never end: find them in torch's flight recorder, name them, and end the run.
+"""Collectives of NCCL that never end: find them in torch's flight recorder, and name them.
 
-A rank that waits for NCCL spins in the driver, so that it looks busy to the idle watchdog. torch's flight recorder
-lists the collectives that this process has enqueued. The watchdog here ends the run if one of them is unfinished for
-`launch.step_timeout_s`. NCCL's own timeout is a little longer, for the case that Python does not run.
+A rank that waits for NCCL spins in the driver, so that it looks busy. torch's flight recorder lists the collectives
+that this process has enqueued. The watchdog of collectives (liveness/liveness.py) ends the run if one of them is
+unfinished for `launch.step_timeout_s`. NCCL's own timeout is a little longer, for the case that Python does not run.
 
 Within the first collective of a group, NCCL connects its ranks. If it cannot, it waits for ever, and torch has recorded
 nothing yet: `connecting_nccl` ends the run then.
@@ -14,25 +14,21 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from aliquot.core.small_files import publish_text
-from aliquot.distributed.rank_errors import RankError, bounded_call, bounded_value, end_rank
-from aliquot.distributed.topology import Topology
+from aliquot.distributed.rank_errors import RankError, bounded_value, end_rank
 
 _ENTRIES = "2000"  # collectives that the recorder keeps
-_FILE = "collectives-rank-"
-_LATER_S = 60.0  # NCCL aborts the process this much later than the watchdog, which names the collective
-_INTERVAL_S = 5.0
+_LATER_S = 60.0  # NCCL aborts the process this much later than the watch, which names the collective
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ def record_collectives(directory: Path | None) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if directory is not None:
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory.absolute() / f"nccl-{_FILE}"))
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory.absolute() / "nccl-collectives-rank-"))
 
 
 def limit_nccl(timeout_s: float) -> None:
@@ -127,44 +123,7 @@ def describe_pending() -> str:
     return "" if pending is None else f"; {pending} has not ended for {pending.age_s:.0f} s"
 
 
-class CollectiveWatchdog:
-    """A context manager of every rank that ends the run when a collective of NCCL does not end within `timeout_s`."""
-
-    def __init__(
-        self, topology: Topology, timeout_s: float, directory: Path | None, activity: Callable[[], str]
-    ) -> None:
-        """`directory`: for a file with the unfinished collectives; `activity` returns what this rank is doing."""
-        self._rank, self._is_needed = topology.rank, topology.device == "cuda" and topology.world_size > 1
-        self._timeout_s = timeout_s
-        self._file = None if directory is None else directory / f"{_FILE}{topology.rank}.json"
-        self._activity = activity
-        self._is_over = threading.Event()
-
-    def __enter__(self) -> Self:
-        if self._is_needed:
-            threading.Thread(target=self._run, name="aliquot-collective-watchdog", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(min(_INTERVAL_S, self._timeout_s / 10)):
-            hung = oldest_pending()
-            if hung is not None and hung.age_s > self._timeout_s and not self._is_over.is_set():
-                self._end(hung)
-
-    def _end(self, hung: Collective) -> None:
-        place = ""
-        if (file := self._file) is not None and bounded_call(partial(self._write, file)):
-            place = f"; the collectives of every rank: {file.with_name(f'{_FILE}*.json')}"
-        message = (
-            f"{hung} has not ended for {hung.age_s:.0f} s (launch.step_timeout_s) while {self._activity()}: is a rank"
-            f" missing, or does a firewall or security group block NCCL?{place} [hung]"
-        )
-        end_rank(RankError(self._rank, "training", message, f"{message}\n", time.time()))
-
-    @staticmethod
-    def _write(file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        publish_text(file, torch._C._distributed_c10d._dump_nccl_trace_json().decode())  # type: ignore[attr-defined]
+def write_collectives(file: Path) -> None:
+    """Write the unfinished collectives of this process, as torch records them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    publish_text(file, torch._C._distributed_c10d._dump_nccl_trace_json().decode())  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def finish_run(trainer: Trainer) -> Path | None:
     # A process that has trained no step has not measured the memory that training needs.
     has_steps = progress.step > trainer.start.step
     rows = trainer.publish_ledger() if has_steps else []
-    trainer.heartbeat.stop()
+    trainer.liveness.heartbeat.stop()
     if trainer.ranks.rank == 0:
         speed = trainer.recorder.meter.overall()
         outcome = run_summary.Outcome(rows, speed, text, exported, trainer.resolved.is_chat)

@@ -17,14 +17,12 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import CallbackError
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.distributed.config_consistency import check_configs
-from aliquot.distributed.flight_recorder import CollectiveWatchdog, record_collectives
-from aliquot.distributed.heartbeat import SILENT_S, Heartbeat
-from aliquot.distributed.idle_watchdog import IdleWatchdog
+from aliquot.distributed.flight_recorder import record_collectives
 from aliquot.distributed.launcher import launch_mode
+from aliquot.distributed.liveness.liveness import Liveness, StepWatchdog
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks
 from aliquot.distributed.topology import choose_device, place_rank
-from aliquot.distributed.watchdog import Watchdog
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.machine.cpu import read_cpu
 from aliquot.machine.facts import machine_facts
@@ -51,10 +49,8 @@ from aliquot.run.training_loop import TrainingLoop, TrainingProgress
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.publish import restore_former
 
-# gloo's collectives may wait this long, because reading a terabyte of text takes more than a day. Other mechanisms end
-# a failed run earlier. The exit of a rank ends all ranks. The heartbeat ends a run with a lost node. The idle watchdog
-# ends a run that does nothing, and the watchdog ends a run whose training step takes too long. NCCL's collectives have
-# a watchdog and a timeout of their own, because a rank that waits for NCCL looks busy.
+# gloo's collectives may wait this long, because reading a terabyte of text takes more than a day. The exit of a
+# rank ends all ranks, and the watchdogs of distributed/liveness end a run that hangs.
 _COLLECTIVE_TIMEOUT_S = 30 * 24 * 3600.0
 
 
@@ -150,11 +146,8 @@ class Trainer:
                 record_collectives(logs)
             self.ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, launch.join_timeout_s, timeout_s)
         stack.enter_context(self.ranks.closing())
-        describe, store = self.activity.describe, self.ranks.store
-        self.heartbeat = stack.enter_context(Heartbeat(topology, store, min(SILENT_S, timeout_s), describe))
-        stack.enter_context(CollectiveWatchdog(topology, timeout_s, logs, describe))
-        stack_file = None if logs is None else logs / f"still-rank-{topology.rank}.txt"
-        stack.enter_context(IdleWatchdog(topology, store, timeout_s, stack_file, describe, self.heartbeat.explain_hang))
+        liveness = Liveness(topology, self.ranks.store, timeout_s, self.activity.describe, logs)
+        self.liveness = stack.enter_context(liveness)
         gpu = current_gpu(topology.device) if self._trains else None
         self.machine = self.ranks.broadcast(machine) or {}
         self.display = Display(self.requested.observe.console, enabled=topology.is_first)
@@ -172,7 +165,7 @@ class Trainer:
                 config.checkpoint.grace_s,
                 speaks=ranks.rank == 0,
                 describe_loss=partial(_describe_loss, self.directory),
-                announce_end=self.heartbeat.announce_end,
+                announce_end=self.liveness.heartbeat.announce_end,
                 has_mirror=config.checkpoint.mirror is not None,
             )
         )
@@ -253,7 +246,8 @@ class Trainer:
         self.files = files_beside_weights(self.resolved, self.model)
         self.memory_release = PeriodicRelease(start.step)
         self.progress = TrainingProgress(start.step, self.total_steps, start.tokens, start.step, start.evaluations)
-        with self._recorder() as self.recorder, self._watchdog() as self.watchdog:
+        stack_file = self.directory.logs / f"stacks-rank-{self.ranks.rank}.txt"
+        with self._recorder() as self.recorder, StepWatchdog(self.liveness.rank, stack_file) as self.watchdog:
             self.shutdown.on_request = self.watchdog.hurry
             self.checkpoints = RunCheckpoints(self)
             try:
@@ -274,14 +268,6 @@ class Trainer:
             ),
             self.model.clock, lambda: ceiling(ranks, precision, again=True).flops_per_s,
             steps_before=self.start.step, total_steps=self.total_steps,
-        )  # fmt: skip
-
-    def _watchdog(self) -> Watchdog:
-        rank, world_size = self.ranks.rank, self.ranks.world_size
-        stack_file = self.directory.logs / f"stacks-rank-{rank}.txt"
-        return Watchdog(
-            self.config.launch.step_timeout_s, stack_file, rank, world_size, self.activity.describe,
-            self.heartbeat.explain_hang,
         )  # fmt: skip
 
     def requested_signal(self) -> int:

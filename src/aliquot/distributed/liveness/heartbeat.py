@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self, cast
 
 # Public, but not re-exported for type checkers.
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from aliquot.core.errors import UserError
+from aliquot.distributed.liveness.watchdog import Watchdog
 from aliquot.distributed.rank_errors import RankError, classify, end_rank
 from aliquot.distributed.topology import Topology
 
@@ -30,7 +32,7 @@ _END = "heartbeat/end"  # the key under which the first rank that ends early wri
 _LATE_BEATS = 3  # intervals without a heartbeat of a node after which its silence explains why this node hangs
 
 
-class Heartbeat:
+class Heartbeat(Watchdog):
     """A context manager of every rank that ends this process when another node is lost.
 
     If another node sends no heartbeat for `timeout_s`, this process ends with code 1. Its error line names the activity
@@ -39,33 +41,29 @@ class Heartbeat:
 
     def __init__(self, topology: Topology, store: Store | None, timeout_s: float, activity: Callable[[], str]) -> None:
         """`store`: the rendezvous store; None for a single rank. `activity` returns what this node is doing."""
+        super().__init__(min(_INTERVAL_S, timeout_s / 4))
         self._topology = topology
         self._timeout_s = timeout_s
         self._activity = activity
-        self._interval_s = min(_INTERVAL_S, timeout_s / 4)
-        self._is_over = threading.Event()
         self._failure: Exception | None = None  # error of the last exchange with the store
         self._store: Store | None = None
-        self._watches = False
-        if store is None or topology.nodes == 1:
-            return
-        # The clone has a separate connection, because other threads block the store's connection while they wait. The
-        # type stubs lack clone(). A request to an unreachable node may never return, so another thread checks the time.
-        clone: Store = cast(Any, store).clone()
-        self._store = clone
-        self._watches = topology.local_rank == 0
-        if not self._watches:
-            return
+        if store is not None and topology.nodes > 1:
+            # The clone has a separate connection, because other threads block the store's connection while they wait.
+            # The type stubs lack clone().
+            self._store = cast(Any, store).clone()
         watched = range(1, topology.nodes) if topology.node_rank == 0 else [0]
         self._heard_at = dict.fromkeys(watched, time.monotonic())
         self._last_beats: dict[int, dict[str, str | int]] = {}
-        for work in (lambda: self._exchange_beats(clone), self._watch_clock):
-            threading.Thread(target=work, name="aliquot-heartbeat", daemon=True).start()
+        self._count = 0  # of the heartbeats of this node
 
     def __enter__(self) -> Self:
+        if self._store is not None and self._topology.local_rank == 0:
+            # A request to an unreachable node may never return, so another thread checks the time.
+            self.repeat(partial(self._exchange_beats, self._store))
+            self.repeat(self.check)
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # All ranks raise the same UserError, and each reports the error itself.
         if error is not None and not isinstance(error, UserError):
             text = str(error).strip().partition("\n")[0]
@@ -75,7 +73,7 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Stop sending and watching heartbeats. Further calls have no effect."""
-        self._is_over.set()
+        self.is_over.set()
 
     def announce_end(self, reason: str, waits: bool = True) -> None:
         """Tell the other nodes why this rank ends, for example `stopped by SIGTERM`.
@@ -83,7 +81,7 @@ class Heartbeat:
         With `waits`, returns after the other nodes have had time to read the reason; otherwise they would report lost
         connections.
         """
-        if self._store is None or self._is_over.is_set():
+        if self._store is None or self.is_over.is_set():
             return
         self.stop()
         # The request runs in a thread, because a request to an unreachable node may never return.
@@ -91,7 +89,7 @@ class Heartbeat:
         request.start()
         request.join(_FAREWELL_S)
         if waits:
-            time.sleep(2 * self._interval_s)
+            time.sleep(2 * self.interval_s)
 
     def _write_end(self, store: Store, reason: str) -> None:
         # Later ends only follow from the first. An error means that node 0 has ended, and so has the run.
@@ -105,46 +103,42 @@ class Heartbeat:
         A watchdog calls this when it finds a hang. The watchdog's timeout may have started before the other node became
         silent, so the watchdog may act before the heartbeat does.
         """
-        if self._topology.nodes == 1 or self._is_over.is_set():
+        if self._topology.nodes == 1 or self.is_over.is_set():
             return
-        if not self._watches:  # if the first rank of this node ends, this rank ends as well
-            time.sleep(_LATE_BEATS * self._interval_s)
+        if self._topology.local_rank:  # if the first rank of this node ends, this rank ends as well
+            time.sleep(_LATE_BEATS * self.interval_s)
         else:
-            self._end_if_silent(_LATE_BEATS * self._interval_s)
+            self._end_if_silent(_LATE_BEATS * self.interval_s)
 
     def _beat(self, count: int) -> dict[str, str | int]:
         return {"beats": count, "doing": self._activity(), "host": platform.node()}
 
     def _exchange_beats(self, store: Store) -> None:
-        count = 0
-        while not self._is_over.wait(self._interval_s if count else 0):
-            count += 1
-            try:
-                if store.check([_END]):
-                    self._heed_end(json.loads(store.get(_END)))
-                store.set(f"heartbeat/{self._topology.node_rank}", json.dumps(self._beat(count)))
-                for node in self._heard_at:
-                    if not store.check([f"heartbeat/{node}"]):
-                        continue
-                    beat = json.loads(store.get(f"heartbeat/{node}"))
-                    if beat != self._last_beats.get(node):
-                        self._last_beats[node], self._heard_at[node] = beat, time.monotonic()
-            except Exception as error:
-                # Node 0 has ended or is unreachable. The thread must go on after any other error as well: without its
-                # heartbeats the other nodes would end the run, although this node works.
-                self._failure = error
-                time.sleep(self._interval_s)
-            else:
-                self._failure = None
+        self._count += 1
+        try:
+            if store.check([_END]):
+                self._heed_end(json.loads(store.get(_END)))
+            store.set(f"heartbeat/{self._topology.node_rank}", json.dumps(self._beat(self._count)))
+            for node in self._heard_at:
+                if not store.check([f"heartbeat/{node}"]):
+                    continue
+                beat = json.loads(store.get(f"heartbeat/{node}"))
+                if beat != self._last_beats.get(node):
+                    self._last_beats[node], self._heard_at[node] = beat, time.monotonic()
+        except Exception as error:
+            # Node 0 has ended or is unreachable. The thread must go on after any other error as well: without its
+            # heartbeats the other nodes would end the run, although this node works.
+            self._failure = error
+        else:
+            self._failure = None
 
     def _heed_end(self, end: dict[str, Any]) -> None:
         """End this process if another node has ended. A rank of this node reports its error to the launcher itself."""
-        if end["node"] != self._topology.node_rank and not self._is_over.is_set():
+        if end["node"] != self._topology.node_rank and not self.is_over.is_set():
             self._end(f"node {end['node']} ({end['host']}) was {end['reason']} while {end['doing']}")
 
-    def _watch_clock(self) -> None:
-        while not self._is_over.wait(self._interval_s):
-            self._end_if_silent(self._timeout_s)
+    def check(self) -> None:
+        self._end_if_silent(self._timeout_s)
 
     def _end_if_silent(self, longest_s: float) -> None:
         for node, heard_at in self._heard_at.items():

@@ -1,4 +1,4 @@
-"""The idle watchdog: end a run that hangs outside of training steps, where work may take any time.
+"""The idle watch: end a run that hangs outside of training steps, where work may take any time.
 
 Such work, for example tokenising a corpus or loading weights, uses the CPU or a disk; a run that hangs uses neither.
 The error line names the ranks for which the other ranks wait.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import psutil
 
@@ -22,10 +21,8 @@ import psutil
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
 from aliquot.core.small_files import open_unlinked
-from aliquot.distributed.flight_recorder import describe_pending
-from aliquot.distributed.rank_errors import RankError, bounded_call, end_rank
-from aliquot.distributed.stuck_ranks import all_stack_files, describe_stuck_ranks
-from aliquot.distributed.topology import Topology
+from aliquot.distributed.liveness.watchdog import Watchdog, WatchedRank
+from aliquot.distributed.rank_errors import bounded_call
 from aliquot.machine.memory import unwritten_bytes
 
 _CHECKS = 30  # consecutive idle checks that end a run; a suspended process makes no checks, so its pause does not count
@@ -37,65 +34,57 @@ _BUSY_CORES = 0.02
 _BUSY_BYTES_PER_S = 16384
 
 
-class IdleWatchdog:
-    """A context manager of every rank that ends the run when no rank has done any work for `timeout_s`.
+class IdleWatchdog(Watchdog):
+    """A context manager of every rank that ends the run when no rank has done any work within the timeout.
 
-    All ranks write their stack traces to `stack_file` (None: to stderr), and the run ends with code 1. If a rank has
-    not written its stack traces, because its host does not answer, the other ranks wait `timeout_s` longer.
+    All ranks write their stack traces to `still-rank-N.txt` in the directory of logs, and the run ends with code 1. If
+    a rank has not written its stack traces, because its host does not answer, the other ranks wait one timeout longer.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        store: Store | None,
-        timeout_s: float,
-        stack_file: Path | None,
-        activity: Callable[[], str],
-        explain_hang: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`store` is the rendezvous store; None for a single rank. `activity`, `explain_hang`: as in `Watchdog`."""
-        self._topology = topology
-        self._timeout_s = timeout_s
-        self._interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS)
-        self._checks = round(timeout_s / self._interval_s)
-        self._stack_file = stack_file
-        self._activity = activity
-        self._explain_hang = explain_hang
+    def __init__(self, rank: WatchedRank, store: Store | None) -> None:
+        """`store` is the rendezvous store; None for a single rank."""
+        super().__init__(min(_LONGEST_INTERVAL_S, rank.timeout_s / _CHECKS))
+        self._rank = rank
+        self._checks = round(rank.timeout_s / self.interval_s)
+        self._stack_file = rank.file("still-rank-{}.txt")
         # The clone has a separate connection, because other threads block the store's connection while they wait. The
         # type stubs lack clone().
         self._store: Store = HashStore() if store is None else cast(Any, store).clone()
-        self._is_over = threading.Event()
+        self._last_count = self._idle_checks = 0
 
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._run, name="aliquot-idle-watchdog", daemon=True).start()
-        return self
+    @cached_property
+    def _meter(self) -> _WorkMeter:  # created in the thread that measures
+        return _WorkMeter()
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._is_over.set()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.is_over.set()
         # Without an error the run has continued, so the stack traces are obsolete. After an error they stay, because
         # this rank may only have lost the connection to a rank that reports a hang.
         if kind is None and self._stack_file is not None:
             self._stack_file.unlink(missing_ok=True)
 
-    def _run(self) -> None:
+    def check(self) -> None:
         with suppress(DistError):  # node 0 has ended or is unreachable; the heartbeat reports that
-            self._check_all()
+            self._check_all_ranks()
 
-    def _check_all(self) -> None:
-        meter, last_count, idle_checks = _WorkMeter(), 0, 0
-        while not self._is_over.wait(self._interval_s):
-            # The value of the key is the number of checks, over all ranks, at which a rank had worked.
-            count = self._store.add("idle-watchdog", int(meter.has_worked(self._interval_s)))
-            idle_checks = idle_checks + 1 if count == last_count else 0
-            last_count = count
-            stacks_key = f"idle-watchdog-stacks-{last_count}"  # counts the ranks that have written their stack traces
-            if idle_checks == self._checks - _STACKS_AHEAD:
-                if bounded_call(self._write_stacks):
-                    self._store.add(stacks_key, 1)
-                meter.has_worked(self._interval_s)  # do not count the work of writing stacks
-            all_written = idle_checks >= self._checks and self._store.add(stacks_key, 0) >= self._topology.world_size
-            if (all_written or idle_checks >= 2 * self._checks) and not self._is_over.is_set():
-                self._end()
+    def _check_all_ranks(self) -> None:
+        # The value of the key is the number of checks, over all ranks, at which a rank had worked.
+        count = self._store.add("idle-watchdog", int(self._meter.has_worked(self.interval_s)))
+        self._idle_checks = self._idle_checks + 1 if count == self._last_count else 0
+        self._last_count = count
+        stacks_key = f"idle-watchdog-stacks-{count}"  # counts the ranks that have written their stack traces
+        if self._idle_checks == self._checks - _STACKS_AHEAD:
+            if bounded_call(self._write_stacks):
+                self._store.add(stacks_key, 1)
+            self._meter.has_worked(self.interval_s)  # do not count the work of writing stacks
+        world_size = self._rank.topology.world_size
+        all_written = self._idle_checks >= self._checks and self._store.add(stacks_key, 0) >= world_size
+        if (all_written or self._idle_checks >= 2 * self._checks) and not self.is_over.is_set():
+            self._rank.end_by_hang(
+                f"no rank has computed, read or written anything for {self._rank.timeout_s:g} s"
+                " (launch.step_timeout_s)",
+                self._stack_file,
+            )
 
     def _write_stacks(self) -> None:
         if self._stack_file is None:
@@ -104,18 +93,6 @@ class IdleWatchdog:
         self._stack_file.parent.mkdir(parents=True, exist_ok=True)
         with open_unlinked(self._stack_file, "w") as file:
             faulthandler.dump_traceback(file)
-
-    def _end(self) -> None:
-        self._explain_hang()
-        stuck, place = "", "above"
-        if self._stack_file is not None:
-            stuck = describe_stuck_ranks(self._stack_file, self._topology.world_size)
-            place = str(all_stack_files(self._stack_file))
-        message = (
-            f"no rank has computed, read or written anything for {self._timeout_s:g} s (launch.step_timeout_s) while"
-            f" {self._activity()}{describe_pending()}{stuck}; where every rank was: {place} [hung]"
-        )
-        end_rank(RankError(self._topology.rank, "training", message, f"{message}\n", time.time()))
 
 
 @dataclass(frozen=True)

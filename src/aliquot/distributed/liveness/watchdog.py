@@ -1,12 +1,22 @@
-"""Find the ranks for which the other ranks of a hanging run wait, from the stack traces of all ranks."""
+"""What all watchdogs share: a thread, and the end of a rank whose run hangs.
+
+The error line names the ranks for which the other ranks wait, according to the stack traces of all ranks.
+"""
 
 from __future__ import annotations
 
 import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, Self
 
 from aliquot.core.small_files import read_small_file
-from aliquot.distributed.rank_errors import bounded_value
+from aliquot.distributed.flight_recorder import describe_pending
+from aliquot.distributed.rank_errors import RankError, bounded_value, end_rank
+from aliquot.distributed.topology import Topology
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
@@ -15,6 +25,65 @@ _WAITING = re.compile(  # "file function" of a frame that waits for other ranks
     r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
     r"|engines/host/gradient_exchange\.py _wait_for_space$"
 )
+
+
+class Watchdog:
+    """A context manager that calls `check` again and again in a thread, until the context ends.
+
+    Each watchdog has a thread of its own, because a check may wait for a disk or for another host.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self.is_over = threading.Event()
+
+    def check(self) -> None:
+        """Look once, and end this process if the run hangs."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self.repeat(self.check)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.is_over.set()
+
+    def repeat(self, check: Callable[[], None]) -> None:
+        """Call `check` in a thread, once an interval."""
+
+        def run() -> None:
+            while not self.is_over.wait(self.interval_s):
+                check()
+
+        threading.Thread(target=run, name=f"aliquot-{type(self).__name__}", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class WatchedRank:
+    """The rank that watchdogs observe, and how it ends if its run hangs."""
+
+    topology: Topology
+    timeout_s: float  # launch.step_timeout_s
+    activity: Callable[[], str]  # returns what the rank is doing, for error lines
+    logs: Path | None = None  # the directory of stack traces; None: they go to stderr
+    explain_hang: Callable[[], None] = lambda: None  # called first; may end the process itself (see Heartbeat)
+
+    def file(self, name: str) -> Path | None:
+        """Return the path of a file of this rank in the directory of stack traces."""
+        return None if self.logs is None else self.logs / name.format(self.topology.rank)
+
+    def end(self, message: str) -> NoReturn:
+        """End this process with code 1 and an error line."""
+        end_rank(RankError(self.topology.rank, "training", f"{message} [hung]", f"{message} [hung]\n", time.time()))
+
+    def end_by_hang(self, message: str, stack_file: Path | None) -> NoReturn:
+        """End this process. The error line says for what it waits, after all ranks have written their stack files."""
+        self.explain_hang()
+        stuck, place = "", "above"
+        if stack_file is not None:
+            stuck = describe_stuck_ranks(stack_file, self.topology.world_size)
+            place = str(all_stack_files(stack_file))
+        self.end(f"{message} while {self.activity()}{describe_pending()}{stuck}; where every rank was: {place}")
 
 
 def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
