@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -183,6 +183,15 @@ class _Link(threading.Thread):
             self._pending = None
 
 
+@dataclass(frozen=True)
+class _Renewal:
+    """The last renewal of a lease that this node has seen."""
+
+    round: int
+    at: float  # by the clock of the file system
+    seen_at: float  # when this node first saw this renewal, by its monotonic clock
+
+
 class _Node:
     """The state of this node: its link to the leader, and whether this node leads."""
 
@@ -192,11 +201,7 @@ class _Node:
         self._launch, self._claims, self._automatic, self._run = launch, claims, automatic, run
         self._leader: Leader | None = None
         self._last: frozenset[str] | None = None  # ids of the nodes of the last round, without its leader
-        self._still: tuple[int, float, float] = (
-            0,
-            0.0,
-            0.0,
-        )  # a round, the last renewal of its lease, and when this node first saw that renewal
+        self._renewal = _Renewal(0, 0.0, 0.0)
 
     def next_order(self) -> Message:
         """Return the next `start` or `end` message of a living leader. Raises RendezvousError."""
@@ -279,9 +284,9 @@ class _Node:
         if link is not None and (link.dismissed or connection_failure(link.peer.address, claim.port) == UNSERVED):
             return True
         then, ago_s = self._claims.beaten(claim.number)
-        if self._still[:2] != (claim.number, then):
-            self._still = (claim.number, then, time.monotonic())
-        return ago_s > DEAD_S and time.monotonic() - self._still[2] > _SEEN_S
+        if (self._renewal.round, self._renewal.at) != (claim.number, then):
+            self._renewal = _Renewal(claim.number, then, time.monotonic())
+        return ago_s > DEAD_S and time.monotonic() - self._renewal.seen_at > _SEEN_S
 
     def _lead(self, newest: Claim | None) -> _Link | None:
         """Become the leader of the next round; None if another node was first."""

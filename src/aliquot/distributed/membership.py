@@ -21,9 +21,11 @@ from dataclasses import dataclass, field, replace
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import NodesDifferError, RendezvousError, StorageError, UserError
 from aliquot.distributed.config_consistency import describe_differences
+from aliquot.distributed.gloo_interface import listening_address
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import Claim, Claims, newest_round
 from aliquot.distributed.rank_errors import Ended, judge
+from aliquot.distributed.store_server import serve_store
 
 BEAT_S = 1.0
 SILENT_S = 6.0  # a node that is silent for this long counts as lost
@@ -290,15 +292,14 @@ class Leader:
             may = "1 more node may come: one" if more == 1 else f"{more} more nodes may come: those"
             self._run.tell(f"{may} with the same run directory, {self._claims.directory}")
         ranks = min(member.ranks for member in members) if all(member.automatic for member in members) else None
-        with socket.socket(self._listeners[0].family) as probe:
-            probe.bind((self._listeners[0].getsockname()[0], 0))  # reserve a free port: bind, but do not listen
-            port = probe.getsockname()[1]
         address = members[1].peer.own_address if len(members) > 1 else "127.0.0.1"
+        # The ranks of this node, which is node 0 of the round, find the store in this process by its port.
+        self._store = serve_store(listening_address(address), 0)
         for node, member in enumerate(members):
             member.ended = None
             member.peer.send(
                 "start", round=number, node=node, nodes=len(members), address=address if node == 0 else None,
-                port=port, ranks=ranks or member.ranks, ids=[node.id for node in members],
+                port=self._store.port, ranks=ranks or member.ranks, ids=[node.id for node in members],
             )  # fmt: skip
         for member in spare:
             member.peer.send("wait", text=f"{_nodes(len(members))}, the maximum: this node waits for a place")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from typing import Any, Literal
@@ -20,11 +19,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from aliquot.config.schema import LaunchSection
+from aliquot.core.errors import UserError
 from aliquot.core.python_command import python_command
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.distributed.ranks import Ranks, gather
-from aliquot.distributed.run_secret import SECRET_VARIABLE, new_secret
+from aliquot.distributed.rendezvous import NodeGroup, single_node
+from aliquot.distributed.run_secret import SECRET_VARIABLE
 from aliquot.distributed.topology import place_rank
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.cgroup import read_text
@@ -41,11 +42,11 @@ _PRECISIONS: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
 
 def run_two_ranks(subject: Subject) -> dict[str, Any]:
     """Run two ranks for a few seconds. Return the report of rank 0, or {"failure": last line of the error}."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    secret = new_secret()
-    processes = [_start(rank, port, secret, subject) for rank in range(2)]
+    try:
+        group = single_node()
+    except UserError as error:
+        return {"failure": error.line}
+    processes = [_start(rank, group, subject) for rank in range(2)]
     try:
         outputs = [process.communicate(timeout=_PROCESS_TIMEOUT_S) for process in processes]
     except subprocess.TimeoutExpired:
@@ -62,10 +63,11 @@ def run_two_ranks(subject: Subject) -> dict[str, Any]:
     return report
 
 
-def _start(rank: int, port: str, secret: str, subject: Subject) -> subprocess.Popen[str]:
+def _start(rank: int, group: NodeGroup, subject: Subject) -> subprocess.Popen[str]:
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    variables[SECRET_VARIABLE] = secret
+    variables |= {"MASTER_ADDR": group.address, "MASTER_PORT": str(group.port), "GROUP_RANK": "0"}
+    variables |= {"GROUP_WORLD_SIZE": "1", SECRET_VARIABLE: group.secret}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": group.run_id}
     inherited = {name: value for name, value in subject.environ.items() if not name.startswith("TORCHELASTIC")}
     command = python_command("-m", "aliquot.doctor.two_ranks")
     pipe = subprocess.PIPE
