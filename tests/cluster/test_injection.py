@@ -81,7 +81,7 @@ def shape(value: Any) -> Any:
 BASELINE = {name: shape(document) for name, document in documents(job_of("text", "name", "word")).items()}
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(80))
 @given(text=texts, name=names, word=words)
 def test_values_stay_values(text: str, name: str, word: str) -> None:
     job = job_of(text, name, word)

@@ -106,7 +106,7 @@ ZAMBA = {
 }  # fmt: skip
 
 # Deep enough that for evaluation transformers would divide weights.
-RWKV = {"model_type": "rwkv", "num_hidden_layers": 4, "rescale_every": 2, "context_length": 64}
+RWKV = {"model_type": "rwkv", "num_hidden_layers": 2, "rescale_every": 1, "context_length": 64}
 
 EXPERTS = {"num_experts": 24, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
 
@@ -137,7 +137,7 @@ CASES = {
         Case("llama-bf16-rated", {"model_type": "llama"}, precision="bf16", rated=True, steps=2),
         Case("llama-bf16-far", {"model_type": "llama"}, precision="bf16", steps=FAR),
         Case("llama-compiled", {"model_type": "llama"}, precision="bf16", compile="layers", steps=FAR),
-        Case("llama-int8", {"model_type": "llama"}, precision="bf16", states="int8", steps=3),
+        Case("llama-int8", {"model_type": "llama"}, precision="bf16", states="int8", steps=2),
         Case("llama-frugal", {"model_type": "llama"}, precision="bf16", states="int8", steps=FAR),
         Case("llama-bf16-states", {"model_type": "llama"}, precision="bf16", states="bf16", steps=FAR),
         Case("gemma2", {"model_type": "gemma2", "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}, steps=3),
@@ -167,7 +167,7 @@ CASES = {
             "llama-deep",
             {"model_type": "llama", "num_hidden_layers": 5},
             precision="bf16",
-            steps=3,
+            steps=2,
             written_twice=True,
         ),
         Case(
@@ -192,7 +192,7 @@ CASES = {
             steps=3,
         ),
         Case(
-            "llama-deep-lora", {"model_type": "llama", "num_hidden_layers": 5}, adapter=LORA, precision="bf16", steps=3
+            "llama-deep-lora", {"model_type": "llama", "num_hidden_layers": 5}, adapter=LORA, precision="bf16", steps=2
         ),
         Case(
             "llama-deep-lora-full",
@@ -216,7 +216,7 @@ CASES = {
             },
             precision="bf16",
             checkpointing="full",
-            steps=3,
+            steps=2,
         ),
         Case("mistral-window", {"model_type": "mistral", "sliding_window": 6}, steps=3),
         # Neither what is looked up nor the layers above it learn.

@@ -86,7 +86,7 @@ def test_proof_finds_a_fault_of_the_kernel_that_trains(fault: str, monkeypatch: 
 
 def test_on_gpus_a_model_without_windows_is_proven_with_a_long_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Faulty, "fault", "blocks")
-    spec = replace(BF16, document_tokens=4096)
+    spec = replace(BF16, document_tokens=1024)
     call, attention = replace(CALL, scoring=Scoring(0.125)), Faulty(varlen_stand_in, flex_stand_in)
     cpu, tokens = torch.device("cpu"), attention_proof._TOKENS_ON_GPU
     assert attention_proof._difference(call, attention, spec, cpu, 0) is None

@@ -17,7 +17,7 @@ ON_DISK = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
 EXPERTS = ["moe-bf16-full"]
 DEEP = ["llama-deep", "llama-deep-full"]
 ONCE = ["llama-bf16-once", "qwen2-tied-once"]  # one micro-batch a step
-COPIED = ["qwen2-tied", "llama-deep-lora", *EXPERTS]
+COPIED = ["qwen2-tied", "llama-deep-lora"]
 DEEP_FROZEN = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
 
 # The setups, named by the axes in which they differ.
@@ -43,8 +43,9 @@ MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
     (FSDP_SHARED, "base"): ["llama", "gemma2"],
     (FSDP_SHARED, "lora"): ["llama-lora"],
     # One host, state in memory.
-    (HOST, "base"): ["llama", "llama-int8", "qwen2-tied", "llama-deep", "llama-deep-lora", *EXPERTS, *ONCE, "gemma2"],
+    (HOST, "base"): ["llama", "llama-int8", "qwen2-tied", "llama-deep", "llama-deep-lora", *ONCE, "gemma2"],
     (HOST, "again"): [*ON_DISK, *EXPERTS],
+    (HOST, "experts"): EXPERTS,
     (HOST, "bf16"): ["llama-bf16"],
     (HOST, "far"): ["llama-bf16-far", "llama-frugal", "llama-bf16-states"],
     (HOST, "frozen"): ["llama-frozen", *DEEP_FROZEN[:2], "llama-lora", "deepseek-deep-bf16"],
@@ -86,6 +87,7 @@ MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
     (COPIES, "base"): COPIED,
     (COPIES, "more"): [*ONCE, "llama-int8", "gemma2", "llama-deep"],
     (COPIES, "bf16"): ["llama-bf16"],
+    (COPIES, "experts"): EXPERTS,
     (COPIES_DISK, "base"): ["llama-int8", "qwen2-tied"],
     (COPIES_DISK, "streamed"): ["llama-deep"],
     (COPIES_HOSTS, "base"): [*ONCE, "llama-reduced-once"],
@@ -156,12 +158,12 @@ def test_host_engine_is_reproducible(runs: Runs[str]) -> None:
 @pytest.mark.long
 def test_experts_are_reproducible(runs: Runs[str]) -> None:
     """Pieces of several experts, some without a token; recomputed, in bf16, with biases."""
-    same(runs[world(HOST)], runs[world(HOST, "again")], "moe-bf16-full")
+    same(runs[world(HOST, "experts")], runs[world(HOST, "again")], "moe-bf16-full")
 
 
 @pytest.mark.long
 def test_experts_are_the_same_on_disk(runs: Runs[str]) -> None:
-    same(runs[world(HOST)], runs[world(DISK, "experts")], "moe-bf16-full")
+    same(runs[world(HOST, "experts")], runs[world(DISK, "experts")], "moe-bf16-full")
 
 
 @pytest.mark.long
@@ -238,6 +240,7 @@ def test_compiled_streamed_layers_change_no_bit(runs: Runs[str]) -> None:
         (world(COPIES), world(HOST), COPIED, 2),
         pytest.param(world(COPIES, "more"), world(HOST), MATRIX[COPIES, "more"], 2, marks=LONG),
         pytest.param(world(COPIES, "bf16"), world(HOST, "bf16"), ["llama-bf16"], 2, marks=LONG),
+        pytest.param(world(COPIES, "experts"), world(HOST, "experts"), EXPERTS, 2, marks=LONG),
         pytest.param(world(COPIES_DISK), world(HOST), MATRIX[COPIES_DISK, "base"], 2, marks=LONG),
         pytest.param(world(COPIES_HOSTS), world(HOSTS), MATRIX[COPIES_HOSTS, "base"], 2, marks=LONG),
         pytest.param(world(COPIES_HOSTS, "accumulated"), world(HOSTS, "accumulated"), ["qwen2-tied"], 2, marks=LONG),

@@ -163,11 +163,11 @@ def chat_with(tokenizer: Any) -> None:
     [
         (LOOPS, encoded, "loops for ever"),
         (LOOPS, encoded_in_a_thread, "loops for ever"),
-        (MARKED + LOOPS, encoded, "loops for ever"),
+        pytest.param(MARKED + LOOPS, encoded, "loops for ever", marks=pytest.mark.long),
         (LOOPS, chat_with, "loops for ever"),
         (POWER, encoded, "loops for ever"),
         (WIDE, encoded, "more than 256 MiB"),
-        (WIDE, chat_with, "more than 256 MiB"),
+        pytest.param(WIDE, chat_with, "more than 256 MiB", marks=pytest.mark.long),
     ],
 )
 def test_limits_of_a_template(

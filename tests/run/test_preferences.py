@@ -29,7 +29,7 @@ from aliquot.data.workload import batch_size
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.run.evaluate import evaluate_model
 from tests import plain
-from tests.runs import WORDS, command, curve, killed_when, refused, trained, write_config
+from tests.runs import WORDS, curve, killed_when, refused, trained, write_config
 
 LORA = {"adapter": {"r": 3, "alpha": 12.0}}
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
@@ -232,7 +232,9 @@ def test_a_run_goes_on_with_the_reference_of_its_beginning(folder: Path, whole: 
         np.testing.assert_allclose(again, numbers, rtol=1e-5)
 
 
-def test_reference_is_of_the_model_and_without_dropout(folder: Path, tmp_path: Path) -> None:
+def test_reference_is_of_the_model_and_without_dropout(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same file name with values of another model, an edited config.json, and other weights under a checkpoint."""
     shutil.copytree(folder / "model", tmp_path / "model")
     config = tmp_path / "model" / "config.json"
@@ -244,7 +246,8 @@ def test_reference_is_of_the_model_and_without_dropout(folder: Path, tmp_path: P
 
     def first_loss() -> float:
         shutil.rmtree(directory / "checkpoints", ignore_errors=True)
-        assert "dropout of model and adapter is off" in trained(file)
+        aliquot.train(aliquot.read_config(file))
+        assert "dropout of model and adapter is off" in capsys.readouterr().out
         return curve(directory)[1]
 
     assert first_loss() == pytest.approx(math.log(2), abs=1e-6)
@@ -259,8 +262,8 @@ def test_reference_is_of_the_model_and_without_dropout(folder: Path, tmp_path: P
     shutil.rmtree(directory / "checkpoints")
     for path in (directory / "reference").iterdir():
         path.write_bytes(hashlib.sha256(path.name.encode() + others).digest() + others)
-    result = command("train", file)
-    assert result.returncode == 2 and "in the reference, which is of another model" in result.stderr
+    with pytest.raises(UserError, match="in the reference, which is of another model"):
+        aliquot.train(aliquot.read_config(file))
 
 
 @pytest.mark.long

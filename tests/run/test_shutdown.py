@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 
 import pytest
 
@@ -46,6 +47,8 @@ given_back = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIG
 assert given_back == [signal.SIG_DFL, signal.default_int_handler]
 """
 
+LOSS = '"losing 3 steps"'
+COPYING = RANK.replace("    print(stop.requested", "    stop.enter(Phase.COPYING, 5)\n    print(stop.requested")
 BEFORE_ITS_FIRST_STEP = RANK.replace("stop.enter(", "print, (")
 
 
@@ -64,17 +67,33 @@ def test_every_phase_has_a_policy() -> None:
     assert set(_POLICIES) == set(Phase)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def wait_for(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    assert process.stdout is not None and process.stdout.readline() == f"{int(number)}\n"
+
+
+def ended(grace_s: float, how: str, *numbers: signal.Signals, program: str = RANK) -> tuple[int, str, str]:
+    """Send signals, the second one when the process has heard the first; return its exit code, stdout and stderr."""
+    with started(grace_s, how, program) as process:
+        for earlier, number in zip((None, *numbers), numbers, strict=False):
+            if earlier is not None:
+                wait_for(process, earlier)
+                time.sleep(0.6)  # until one more signal counts as another
+            process.send_signal(number)
+        output, errors = process.communicate(timeout=20)
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize("number", [SIGTERM, SIGINT])
 def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
     with started(60, "hangs") as process:
         process.send_signal(number)
-        assert process.stdout is not None and process.stdout.readline() == f"{int(number)}\n"
+        wait_for(process, number)
         process.send_signal(number)  # the same one, told by another: a launcher, whose whole control group is stopped
         time.sleep(0.6)
         assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(SIGINT)
         _, errors = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGINT
+    assert process.returncode == 128 + SIGINT
     assert errors.splitlines() == [
         f"aliquot: {number.name}: the run saves and stops after this step; a second signal ends it at once, losing 3"
         " steps",
@@ -82,66 +101,46 @@ def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
     ]
 
 
-def test_grace_over_while_copying_reports_saved_step() -> None:
-    saved = "    stop.enter(Phase.COPYING, 5)\n"
-    program = RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")
-    with started(0.3, "hangs", program) as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 143
-    assert "stopped by SIGTERM after step 5, which is saved" in errors and "not saved" not in errors
-
-
-def test_second_signal_while_copying_reports_saved_step() -> None:
-    saved = "    stop.enter(Phase.COPYING, 5)\n"
-    with started(60, "hangs", RANK.replace("    print(stop.requested", f"{saved}    print(stop.requested")) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
-        time.sleep(0.6)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    ended = "ended after step 5, which is saved: start again to continue"
-    assert errors.splitlines()[1] == f"aliquot: SIGINT is the second signal: {ended}"
-
-
-def test_signal_is_obeyed_though_run_directory_does_not_answer() -> None:
-    program = RANK.replace('describe_loss=lambda: "losing 3 steps"', "describe_loss=lambda: time.sleep(600)")
-    with started(4, "hangs", program) as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 4 s" in errors
-    assert (
-        "the run saves and stops after this step; a second signal ends it at once, losing an unknown number of steps"
-        in errors
-    )
+@pytest.mark.parametrize(
+    ("grace_s", "how", "program", "numbers", "code", "words"),
+    [
+        (0.1, "hangs", RANK, [SIGINT], 1, ["not saved within checkpoint.grace_s = 0.1 s of SIGINT"]),
+        (0.3, "hangs", COPYING, [SIGTERM], 143, ["stopped by SIGTERM after step 5, which is saved"]),
+        (60, "hangs", COPYING, [SIGTERM, SIGINT], 130,
+         ["\naliquot: SIGINT is the second signal: ended after step 5, which is saved: start again to continue\n"]),
+        (60, "hangs", BEFORE_ITS_FIRST_STEP, [SIGTERM], 143, ["before the first step was done: nothing is lost"]),
+        (60, "saved", RANK, [SIGTERM], 143,
+         ["after step 5, the last, which is saved: start again for the rest [terminated]"]),
+        # The run directory does not answer.
+        (4, "hangs", RANK.replace(LOSS, "time.sleep(600)"), [SIGTERM], 1,
+         ["after this step; a second signal ends it at once, losing an unknown number of steps",
+          "not saved within checkpoint.grace_s = 4 s"]),
+    ],
+)  # fmt: skip
+def test_end_says_what_is_saved_and_what_is_lost(
+    grace_s: float, how: str, program: str, numbers: list[signal.Signals], code: int, words: list[str]
+) -> None:
+    exit_code, _, errors = ended(grace_s, how, *numbers, program=program)
+    assert exit_code == code and all(text in errors for text in words), errors
+    assert ("not saved" in errors) == (code == 1)
 
 
 def test_signal_after_the_failure_of_a_rank_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "errors").write_text("the error of another rank")
     monkeypatch.setenv(ERROR_LOG, str(tmp_path / "errors"))
-    with started(60, "obeys") as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    assert "saves and stops" not in errors
+    assert "saves and stops" not in ended(60, "obeys", SIGTERM)[2]
 
 
 def test_rank_of_a_round_ignores_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIQUOT_ROUND", "1")
-    with started(1, "hangs") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 1 s" in errors  # it lived until then
+    code, _, errors = ended(1, "hangs", SIGTERM, SIGTERM)
+    assert code == 1 and "not saved within checkpoint.grace_s = 1 s" in errors  # it lived until then
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [SIGTERM, signal.SIGHUP])
 def test_shutdown_restores_the_signal_handlers(number: signal.Signals) -> None:
-    with started(60, "obeys") as process:
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=20)
-    assert process.returncode == 0 and "Assertion" not in errors
+    code, output, errors = ended(60, "obeys", number)
+    assert code == 0 and "Assertion" not in errors
     assert output.splitlines() == [str(int(number)), "over", "interrupted"]
 
 
@@ -152,8 +151,8 @@ def test_shutdown_obeys_with_a_full_stderr() -> None:
             descriptor = os.open(f"/proc/self/fd/{process.stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
             while True:
                 os.write(descriptor, bytes(1 << 16))
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        process.send_signal(SIGTERM)
+        wait_for(process, SIGTERM)
         assert process.wait(timeout=20) == 1, "after its grace"
         os.close(descriptor)
 
@@ -175,17 +174,9 @@ def test_shutdown_needs_the_main_thread() -> None:
 
 def test_ctrl_c_is_ignored_in_the_background() -> None:
     with started(60, "background") as process:
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None and process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
-        process.kill()
-
-
-def test_signal_before_the_first_step_ends_at_once() -> None:
-    with started(60, "hangs", BEFORE_ITS_FIRST_STEP) as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 143 and "before the first step was done: nothing is lost" in errors
+        process.send_signal(SIGINT)
+        process.send_signal(SIGTERM)
+        wait_for(process, SIGTERM)
 
 
 def test_signal_ends_process_whose_main_thread_blocks() -> None:
@@ -193,32 +184,13 @@ def test_signal_ends_process_whose_main_thread_blocks() -> None:
     never = "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; mutex = bytes(64); lock(mutex); lock(mutex)"
     program = BEFORE_ITS_FIRST_STEP.replace("as stop", ", announce_end=print) as stop")
     program = program.replace('"losing 3 steps")', '"losing 3 steps"').replace("time.sleep(0.01)", never, 1)
-    with started(60, "hangs", program) as process:
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130 and "stopped by SIGINT before the first step was done" in errors
+    code, output, errors = ended(60, "hangs", SIGINT, program=program)
+    assert code == 130 and "stopped by SIGINT before the first step was done" in errors
     assert output == "stopped by SIGINT\n"
-
-
-def test_end_of_the_grace_period_says_what_is_lost() -> None:
-    with started(0.1, "hangs") as process:
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 0.1 s of SIGINT" in errors
 
 
 def test_disarmed_shutdown_has_no_deadline() -> None:
     """Reports and dashboards may take longer than the grace period, because all is saved."""
     program = RANK.replace("    while sys.argv[2] !=", "    stop.disarm()\n    time.sleep(1)\n    while sys.argv[2] !=")
-    with started(0.5, "obeys", program) as process:
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=20)
-    assert output == f"{int(signal.SIGTERM)}\nover\n" and "not saved" not in errors
-
-
-def test_signal_after_the_last_save_ends_at_once() -> None:
-    with started(60, "saved") as process:
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 143
-    assert "after step 5, the last, which is saved: start again for the rest [terminated]" in errors
+    _, output, errors = ended(0.5, "obeys", SIGTERM, program=program)
+    assert output == f"{int(SIGTERM)}\nover\n" and "not saved" not in errors

@@ -67,7 +67,7 @@ def test_store_that_fails_in_mid_stream_ends_the_run_saved(s3: S3Server, tmp_pat
         for where, url in (("remote", f"s3://{BUCKET}/corpus/"), ("local", str(path)))
     )  # fmt: skip
     s3.fault = lambda environ: "503 Slow Down" if environ["PATH_INFO"].endswith("01.txt") else None
-    ended = runs.command("train", remote)
+    ended = runs.command("train", remote, environment={"AWS_MAX_ATTEMPTS": "2"})
     assert ended.returncode == 1, ended.stdout + ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "is saved: start again to continue" in line]
     assert line.startswith(f"aliquot: s3://{BUCKET}: GetObject: ") and line.endswith("[storage]")

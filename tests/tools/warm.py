@@ -4,6 +4,9 @@ A server (tests/tools/warm_server.py) has imported them and forks. What it forks
 environment, directory and exit code, is a child of the test that asked, and starts ranks through the same launcher;
 those are forked, too. What it does not have: a command line and an environment in /proc, an allocator of LD_PRELOAD,
 and what imports print or fail with. A few tests of each kind start real interpreters for that: `run(..., cold=True)`.
+
+The fork server of multiprocessing cannot serve: what it forks is its own child, with its own streams and environment,
+so that each test's `Popen` (wait, communicate, exit code, signals to its group) would have to be written anew.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import inspect
 import json
 import os
 import socket
@@ -44,32 +48,41 @@ def _server() -> socket.socket:
     return ours
 
 
-class Warm(subprocess.Popen[str]):
+class ForkedPopen(subprocess.Popen[str]):
+    """A process that `fork` makes, where Popen would start an interpreter; all else of Popen stays as it is."""
+
+    def fork(self, asked: Mapping[str, Any], streams: list[int]) -> int:
+        """Fork a process with these three streams and Popen's arguments, and return its id."""
+        raise NotImplementedError
+
+    def _execute_child(self, *arguments: Any) -> None:
+        asked = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        pipes = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        streams = [number if own == -1 else own for number, own in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = self.fork(asked, streams)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class Warm(ForkedPopen):
     """`subprocess.Popen([sys.executable, *arguments])`, forked by the server."""
 
-    def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
-        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
-        errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
-        start_new_session: bool, process_group: Any,
-    ) -> None:  # fmt: skip
+    def fork(self, asked: Mapping[str, Any], streams: list[int]) -> int:
         request = {
-            "arguments": list(args), "environ": dict(os.environ if env is None else env),
-            "directory": str(cwd or Path.cwd()), "session": start_new_session,
+            "arguments": list(asked["args"]), "environ": dict(os.environ if asked["env"] is None else asked["env"]),
+            "directory": str(asked["cwd"] or Path.cwd()), "session": asked["start_new_session"],
         }  # fmt: skip
-        streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         server = _server()
         # The process between the server and the new one ends. Orphans are ours meanwhile, so the new one becomes ours.
         _adopt_orphans(True)
         try:
             socket.send_fds(server, [json.dumps(request).encode()], streams)
-            self.pid = int(server.recv(64))
+            pid = int(server.recv(64))
             if server.recv(64) != b"done":
                 raise RuntimeError("the warm server has ended")
         finally:
             _adopt_orphans(False)
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        return pid
 
 
 def _adopt_orphans(adopt: bool) -> None:

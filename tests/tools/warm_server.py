@@ -24,8 +24,11 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.tools.warm import ForkedPopen
 
 REQUEST_BYTES = 1 << 20
 NO_DIRECTORY = Path("/proc/self/fdinfo/none")  # what a path has in front for `-P`
@@ -164,21 +167,14 @@ def _fork() -> int:
         return os.fork()
 
 
-class Forked(subprocess.Popen[Any]):
-    """A child of this process that is a fork of it, where Popen would start an interpreter."""
+class Forked(ForkedPopen):
+    """A child of this process that is a fork of it."""
 
-    def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
-        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
-        errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
-        start_new_session: bool, process_group: Any,
-    ) -> None:  # fmt: skip
-        streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        self.pid = _fork()
-        if self.pid == 0:
-            start(list(args[1:]), dict(env), cwd, streams, start_new_session)
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+    def fork(self, asked: Mapping[str, Any], streams: list[int]) -> int:
+        pid = _fork()
+        if pid == 0:
+            start(list(asked["args"][1:]), dict(asked["env"]), asked["cwd"], streams, asked["start_new_session"])
+        return pid
 
 
 def _forked_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
