@@ -28,7 +28,7 @@ from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.retention import Retention, retain
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError, UserError, WeightsFileError
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.run.resolved_run import recorded_choices
+from aliquot.run.resolved_run import recorded_choices, resumed_state
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import read_state, verify
 from aliquot.tensor_io.parts import Part
@@ -169,7 +169,7 @@ def test_state_of_another_shape_is_damage(tmp_path: Path, fields: dict[str, Any]
     with pytest.raises(DamagedCheckpoint, match=rf"step-00000100/state\.json: {next(iter(fields))}"):
         read_state(directory)
     assert restore_newest(tmp_path, FakeStore(SMALL), CheckpointSpec(SMALL), SingleRank()) == (before, STATE)
-    assert recorded_choices(tmp_path) == {"train.compile": "layers"}
+    assert recorded_choices(resumed_state(tmp_path, "auto")) == {"train.compile": "layers"}
 
 
 def test_all_ranks_hear_of_damage(tmp_path: Path) -> None:

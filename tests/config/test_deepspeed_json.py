@@ -236,7 +236,7 @@ OF_TRANSFORMERS: dict[str, Any] = {
 
 
 def test_deepspeed_json_of_transformers_is_accepted(write: Any) -> None:
-    config = read_config(write(OF_TRANSFORMERS))
+    config = read_config(write(OF_TRANSFORMERS, "precision: bf16"))
     assert config.train.lr_scheduler_type == "constant"
     given, _ = deepspeed_settings(config, world_size=2, hidden_size=64)
     assert "auto" not in json.dumps(given) and "fp16" not in given
@@ -251,7 +251,7 @@ def test_auto_is_accepted_for_every_key(write: Any, path: str) -> None:
     settings = changed(path, "auto")
     if "scheduler" in settings:
         settings["scheduler"].setdefault("type", "auto")
-    config = read_config(write(settings))
+    config = read_config(write(settings, "precision: bf16"))
     given, _ = deepspeed_settings(config, world_size=2, hidden_size=64)
     assert "auto" not in json.dumps(given)
 

@@ -64,7 +64,7 @@ def test_defaults_and_yaml_12_floats(file: Path) -> None:
             "train.max_grad_norm is null (leave it out for its default; Clip gradients to this global"
             " norm; 0: do not clip): input should be a valid number",
         ),
-        ("  precision: fp16", 7, "train.precision is 'fp16': input should be 'bf16' or 'fp32'"),
+        ("  precision: fp16", 7, "train.precision is 'fp16': input should be 'auto', 'bf16' or 'fp32'"),
         ("  sequence_length: 4", 7, "did you mean data.sequence_length?"),
         ("model: {path: x}", 7, "model is set twice, first at"),
         ("  a: [", 8, "not valid YAML"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -11,10 +13,9 @@ from aliquot.engines.model_kernels import compile_layers
 from aliquot.engines.select import engine_class
 
 
-def config(**sections: dict[str, object]) -> RunConfig:
-    return RunConfig.model_validate(
-        {"model": {"path": "m"}, "data": {"path": "d"}, "train": {"global_batch_size": 1}, **sections}
-    )
+def config(**sections: dict[str, Any]) -> RunConfig:
+    train = {"global_batch_size": 1, "precision": "bf16"} | sections.get("train", {})
+    return RunConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections, "train": train})
 
 
 def on(device: str = "cpu", ranks: int = 2, nodes: int = 1) -> Topology:
@@ -25,10 +26,10 @@ def test_auto_selects_host_if_one_copy_of_weights_fits(monkeypatch: pytest.Monke
     monkeypatch.setattr(select, "memory_limit", lambda: 100)
     assert engine_class(config(), on(), 25)[0] == "host"
     assert engine_class(config(), on(), 26)[0] == "fsdp"
-    assert engine_class(config(train={"global_batch_size": 1, "precision": "fp32"}), on(), 13)[0] == "fsdp"
+    assert engine_class(config(train={"precision": "fp32"}), on(), 13)[0] == "fsdp"
     assert engine_class(config(), on("cuda"), 1)[0] == "fsdp"
     assert engine_class(config(), on("cuda"), 1, "host")[0] == "host"
-    for only_host in ({"shard": {"offload": "disk"}}, {"train": {"global_batch_size": 1, "optimizer_states": "int8"}}):
+    for only_host in ({"shard": {"offload": "disk"}}, {"train": {"optimizer_states": "int8"}}):
         assert engine_class(config(**only_host), on("cuda"), 1)[0] == "host"
     uneven = Topology(0, 3, 0, 2, 0, 2, "cpu", 1, ())
     assert engine_class(config(), uneven, 1)[0] == engine_class(config(), uneven, 1, "host")[0] == "fsdp"
@@ -44,11 +45,9 @@ def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
         engine_class(config(shard={"engine": "host", "collectives": "gloo"}), on(), 1)
     assert engine_class(config(shard={"collectives": "gloo"}), on(), 1)[0] == "fsdp"
     with pytest.raises(UserError, match=r"compile: layers is for engines host and fsdp.*Set train\.compile: none"):
-        compiled = {"global_batch_size": 1, "compile": "layers"}
-        engine_class(config(shard={"engine": "deepspeed"}, train=compiled), on(), 1)
+        engine_class(config(shard={"engine": "deepspeed"}, train={"compile": "layers"}), on(), 1)
     with pytest.raises(UserError, match="needs shard"):
-        frugal = {"global_batch_size": 1, "optimizer_states": "int8"}
-        engine_class(config(shard={"engine": "fsdp"}, train=frugal), on(), 1)
+        engine_class(config(shard={"engine": "fsdp"}, train={"optimizer_states": "int8"}), on(), 1)
     with pytest.raises(UserError, match=r"needs shard\.engine: host or fsdp, not deepspeed"):
         engine_class(config(shard={"engine": "deepspeed"}, train={"objective": "dpo"}), on(), 1)
 

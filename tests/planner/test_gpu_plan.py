@@ -137,8 +137,8 @@ def test_unknown_gpu_is_named() -> None:
 
 
 def test_gpus_without_bf16_compute_as_fast_as_in_fp32() -> None:
-    for name, as_fast in (("v100", True), ("t4", True), ("a100", False)):
-        found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
+    for name, as_fast in (("p3dn.24xlarge", True), ("g5g.xlarge", True), ("p4d.24xlarge", False)):
+        found = estimated(Machine.from_instance(name), RankLayout(1, 1, 1, "cuda"))
         assert (found.products[2] == found.products[4]) == as_fast == ("has no bf16" in found.source)
 
 

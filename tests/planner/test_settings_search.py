@@ -46,7 +46,7 @@ def test_proposed_lines_give_the_planned_batch(tmp_path: Path, batch: dict[str, 
     sections: dict[str, Any] = {
         "model": {"config": SMALL},
         "data": {"path": "stdlib", "sequence_length": 64},
-        "train": {"max_steps": 1, **batch},
+        "train": {"max_steps": 1, "precision": "bf16", **batch},
         "launch": {"ranks": 2, "device": "cpu"},
     }
     file.write_text(yaml.safe_dump(sections))
@@ -72,7 +72,7 @@ def test_proposed_arguments_keep_the_planned_ranks(tmp_path: Path) -> None:
     sections = {
         "model": {"config": SMALL},
         "data": {"path": "stdlib", "sequence_length": 64},
-        "train": {"max_steps": 1, "global_batch_size": 16},
+        "train": {"max_steps": 1, "precision": "bf16", "global_batch_size": 16},
         "launch": {"device": "cpu"},
     }
     file.write_text(yaml.safe_dump(sections))

@@ -31,8 +31,8 @@ from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.auto_ranks import resolve_auto_ranks
-from aliquot.machine.cpu import read_cpu
 from aliquot.observe.run_directory import RunDirectory
+from aliquot.planner.planned_machine import Machine
 from aliquot.run.training_loop import LossWatch
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config, write_text
@@ -521,11 +521,16 @@ def test_bad_input_on_the_command_line_is_one_line(folder: Path, alone: Path) ->
     assert "no such file" in log and "Traceback" not in log
 
 
-@pytest.mark.skipif(read_cpu().has_bf16_instructions, reason="this CPU has instructions for bf16")
-def test_a_cpu_without_bf16_is_said(folder: Path, alone: Path) -> None:
-    config = write_config(folder, "slow", train={"max_steps": 1, "precision": "bf16"}, launch={"ranks": 1})
-    result = command("train", config)
-    assert "this CPU has no instructions for bf16" in result.stderr + result.stdout
+@pytest.mark.skipif(Machine.local().faster_precision("cpu") == "bf16", reason="this CPU has instructions for bf16")
+def test_precision_of_a_cpu_without_bf16(folder: Path, alone: Path) -> None:
+    """A run keeps its precision where another one would be faster, and says so."""
+    for steps, setting, why in ((1, "bf16", "train.precision is bf16"), (2, "auto", "this run began in bf16")):
+        result = command("train", write_config(folder, "slow", train={"max_steps": steps, "precision": setting}))
+        assert f"{why}, but node 0 (" in result.stderr and "no instructions for bf16: matrix products" in result.stderr
+        assert read_config(folder / "slow" / "config.yaml").train.precision == "bf16"
+    trained(folder / "alone.yaml", "train.precision=auto", f"run.directory={folder}/automatic-precision")
+    assert curve(folder / "automatic-precision") == curve(alone)
+    assert read_config(folder / "automatic-precision" / "config.yaml").train.precision == "fp32"
 
 
 def test_a_non_finite_loss_names_step_and_rank(folder: Path, alone: Path, tmp_path: Path) -> None:

@@ -192,8 +192,10 @@ class TrainSection(Section):
     gradient_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass. selective: all but those of linear layers and attention; full:
     whole layers."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Precision of forward and backward pass; master weights and moments follow optimizer_states."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of forward and backward pass; master weights and moments follow optimizer_states. auto: bf16 where
+    matrix products are faster in bf16 (CPUs with AMX, AVX512-BF16 or ARM's BF16, GPUs from Ampere on) and with fp8,
+    otherwise fp32; a resumed run keeps the choice."""
     fp8: bool = False
     """Compute matrix products of large linear layers in fp8; GPUs from Ada and Hopper on, engine fsdp only."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
@@ -221,6 +223,17 @@ class TrainSection(Section):
     def micro_batch_size(self) -> int:
         """The value of per_device_train_batch_size; 1 for auto, until a plan has chosen."""
         return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
+
+    @property
+    def chosen_precision(self) -> Literal["bf16", "fp32"]:
+        """The value of precision, for which a run and a plan replace auto before anything reads it."""
+        assert self.precision != "auto", "train.precision: auto is read before its value is chosen"
+        return self.precision
+
+    @property
+    def compute_itemsize(self) -> int:
+        """The bytes of a number in forward and backward pass."""
+        return 2 if self.chosen_precision == "bf16" else 4
 
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod
@@ -265,6 +278,8 @@ class TrainSection(Section):
     def check_precision(self) -> Self:
         if self.fp8 and self.precision == "fp32":
             raise ValueError("train.fp8 needs train.precision: bf16: set train.precision: bf16, or leave fp8 out")
+        if self.fp8:
+            self.precision = "bf16"
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
@@ -14,7 +13,7 @@ from aliquot.distributed.numa_binding import core_sets, has_memory_policy, set_p
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.cgroup import read_text
-from aliquot.machine.cpu import format_cpu_list, numa_nodes, parse_cpu_list, sibling_cpus
+from aliquot.machine.cpu import faster_precision, format_cpu_list, numa_nodes, parse_cpu_list, sibling_cpus
 from aliquot.machine.memory import memory_limit
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -23,16 +22,13 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 @check("isa", "instructions")
 def check_isa(subject: Subject) -> Verdict:
     """Check whether the CPU has fast instructions for matrix products."""
-    cpu, fp32 = subject.cpu, "set train.precision=fp32, or take a CPU with AVX-512 or AMX"
+    cpu = subject.cpu
     observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
-    if cpu.isa and cpu.has_bf16_instructions:
-        return "ok", observed, "the CPU has instructions for bf16 products"
-    if "avx512f" in cpu.isa or "avx2" in cpu.isa:
-        meaning = "no bf16 instructions: bf16 products are converted to fp32 and are slower than fp32"
-        return "warning", observed, meaning, fp32
-    if platform.machine() == "aarch64":
-        return "ok", cpu.model, "an ARM CPU: `kernels` shows the kernels in use"
-    return "problem", observed, "torch has no fast kernels for this CPU", fp32
+    if faster_precision(cpu.isa) == "bf16":
+        return "ok", observed, "the CPU has instructions for bf16 products: `train.precision: auto` is bf16"
+    if cpu.isa:
+        return "ok", observed, "products are faster in fp32 than in bf16: `train.precision: auto` is fp32"
+    return "problem", observed, "torch has no fast kernels for this CPU", "take a CPU with AVX2, AVX-512 or AMX"
 
 
 @check("amx", "AMX permission")

@@ -29,7 +29,7 @@ from aliquot.distributed.run_secret import SECRET_VARIABLE
 from aliquot.distributed.topology import place_rank
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.cgroup import read_text
-from aliquot.machine.cpu import FLOP_PER_CYCLE, read_cpu
+from aliquot.machine.cpu import FLOP_PER_CYCLE, faster_precision, read_cpu
 from aliquot.machine.matmul import matmul_rate
 
 _PROCESS_TIMEOUT_S = 180.0
@@ -98,7 +98,7 @@ def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
         f"bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s a rank, two of {report['threads']} threads at once"
     )
     clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", read_text(subject.root / "proc/cpuinfo") or "", re.MULTILINE)
-    uses_bf16 = subject.cpu.has_bf16_instructions
+    uses_bf16 = faster_precision(subject.cpu.isa) == "bf16"
     name, rate = ("bf16", bf16) if uses_bf16 else ("fp32", fp32)
     if clock is None or not subject.cpu.isa:
         return "ok", observed, "the ceiling of MFU; the peak by instructions is not known for this CPU"

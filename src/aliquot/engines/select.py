@@ -37,7 +37,7 @@ def chosen_engine(
     ):
         name = "host"
     elif name == "auto":
-        copy_bytes = numel * (2 if config.train.precision == "bf16" else 4)
+        copy_bytes = numel * config.train.compute_itemsize
         suits = device == "cpu" and even and config.shard.collectives != "gloo"
         name = "host" if suits and copy_bytes <= _SHARED_FRACTION * memory_bytes else "fsdp"
     for message, applies in _refusals(config, device, name).items():
@@ -134,7 +134,7 @@ def engine_spec(
     if engine == "deepspeed" and config.shard.reduce_dtype == "bf16":
         notes.append("engine deepspeed ignores shard.reduce_dtype: set communication_data_type in its JSON")
     return EngineSpec(
-        precision=train.precision,
+        precision=train.chosen_precision,
         gradient_checkpointing=train.gradient_checkpointing,
         reduce_dtype=config.shard.reduce_dtype,
         micro_batches=batch_size(train, topology.world_size).micro_batches(

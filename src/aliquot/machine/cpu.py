@@ -8,11 +8,17 @@ import platform
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from aliquot.machine.cgroup import control_groups, read_text
 
-ISA = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
-_BF16 = {"amx_bf16", "avx512_bf16"}
+Precision = Literal["bf16", "fp32"]
+
+# The flag of an instruction set in /proc/cpuinfo -> its key in FLOP_PER_CYCLE, the fastest first.
+_FLAGS = {
+    "amx_bf16": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512f": "avx512f", "avx2": "avx2",
+    "bf16": "sve_bf16", "asimd": "neon",
+}  # fmt: skip
 # FLOP per cycle and core in bf16 and fp32, a multiply-add counted as two, from the optimisation manuals of the makers:
 # AMX: TDPBF16PS is 16 x 16 x 32 multiply-adds in 16 cycles (Intel 64 and IA-32 Optimization Reference Manual, 20.2).
 # AVX-512 with bf16: one VDPBF16PS of 32 multiply-adds and one fp32 FMA of 16 lanes (Zen 4; Zen 5 has two of both).
@@ -38,7 +44,7 @@ class CpuFacts:
     cores: tuple[tuple[int, ...], ...]  # allowed logical CPUs of each physical core, in NUMA order
     quota: float | None  # CPU seconds per second that the control group grants; None: no limit
     numa_nodes: int  # nodes with an allowed CPU
-    isa: tuple[str, ...]  # members of ISA that this CPU has
+    isa: tuple[str, ...]  # the instruction sets of this CPU, the fastest first: keys of FLOP_PER_CYCLE
     node_of_core: tuple[int, ...] = ()  # NUMA node of each core; empty: one node
 
     @property
@@ -58,14 +64,14 @@ class CpuFacts:
         return min(len(self.cores), max(1, math.floor(self.quota)))
 
     @property
-    def has_bf16_instructions(self) -> bool:
-        """Whether the CPU has instructions that multiply bf16; assumed to be true on ARM, whose flags are not read."""
-        return not self.isa or bool(_BF16.intersection(self.isa))
-
-    @property
     def is_throttled(self) -> bool:
         """Whether a CPU quota, not the set of CPUs, limits this process; other containers then run on the same CPUs."""
         return self.usable_cores < len(self.cores)
+
+
+def faster_precision(isa: Iterable[str]) -> Precision:
+    """Return the precision in which a CPU with these instruction sets multiplies matrices faster."""
+    return "bf16" if any(bf16 > fp32 for bf16, fp32 in map(FLOP_PER_CYCLE.__getitem__, isa)) else "fp32"
 
 
 def read_cpu(root: Path = Path("/"), allowed: Collection[int] | None = None) -> CpuFacts:
@@ -76,7 +82,7 @@ def read_cpu(root: Path = Path("/"), allowed: Collection[int] | None = None) -> 
     cores = {sibling_cpus(cpu, root) & set(allowed) for cpu in allowed}
     ordered = sorted((tuple(sorted(core)) for core in cores), key=lambda core: (node_of.get(core[0], 0), core))
     model, flags = cpuinfo(root)
-    isa = tuple(name for name in ISA if name in flags)
+    isa = tuple(name for flag, name in _FLAGS.items() if flag in flags)
     nodes = tuple(node_of.get(core[0], 0) for core in ordered)
     return CpuFacts(model, tuple(ordered), cpu_quota(root), len({node_of.get(cpu, 0) for cpu in allowed}), isa, nodes)
 
@@ -116,12 +122,13 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def cpuinfo(root: Path) -> tuple[str, frozenset[str]]:
-    """Return the model name and the flags of the first CPU."""
+    """Return the model name and the flags of the first CPU, which ARM calls features."""
     fields: dict[str, str] = {}
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    return fields.get("model name", platform.machine()), frozenset(fields.get("flags", "").split())
+    flags = fields.get("flags") or fields.get("Features", "")
+    return fields.get("model name", platform.machine()), frozenset(flags.split())
 
 
 def parse_cpu_list(text: str) -> list[int]:

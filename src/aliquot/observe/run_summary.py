@@ -27,7 +27,7 @@ _MIN_TIMED_STEPS = 10  # shorter runs do not show whether the plan's speed is wr
 
 def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -> None:
     """Print model, engine and machine, then `lines`, then the plan."""
-    machine, precision = record.machine, config.train.precision
+    machine, precision = record.machine, config.train.chosen_precision
     learned = "" if record.learned == record.parameters else f", of which {record.learned:,} learn"
     computed = f"{precision} and fp8" if config.train.fp8 else precision
     compiled = ", compiled layers" if config.train.compile == "layers" else ""

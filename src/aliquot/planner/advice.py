@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
@@ -17,9 +16,6 @@ from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.plan import Plan
 from aliquot.planner.settings_search import Search, as_arguments, batch_changes
 
-Precision = Literal["bf16", "fp32"]
-
-_SIDE = 512  # side of the square matrices whose product compares the speed of bf16 and fp32
 _LARGER = (2, 4, 8, 16)  # factors by which a batch or a micro-batch grows
 _FEWER_RANKS = (1, 2, 4, 8, 16)
 _WORTH = 1.1  # a smaller gain in tokens/s is no reason to change a setting
@@ -60,14 +56,8 @@ def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
     A series that cannot help is left out, because each change costs the time of a plan.
     """
     planner, config, layout = search.planner, search.config, search.layout
-    rates = planner.rates(layout)
-
-    def product_s(precision: Precision) -> float:
-        return rates.matmul_s(1, _SIDE, _SIDE, _SIDE, 4 if precision == "fp32" else 2)
-
-    alternative: Precision = "bf16" if config.train.precision == "fp32" else "fp32"
-    is_slow = product_s(alternative) < product_s(config.train.precision)
-    series = [_set(config, "train.precision", alternative)] if is_slow else []
+    faster = planner.machine.faster_precision(layout.device)
+    series = [_set(config, "train.precision", faster)] if config.train.chosen_precision != faster else []
     if plan.engine != "host" and planner.engine(config, layout) == "host":  # engine host does not fit
         series.append(_fewer_ranks(search))
     if plan.bottleneck != "compute-bound":

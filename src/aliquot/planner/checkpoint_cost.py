@@ -61,7 +61,7 @@ def export_bytes(config: RunConfig, shape: ModelShape) -> int:
     elif config.adapter is None and config.model.path is not None:
         itemsize = shape.dtype_bytes
     else:
-        itemsize = 4 if config.train.precision == "fp32" or config.adapter is not None else 2
+        itemsize = 4 if config.train.chosen_precision == "fp32" or config.adapter is not None else 2
     return itemsize * (shape.numel if config.adapter is None else shape.learned_numel)
 
 

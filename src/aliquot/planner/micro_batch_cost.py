@@ -129,7 +129,7 @@ def kernel_bytes(
     One length does not count, because the constants of `memory_phases` contain its kernels. Without data, all lengths
     up to the sequence length count.
     """
-    if config.data.packing or config.train.precision != "bf16":
+    if config.data.packing or config.train.chosen_precision != "bf16":
         return 0
     lengths = workload.row_lengths(size.micro)
     if workload.sequences is None:
@@ -151,7 +151,7 @@ def _fills_up(config: RunConfig, isa: tuple[str, ...]) -> bool:
 
     For this machine, `caches_large_kernels` (machine/matmul.py) decides the same.
     """
-    return config.train.precision == "bf16" and "amx_bf16" in isa
+    return config.train.chosen_precision == "bf16" and "amx_bf16" in isa
 
 
 def _row_lengths(config: RunConfig, size: BatchSize) -> int:

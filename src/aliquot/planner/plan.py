@@ -132,6 +132,7 @@ class Plan:
     def choices(self) -> dict[str, object]:
         """The chosen value of each `section.key` that may be `auto` until a run is planned."""
         return {
+            "train.precision": self.precision,
             "train.compile": self.compile,
             "train.per_device_train_batch_size": self.micro_batch,
             "shard.replicate": self.replicate,

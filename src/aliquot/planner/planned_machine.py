@@ -15,7 +15,7 @@ from aliquot.distributed.auto_ranks import cpu_ranks
 from aliquot.distributed.launcher import apply_environment
 from aliquot.distributed.topology import RankLayout, threads_per_rank
 from aliquot.machine.allocator import training_allocator
-from aliquot.machine.cpu import CpuFacts, read_cpu
+from aliquot.machine.cpu import CpuFacts, Precision, faster_precision, read_cpu
 from aliquot.machine.memory import memory_limit
 from aliquot.machine.storage import nearest_directory, written_bytes_per_s
 from aliquot.machine.torch_compile import can_compile
@@ -31,6 +31,8 @@ _SOCKET_CORES = {
 # EC2's families of Intel processors without AVX-512 (Haswell, Broadwell), and without AVX2 (Sandy and Ivy Bridge).
 _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
 _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
+_AMPERE = 8  # the first major compute capability of GPUs with instructions for bf16
+_GPUS_BEFORE_AMPERE = {"t4", "t4g", "v100"}  # of EC2
 
 
 # The value of `aliquot plan --isa` -> the instruction sets of such a processor, the fastest first.
@@ -61,6 +63,7 @@ class Machine:
     gpus: int = 0
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
+    gpu_has_bf16: bool = True  # whether a GPU has instructions for bf16
     disk_bytes_per_s: float | None = None  # of shard.offload_directory, both directions together
     written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
     cpu: CpuFacts | None = None  # None: another machine than this one
@@ -75,7 +78,7 @@ class Machine:
     def local(cls, cpu: CpuFacts | None = None) -> Self:
         """Return this machine. `cpu`: facts from before this process was pinned to a few cores."""
         cpu = cpu or read_cpu()
-        gpus, gpu_name, gpu_memory_bytes = _gpus()
+        gpus, gpu_name, gpu_memory_bytes, gpu_has_bf16 = _gpus()
         return cls(
             name=cpu.model,
             instance=None,
@@ -89,6 +92,7 @@ class Machine:
             gpus=gpus,
             gpu_name=gpu_name,
             gpu_memory_bytes=gpu_memory_bytes,
+            gpu_has_bf16=gpu_has_bf16,
             cpu=cpu,
             allocator=training_allocator(os.environ),
             can_compile=can_compile(os.environ),
@@ -112,6 +116,7 @@ class Machine:
             gpus=ec2.gpus,
             gpu_name=ec2.gpu_name,
             gpu_memory_bytes=ec2.gpu_memory_bytes,
+            gpu_has_bf16=ec2.gpu_name not in _GPUS_BEFORE_AMPERE,
         )
 
     @classmethod
@@ -134,6 +139,12 @@ class Machine:
         if setting == "cuda" and not self.gpus:
             raise DeviceError(f"launch.device is cuda, but {self.name} has no GPU: set launch.device=cpu")
         return "cuda" if self.gpus and setting != "cpu" else "cpu"
+
+    def faster_precision(self, device: Literal["cpu", "cuda"]) -> Precision:
+        """Return the value of `train.precision: auto`: bf16 where matrix products are faster in bf16 than in fp32."""
+        if device == "cuda":
+            return "bf16" if self.gpu_has_bf16 else "fp32"
+        return faster_precision(self.isa)
 
     def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
         """Return the layout of ranks and threads of a run. `nodes` and `ranks_per_node` override `config`."""
@@ -218,17 +229,18 @@ def _clock_hz() -> float | None:
     return None
 
 
-def _gpus() -> tuple[int, str | None, int | None]:
-    """Return the number of GPUs that torch sees, and name and memory of the first GPU."""
+def _gpus() -> tuple[int, str | None, int | None, bool]:
+    """Return the number of GPUs that torch sees; name and memory of the first GPU, and whether it multiplies bf16."""
+    none = 0, None, None, False
     if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return 0, None, None
+        return none
     import torch
 
     count = torch.cuda.device_count()
     if not count:
-        return 0, None, None
+        return none
     properties = torch.cuda.get_device_properties(0)
-    return count, str(properties.name), int(properties.total_memory)
+    return count, str(properties.name), int(properties.total_memory), properties.major >= _AMPERE
 
 
 def limit_to_pod(machine: Machine, config: RunConfig) -> Machine:

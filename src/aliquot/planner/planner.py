@@ -13,6 +13,7 @@ from aliquot.planner.automatic_settings import (
     plan_compiled_if_it_pays,
     plan_replicated_if_faster,
     plan_with_fast_micro_batch,
+    with_settings,
 )
 from aliquot.planner.machine_profile import ensure_measured
 from aliquot.planner.plan import Plan
@@ -67,6 +68,8 @@ class Planner(ModelOnMachine):
         def plan_of(changed: RunConfig) -> Plan:
             return self.plan(changed, layout, workload, approximate)
 
+        if config.train.precision == "auto":
+            return plan_of(with_settings(config, {"train.precision": self.machine.faster_precision(layout.device)}))
         if config.train.per_device_train_batch_size == "auto":
             must_be_1 = self.shape.depends_on_micro_batches
             return plan_with_fast_micro_batch(config, layout.world_size, must_be_1, plan_of)

@@ -123,7 +123,7 @@ def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
     fp32 = fp32_peak * _GPU_FP32_REACHED
     is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # the data sheet is for SXM modules
     reached = _HOPPER_REACHED if name in ("h100", "h200") and is_sxm else _GPU_REACHED
-    bf16 = peak * reached if peak > fp32_peak else fp32
+    bf16 = peak * reached if machine.gpu_has_bf16 else fp32
     sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
     sheet += ", as one H200 reached" if reached == _HOPPER_REACHED else ""
     sheet += ", which has no bf16" if bf16 == fp32 else ""

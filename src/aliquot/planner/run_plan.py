@@ -144,7 +144,7 @@ class RunPlan:
             model=self.shape.name,
             parameters=self.shape.numel,
             engine=self.engine,
-            precision=config.train.precision,
+            precision=config.train.chosen_precision,
             compile="layers" if config.train.compile == "layers" else "none",
             fp8=config.train.fp8,
             micro_batch=size.micro,
@@ -200,7 +200,7 @@ class RunPlan:
     def _step(self) -> Step:
         config, on_gpu = self.config, self.layout.device == "cuda"
         return Step(
-            precision=config.train.precision,
+            precision=config.train.chosen_precision,
             checkpointing=config.train.gradient_checkpointing,
             device=self.layout.device,
             looks_up=self.engine == "host",
@@ -208,7 +208,7 @@ class RunPlan:
             compiled=config.train.compile == "layers",
             runs_head_twice=config.train.objective != "sft",
             logits_bytes=logits_room(self.machine.gpu_memory_bytes if on_gpu else None),
-            copies_transposed=not on_gpu and config.train.precision == "bf16" and "amx_bf16" in self.machine.isa,
+            copies_transposed=not on_gpu and config.train.chosen_precision == "bf16" and "amx_bf16" in self.machine.isa,
         )
 
     def _micro_batches_between_waits(self) -> int:
@@ -225,7 +225,8 @@ class RunPlan:
     def _setting(self, memory: MemoryPlan) -> StepSetting:
         config, layout, alike = self.config, self.layout, self.shape.alike
         states = config.train.optimizer_states
-        one_pass = config.train.precision == "fp32" or config.train.compile == "layers"
+        in_bf16 = config.train.chosen_precision == "bf16"
+        one_pass = not in_bf16 or config.train.compile == "layers"
         return StepSetting(
             engine=self.engine,
             layout=layout,
@@ -235,8 +236,8 @@ class RunPlan:
             numel=sum(padded_share(weight, layout.world_size) * count for weight, count in alike.items()),
             weights=sum(alike.values()),
             groups=len(self.shape.padded_groups(layout.world_size)),
-            weights_bytes=(2 if config.train.precision == "bf16" else 4) * self.shape.learned_numel,
-            patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and config.train.precision == "bf16" else 0,
+            weights_bytes=config.train.compute_itemsize * self.shape.learned_numel,
+            patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and in_bf16 else 0,
             disk_bytes_per_s=self.machine.disk_bytes_per_s or DISK_BYTES_PER_S,
             offloads=config.shard.offload == "cpu",
             unsharded=memory.unsharded,

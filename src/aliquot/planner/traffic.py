@@ -47,7 +47,7 @@ def traffic(
     Args:
         unsharded: whether engine fsdp keeps weights or gradients unsharded within a step.
     """
-    itemsize = 2 if config.train.precision == "bf16" else 4
+    itemsize = config.train.compute_itemsize
     wire = weights = local = shared = gathers = reduced = gathered = 0
     forward = once = (0, 0)
     if engine == "host":
@@ -127,7 +127,7 @@ def _published_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, m
     weights change in each block.
     """
     per_weight = published_bytes(config)
-    if config.train.precision == "fp32" or shape.head is None or not shape.embedding_learns:
+    if config.train.chosen_precision == "fp32" or shape.head is None or not shape.embedding_learns:
         return shape.learned_numel * per_weight
     vocabulary, width = shape.embedding
     tokens = micro_batch_tokens(config, layout.world_size) * micro_batches * layout.world_size

@@ -9,8 +9,8 @@ class Stage(Enum):
     """A part of a run."""
 
     START = "beginning"
-    READ_DATA = "reading and tokenising the data"
     FETCH_CHECKPOINT = "fetching a checkpoint"
+    READ_DATA = "reading and tokenising the data"
     PLAN = "planning"
     BUILD_MODEL = "building the model"
     LOAD_WEIGHTS = "loading weights"

@@ -12,7 +12,6 @@ from aliquot.engines.engine_plan import SHARDED
 from aliquot.engines.select import engine_class, engine_spec
 from aliquot.engines.startup_proof import prove
 from aliquot.machine.allocator import FreeMemoryLimit
-from aliquot.machine.cpu import read_cpu
 from aliquot.models import meta
 from aliquot.models.model_files import model_files
 from aliquot.models.stored_weights import Published, StoredNames, published_of
@@ -54,8 +53,11 @@ def build_model(trainer: Trainer) -> Model:
     run, config, plan = trainer.resolved, trainer.resolved.config, trainer.resolved.plan
     topology, ledger = trainer.ranks.topology, trainer.ledger
     built = meta.build(run.source.config, run.traits, config.adapter, config.train.freeze, config.train.drops)
-    if config.train.precision == "bf16":
-        _warn_of_bf16(trainer, built)
+    if config.train.chosen_precision == "bf16" and (rounded := sorted(built.exact & built.learned)):
+        trainer.display.warning(
+            f"{len(rounded)} parameters such as {rounded[0]} are computed in bf16, although transformers keeps fp32:"
+            " their master weights and exports are fp32. train.freeze keeps such parameters unchanged"
+        )
     engine_name, engine_type = engine_class(config, topology, built.numel, None if plan is None else plan.engine)
     clock = StepClock(lambda: engine.counters().inside_s(), marks_of(topology.device))
     allocator_cache = None
@@ -87,19 +89,6 @@ def build_model(trainer: Trainer) -> Model:
         built.model.get_decoder().register_forward_hook(allocator_cache.check)
     ledger.mark("model built", engine.counters().memory())
     return Model(built, published, names, engine, engine_name, clock, (*spec.notes, *_attention_note(built)))
-
-
-def _warn_of_bf16(trainer: Trainer, built: meta.MetaModel) -> None:
-    if trainer.ranks.topology.device == "cpu" and not (cpu := read_cpu()).has_bf16_instructions:
-        trainer.display.warning(
-            f"this CPU has no instructions for bf16 ({', '.join(cpu.isa)}): matrix products in bf16 are much slower"
-            " than in fp32. Set train.precision=fp32"
-        )
-    if rounded := sorted(built.exact & built.learned):
-        trainer.display.warning(
-            f"{len(rounded)} parameters such as {rounded[0]} are computed in bf16, although transformers keeps fp32:"
-            " their master weights and exports are fp32. train.freeze keeps such parameters unchanged"
-        )
 
 
 def _attention_note(built: meta.MetaModel) -> list[str]:

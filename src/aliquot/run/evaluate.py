@@ -217,7 +217,7 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
 
 def _evaluate_sets(trainer: Trainer) -> dict[str, Evaluation]:
     ranks, display, run, model = trainer.ranks, trainer.display, trainer.resolved, trainer.model
-    facts = (f"{model.built.numel:,} parameters", run.config.train.precision, f"engine {model.engine_name}")
+    facts = (f"{model.built.numel:,} parameters", run.config.train.chosen_precision, f"engine {model.engine_name}")
     display.line(", ".join((model.built.name, *facts)))
     display.line(trainer.placement)
     for name, batches in run.held_out.items():

@@ -118,7 +118,7 @@ def _export(trainer: Trainer, options: ExportOptions) -> Path:
     target, root, adapter = trainer.directory.export, trainer.directory.checkpoints, model.built.adapter
     # An adapter is exported in fp32: it is small, and merging adds it to much larger weights.
     source_dtype = trainer.resolved.source.dtype if adapter is None else torch.float32
-    dtype = export_dtype(trainer.config.model.dtype, source_dtype, trainer.config.train.precision)
+    dtype = export_dtype(trainer.config.model.dtype, source_dtype, trainer.config.train.chosen_precision)
     best = progress.evaluations.retained_step(trainer.config.checkpoint)
     checkpoint = None if best is None else directory_of(root, best)
     if checkpoint is not None and run_on_rank_0(trainer.ranks, lambda: checkpoint not in complete_directories(root)):

@@ -91,7 +91,7 @@ def weights_key(run: ResolvedRun) -> str:
     adds_tokens = [config.model.add_tokens, config.model.add_special_tokens]
     seed = config.run.seed if any(adds_tokens) else None  # rows of added tokens are drawn
     trained = adapter and config.adapter and [fingerprint(adapter), config.adapter.model_dump(exclude={"path"})]
-    computation = computation_settings(run.source.config)["config"], config.train.precision, config.train.fp8
+    computation = computation_settings(run.source.config)["config"], config.train.chosen_precision, config.train.fp8
     return _hash([run.source.fingerprint, trained, adds_tokens, seed, computation])
 
 
@@ -103,7 +103,7 @@ def check_first_step(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     train, objective = trainer.config.train, trainer.batches.format.objective
     if objective is None or not objective.needs_reference or trainer.model.built.dropout:
         return
-    tolerance = 0.1 if train.fp8 else _TOLERANCE[train.precision]
+    tolerance = 0.1 if train.fp8 else _TOLERANCE[train.chosen_precision]
     for answers in ("chosen", "rejected"):
         logprob = metrics.get(f"logps/{answers}", 0.0)
         difference = metrics.get(f"rewards/{answers}", 0.0) / objective.beta

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aliquot.checkpoint.directories import complete_directories, newest, step_of
+from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UnsupportedModelError, UserError
 from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
@@ -24,15 +25,18 @@ from aliquot.data.workload import batch_size
 from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import Ranks
-from aliquot.machine.matmul import caches_large_kernels
+from aliquot.machine.allocator import release_free_memory
+from aliquot.machine.cpu import Precision, read_cpu
+from aliquot.machine.matmul import caches_large_kernels, matmul_rate
 from aliquot.machine.memory import memory_limit
 from aliquot.models.adapter import BASE
 from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
 from aliquot.models.stored_weights import fingerprint
 from aliquot.models.traits import Traits, traits
-from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
+from aliquot.planner.automatic_settings import NO_CHOICES, agreed_precision, with_choices
 from aliquot.planner.compute_ceiling import Ceiling, ceiling
 from aliquot.planner.plan import Plan
+from aliquot.planner.planned_machine import Machine
 from aliquot.planner.preflight import PlanRequest, plan_together
 from aliquot.tensor_io.manifest import read_state
 
@@ -97,26 +101,45 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     the ranks do not read the same data or model.
     """
     import_models()
-    ranks, root = trainer.ranks, trainer.directory.checkpoints
+    ranks = trainer.ranks
     positions = run_on_rank_0(ranks, lambda: resolve(trainer.requested.model).positions)  # only rank 0 downloads
-    config = trainer.requested.with_positions(positions)
+    resume, root = trainer.requested.checkpoint.resume, trainer.directory.checkpoints
+    state = run_on_rank_0(ranks, lambda: resumed_state(root, resume))
+    config = with_choices(trainer.requested.with_positions(positions), {"train.precision": _precision(trainer, state)})
     source = run_on_all_ranks(ranks, lambda: model_source(config))
     # A checkpoint has the day of the run, too, with a checksum.
-    day = date.fromisoformat(
-        run_on_rank_0(
-            ranks,
-            lambda: _newest_state(root)["determinants"].get("data.chat_template_date") or str(trainer.directory.day()),
-        )
-    )
+    recorded_day = state["determinants"].get("data.chat_template_date")
+    day = date.fromisoformat(run_on_rank_0(ranks, lambda: recorded_day or str(trainer.directory.day())))
     data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config, source, data))
     model_traits = traits_together(ranks, config, source)
-    fills_up = caches_large_kernels(ranks.topology.device, config.train.precision)
+    fills_up = caches_large_kernels(ranks.topology.device, config.train.chosen_precision)
     layout = partial(lay_out, config, source, data, ranks.world_size, model_traits.packs, fills_up)
     batches, held_out = run_on_all_ranks(ranks, layout)
     inputs = ResolvedRun(config, source, model_traits, data, tokenizer, batches, held_out)
     check_equal_on_ranks(ranks, lambda: _identities(inputs))
     return inputs
+
+
+def _precision(trainer: Trainer, state: Mapping[str, Any]) -> Precision:
+    """Return the precision of the run, which is the same on all nodes, and warn if it is slow on one. Collective.
+
+    For `auto` it is the precision in `state`, from which the run resumes, or else the faster one.
+    """
+    ranks, setting, device = trainer.ranks, trainer.requested.train.precision, trainer.ranks.topology.device
+    faster = Machine.local(read_cpu(allowed=ranks.allowed_cores)).faster_precision(device)
+    nodes = ranks.gather([f"node {ranks.topology.node_rank} ({platform.node()})", faster])
+    precision = agreed_precision(state["config"]["train"].get("precision") if setting == "auto" else setting, nodes)
+    slow = next((node for node, its_faster in nodes if its_faster == "fp32"), None)
+    if precision == "bf16" and slow is not None:
+        fp32, bf16 = (matmul_rate(device, kind, ranks.barrier) for kind in ("fp32", "bf16"))
+        release_free_memory()  # the matrices would otherwise count as memory of the run
+        trainer.display.warning(
+            f"{'train.precision is' if setting == 'bf16' else 'this run began in'} bf16, but {slow} has no instructions"
+            f" for bf16: matrix products take {max(ranks.gather(fp32 / bf16)):.0f} times as long as in fp32. Set"
+            " train.precision=fp32"
+        )
+    return precision
 
 
 def traits_together(ranks: Ranks, config: RunConfig, source: ModelSource) -> Traits:
@@ -192,7 +215,8 @@ def resolve_run(trainer: Trainer, inputs: ResolvedRun) -> ResolvedRun:
 
     Without a plan, layers are not compiled, a micro-batch has one sequence, and nodes hold no replicas.
     """
-    measured = ceiling(trainer.ranks, inputs.config.train.precision)  # before the plan, which takes rates from it
+    # The measurement comes before the plan, which takes rates from it.
+    measured = ceiling(trainer.ranks, inputs.config.train.chosen_precision)
     plan = _plan(trainer, inputs)
     config = with_choices(inputs.config, NO_CHOICES if plan is None else plan.choices)
     sequences = batch_size(config.train, trainer.ranks.world_size).micro
@@ -213,27 +237,30 @@ def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
 
     def request() -> PlanRequest:
         eval_sequences = sum(batches.epoch.packing.sequences for batches in inputs.held_out.values())
-        newest_checkpoint = newest(trainer.directory.checkpoints)
+        state = resumed_state(trainer.directory.checkpoints, config.checkpoint.resume)
         return PlanRequest(
-            config, recorded_choices(trainer.directory.checkpoints), ranks.topology, ranks.allowed_cores,
+            config, recorded_choices(state), ranks.topology, ranks.allowed_cores,
             replace(inputs.batches.workload(), eval_sequences=eval_sequences or None),
             vocabulary=inputs.source.config.vocab_size,
-            steps_done=0 if newest_checkpoint is None else step_of(newest_checkpoint), memory_bytes=memory_bytes,
+            steps_done=state["step"], memory_bytes=memory_bytes,
         )  # fmt: skip
 
     # Advice needs a dozen plans, for which all nodes wait some seconds. Later rounds of an elastic run get no advice.
     return plan_together(ranks, request, trainer.force, not follows_earlier_round(), trainer.display.warning)
 
 
-def recorded_choices(root: Path) -> dict[str, object]:
-    """Return the values with which the run was trained, of the settings of `train` that may be `auto`."""
-    recorded = {f"train.{key}": value for key, value in _newest_state(root)["config"]["train"].items()}
+def recorded_choices(state: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values in the state of a checkpoint of the settings of `train` that may be `auto`."""
+    recorded = {f"train.{key}": value for key, value in state["config"]["train"].items()}
     return {key: recorded[key] for key in NO_CHOICES if key in recorded}
 
 
-def _newest_state(root: Path) -> dict[str, Any]:
-    """Return the newest undamaged state of a checkpoint, as a resumed run skips damaged ones; if none, empty fields."""
-    for checkpoint in reversed(complete_directories(root)):
-        with suppress(UserError):
+def resumed_state(root: Path, resume: str) -> dict[str, Any]:
+    """Return the state from which the run resumes, or empty fields if it resumes from no checkpoint.
+
+    It is the newest undamaged state under `root`, or else the state of the checkpoint that `checkpoint.resume` names.
+    """
+    for checkpoint in (*reversed(complete_directories(root)), Path(resume)) if resume != "never" else ():
+        with suppress(UserError, OSError):
             return read_state(checkpoint)
-    return {"config": {"train": {}}, "determinants": {}}
+    return {"step": 0, "config": {"train": {}}, "determinants": {}}

@@ -46,7 +46,7 @@ class Start:
 def fetch_newest(trainer: Trainer) -> None:
     """Fetch the checkpoint from which this run continues, if a store has it and the run directory does not. Collective.
 
-    Call this before planning, because the plan depends on the checkpoint.
+    Call this before the inputs are read, because settings that are `auto` depend on the checkpoint.
     """
     config, root = trainer.requested, trainer.directory.checkpoints
     fetch_newer(config.checkpoint, config.mirror, root, trainer.ranks, trainer.display.warning)

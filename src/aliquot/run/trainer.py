@@ -189,11 +189,11 @@ class Trainer:
             self.activity.enter(Stage.EVALUATE_MODEL)
             self.resolved = compare_with_reference(self, read_inputs(self, trains=False))
             return
+        self.activity.enter(Stage.FETCH_CHECKPOINT)
+        fetch_newest(self)
         self.activity.enter(Stage.READ_DATA)
         inputs = read_inputs(self)
         stack.enter_context(closing(inputs.batches))  # data may be tokenised until the end of training
-        self.activity.enter(Stage.FETCH_CHECKPOINT)
-        fetch_newest(self)
         self.activity.enter(Stage.PLAN)
         self.resolved = resolve_run(self, inputs)
         self.ledger.plan = {} if self.resolved.plan is None else self.resolved.plan.as_record()
@@ -261,7 +261,7 @@ class Trainer:
         )  # fmt: skip
 
     def _recorder(self) -> Recorder:
-        ranks, precision = self.ranks, self.config.train.precision
+        ranks, precision = self.ranks, self.config.train.chosen_precision
         return Recorder(
             RecordedRun(
                 self.config, self.directory, ranks, self.display, self.exporter, self.record, self.ledger.gpu

@@ -53,7 +53,7 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
     """Return the memory of a rank in training with engine deepspeed."""
     settings = _settings(config, shape, layout)
     zero, summed = settings["zero_optimization"], _itemsize(settings["data_types"]["grad_accum_dtype"])
-    compute, sent = 2 if config.train.precision == "bf16" else 4, sent_gradient_bytes(config, shape, layout)
+    compute, sent = config.train.compute_itemsize, sent_gradient_bytes(config, shape, layout)
     weights = shape.weights
     owned = sum(_partition(weight, layout.world_size) for weight in weights)
     largest = max(numel(weight) for weight in weights)
@@ -89,7 +89,7 @@ def build_phases(config: RunConfig, shape: ModelShape, layout: RankLayout) -> li
     settings = _settings(config, shape, layout)
     zero = settings["zero_optimization"]
     weights = shape.weights
-    compute = 2 if config.train.precision == "bf16" else 4
+    compute = config.train.compute_itemsize
     parts = [_partition(weight, layout.world_size) for weight in weights]
     owned = sum(parts)
     left = sum(compute * part for part in parts if compute * part < _HEAP_BYTES)

@@ -42,7 +42,7 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
     # For DeepSpeed, every micro-batch is one sample. The engine tells DeepSpeed which micro-batch ends a step.
     result |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world_size}
     bf16 = {key: value for key, value in explicit.get("bf16", {}).items() if key != "immediate_grad_update"}
-    result["bf16"] = {**bf16, "enabled": config.train.precision == "bf16"}
+    result["bf16"] = {**bf16, "enabled": config.train.chosen_precision == "bf16"}
     result["steps_per_print"] = None
     # DeepSpeed's default is the dtype of the weights, in which a sum over many micro-batches or ranks is coarse.
     result.setdefault("communication_data_type", "fp32")

@@ -25,7 +25,7 @@ def fsdp_memory(
 
     `backward_bytes`: the most bytes of activations during a backward pass; `layer_bytes`: the activations of a layer.
     """
-    compute, ranks = 2 if config.train.precision == "bf16" else 4, layout.world_size // replicas(config, layout)
+    compute, ranks = config.train.compute_itemsize, layout.world_size // replicas(config, layout)
     root, *layers = shape.padded_groups(ranks)
     learned = shape.learned_padded_groups(ranks)
     owned = sum(learned) // ranks
@@ -92,7 +92,7 @@ def pinned_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tu
         return sum(count * (1 << (sizes[weight] - 1).bit_length()) for weight, count in weights.items())
 
     learned = pinned(shape.alike, 4)
-    return learned + pinned(Counter(shape.weights) - shape.alike, 2 if config.train.precision == "bf16" else 4), learned
+    return learned + pinned(Counter(shape.weights) - shape.alike, config.train.compute_itemsize), learned
 
 
 def replicas(config: RunConfig, layout: RankLayout) -> int:
@@ -127,7 +127,7 @@ def single_gpu_memory(config: RunConfig, shape: ModelShape, unsharded: Unsharded
 
     `unsharded.gradients`: several micro-batches of a step are summed in fp32.
     """
-    compute = 2 if config.train.precision == "bf16" else 4
+    compute = config.train.compute_itemsize
     learned = sum(shape.learned_padded_groups(1))
     frozen = sum(shape.padded_groups(1)) - learned
     copies = 0 if compute == 4 else compute * learned  # weights that forward and backward passes use

@@ -40,7 +40,7 @@ TAG_BYTES = 64  # at the start of each piece: its weight and its position in the
 
 def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk) -> RankMemory:
     """Return the memory of a rank with engine host, if the state that `on_disk` selects is on disk."""
-    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
+    states, splits = config.train.optimizer_states, config.train.chosen_precision == "bf16"
     compute, sum_itemsize = 2 if splits else 4, _sum_itemsize(states)
     shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
     states_on_disk, sums_on_disk = dict(on_disk.states), dict(on_disk.gradients)
@@ -88,7 +88,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
 
 def device_memory(config: RunConfig, shape: ModelShape) -> RankMemory:
     """Return the GPU memory of a rank with engine host: a copy of the weights, and gradients that are being copied."""
-    compute = 2 if config.train.precision == "bf16" else 4
+    compute = config.train.compute_itemsize
     return RankMemory(
         weights=compute * shape.numel,
         gradients=_in_flight_bytes(shape, compute),
@@ -125,7 +125,7 @@ def published_bytes(config: RunConfig, first_step: bool = False) -> float:
     changes by more than one unit in the last place. How many weights change so much depends on the learning rate
     (benchmarks/patches.py).
     """
-    if config.train.precision == "fp32":
+    if config.train.chosen_precision == "fp32":
         return 4.0
     rates, later, first = zip(*_CHANGED_BITS, strict=True)
     bits = first if first_step else later
@@ -146,7 +146,7 @@ def _between_hosts(config: RunConfig, owned: int, others: int, copied: int) -> i
         return 0
     limit = exchange_bytes(others)
     sums = sum(min(limit, others * elements * sent_itemsize(config)) for elements in (owned, copied))
-    if config.train.precision == "fp32":
+    if config.train.chosen_precision == "fp32":
         return sums + min(limit, others * owned * 4) + min(limit, owned * 4)
     weight_bytes = published_bytes(config, first_step=True)
     arriving = int(min(limit, others * owned * 2) / 2 * weight_bytes)  # only written pages count
@@ -175,7 +175,7 @@ class DiskUse:
 
 def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk, micro_batches: int) -> DiskUse:
     """Return the disk use of engine host, not rounded to pages. `micro_batches`: per rank and optimizer step."""
-    splits = config.train.precision == "bf16"
+    splits = config.train.chosen_precision == "bf16"
     all_states = sum(count * _state_bytes(config, weight) for weight, count in on_disk.states)
     # Every host stores sums of the whole gradient, and sends the sums to their owners once per step.
     summed = sum(count * numel(weight) for weight, count in on_disk.gradients)
@@ -199,7 +199,7 @@ def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: 
 
 
 def _state_bytes(config: RunConfig, weight: Shape) -> int:
-    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
+    states, splits = config.train.optimizer_states, config.train.chosen_precision == "bf16"
     return sum(state_bytes(numel(weight), states, numel(weight[1:]), splits).values())
 
 
@@ -237,7 +237,7 @@ def _windows_bytes(
     """
     # One disk stream per host, and the windows in flight from and to each other host.
     exchanging = layout.nodes * STREAM_BUFFERS + (layout.nodes - 1) * 2 * (WINDOWS_AHEAD + 1) if layout.nodes > 1 else 0
-    states, splits = config.train.optimizer_states, config.train.precision == "bf16"
+    states, splits = config.train.optimizer_states, config.train.chosen_precision == "bf16"
     summed = dict(on_disk.gradients)
     streamed = summing = reading = 0
     for weight, _ in on_disk.states:
