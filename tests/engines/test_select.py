@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from aliquot.config.schema import RunConfig
+from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.topology import Topology
 from aliquot.engines import select
@@ -69,6 +69,7 @@ def test_replicas_refuse_what_excludes_them() -> None:
 def test_fp8_refuses_what_excludes_it() -> None:
     fp8 = {"global_batch_size": 1, "fp8": True}
     assert engine_class(config(train=fp8), on("cuda"), 1)[0] == "fsdp"
+    assert TrainSection(fp8=True).precision == "bf16"
     for train, shard, device, words in (
         ({}, {}, "cpu", r"train\.fp8 is for GPUs"),
         ({}, {"engine": "host"}, "cuda", r"needs shard\.engine: fsdp, not host"),

@@ -7,11 +7,8 @@ import typing
 import pytest
 
 from aliquot.cli import plan_command
-from aliquot.config.schema import TrainSection
-from aliquot.core.errors import DeviceError, NodesDifferError, PlanError
-from aliquot.machine.cpu import FLOP_PER_CYCLE, Precision
-from aliquot.planner.automatic_settings import agreed_precision
-from aliquot.planner.plan import Plan
+from aliquot.core.errors import DeviceError, PlanError
+from aliquot.machine.cpu import FLOP_PER_CYCLE
 from aliquot.planner.planned_machine import INSTRUCTION_SETS, Machine, machine_from_options
 from aliquot.planner.planner import plan
 from tests.planner.shapes import LLAMA, planned_config
@@ -52,25 +49,10 @@ def test_instruction_sets_of_ec2_processors() -> None:
     ids=lambda value: value.name if isinstance(value, Machine) else value,
 )  # fmt: skip
 def test_precision_follows_the_instructions_of_the_processor(machine: Machine, precision: str) -> None:
-    def made(setting: str) -> Plan:
-        return plan(planned_config(LLAMA, train={"precision": setting}, launch={"device": "auto"}), machine, 1, 1)
-
-    assert made("auto") == made(precision) and made("auto").precision == precision
-
-
-def test_precision_without_a_choice() -> None:
-    """fp8 needs bf16; code that reads a precision before it is chosen must not take it for fp32."""
-    assert TrainSection(fp8=True).chosen_precision == "bf16"
-    with pytest.raises(AssertionError, match="before its value is chosen"):
-        assert TrainSection().chosen_precision
-
-
-def test_nodes_agree_on_a_precision() -> None:
-    nodes: list[tuple[str, Precision]] = [("node 0 (a)", "bf16"), ("node 0 (a)", "bf16"), ("node 1 (b)", "fp32")]
-    assert agreed_precision(None, nodes[:2]) == "bf16" and agreed_precision(None, nodes[2:]) == "fp32"
-    assert [agreed_precision(decided, nodes) for decided in ("bf16", "fp32")] == ["bf16", "fp32"]
-    with pytest.raises(NodesDifferError, match=r"bf16 is faster on node 0 \(a\), fp32 on node 1 \(b\)\. Set"):
-        agreed_precision(None, nodes)
+    choices, launch = ("auto", precision), {"device": "auto"}
+    configs = (planned_config(LLAMA, train={"precision": choice}, launch=launch) for choice in choices)
+    automatic, chosen = (plan(config, machine, 1, 1) for config in configs)
+    assert automatic == chosen and automatic.precision == precision
 
 
 def test_instruction_sets_of_own_machines() -> None:

@@ -13,8 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -25,17 +28,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import aliquot
 from aliquot.config.read_config import read_config
+from aliquot.config.schema import TrainSection
 from aliquot.core.errors import StorageError, UserError
 from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.auto_ranks import resolve_auto_ranks
+from aliquot.distributed.topology import Topology
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.planner.planned_machine import Machine
+from aliquot.run.resolved_run import choose_precision
 from aliquot.run.training_loop import LossWatch
 from tests import plain
 from tests.runs import command, curve, refused, trained, write_config, write_text
+from tests.tensor_io.world import run_world
 from tests.tools import warm
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -521,12 +528,28 @@ def test_bad_input_on_the_command_line_is_one_line(folder: Path, alone: Path) ->
     assert "no such file" in log and "Traceback" not in log
 
 
+def test_nodes_of_a_new_run_agree_on_a_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node has instructions for bf16, the second one has not."""
+
+    def chosen(ranks: Any, setting: str, recorded: Any) -> Any:
+        ranks.topology, ranks.allowed_cores = Topology(ranks.rank, 2, 0, 1, ranks.rank, 2, "cpu", 1, ()), {0}
+        isa = ("amx", "avx2")[ranks.rank]
+        monkeypatch.setattr(Machine, "local", lambda cpu: Machine.from_numbers(8, 2, None, isa))
+        train = TrainSection(precision=setting)
+        return choose_precision(SimpleNamespace(ranks=ranks, requested=SimpleNamespace(train=train)), recorded)
+
+    for setting, recorded in (("auto", "fp32"), ("fp32", "bf16")):
+        assert run_world(2, partial(chosen, setting=setting, recorded=recorded)) == ["fp32", "fp32"]
+    errors = map(str, run_world(2, partial(chosen, setting="auto", recorded=None)))
+    assert all("is bf16 there and fp32 here" in error and "set train.precision" in error for error in errors)
+
+
 @pytest.mark.skipif(Machine.local().faster_precision("cpu") == "bf16", reason="this CPU has instructions for bf16")
 def test_precision_of_a_cpu_without_bf16(folder: Path, alone: Path) -> None:
     """A run keeps its precision where another one would be faster, and says so."""
     for steps, setting, why in ((1, "bf16", "train.precision is bf16"), (2, "auto", "this run began in bf16")):
         result = command("train", write_config(folder, "slow", train={"max_steps": steps, "precision": setting}))
-        assert f"{why}, but node 0 (" in result.stderr and "no instructions for bf16: matrix products" in result.stderr
+        assert f"{why}, but " in result.stderr and "no instructions for bf16: matrix products" in result.stderr
         assert read_config(folder / "slow" / "config.yaml").train.precision == "bf16"
     trained(folder / "alone.yaml", "train.precision=auto", f"run.directory={folder}/automatic-precision")
     assert curve(folder / "automatic-precision") == curve(alone)

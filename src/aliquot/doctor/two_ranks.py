@@ -98,11 +98,11 @@ def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
         f"bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s a rank, two of {report['threads']} threads at once"
     )
     clock = re.search(r"^cpu MHz\s*:\s*([\d.]+)", read_text(subject.root / "proc/cpuinfo") or "", re.MULTILINE)
-    uses_bf16 = faster_precision(subject.cpu.isa) == "bf16"
-    name, rate = ("bf16", bf16) if uses_bf16 else ("fp32", fp32)
+    name = faster_precision(subject.cpu.isa)
+    rate = bf16 if name == "bf16" else fp32
     if clock is None or not subject.cpu.isa:
         return "ok", observed, "the ceiling of MFU; the peak by instructions is not known for this CPU"
-    per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][0 if uses_bf16 else 1]
+    per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][name == "fp32"]
     peak = per_clock * float(clock[1]) * 1e6 * min(report["threads"], len(subject.cpu.cores))
     observed += f"; {name} is {100 * rate / peak:.0f} % of {peak / 1e9:.0f} by clock and instructions"
     if rate < _MIN_EFFICIENCY * peak:

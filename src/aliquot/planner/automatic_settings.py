@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import EngineError, NodesDifferError
+from aliquot.core.errors import EngineError
 from aliquot.data.workload import BatchSize
-from aliquot.machine.cpu import Precision
 from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.plan import Plan
-
-_NODES_SHOWN = 3
 
 PlanOf = Callable[[RunConfig], Plan]
 
@@ -51,30 +48,6 @@ def setting(config: RunConfig, key: str) -> object:
 def with_choices(config: RunConfig, choices: Mapping[str, object]) -> RunConfig:
     """Return the config with each `section.key` of `choices` that is `auto` set to its chosen value."""
     return with_settings(config, {key: value for key, value in choices.items() if setting(config, key) == "auto"})
-
-
-def agreed_precision(precision: Precision | None, nodes: Sequence[tuple[str, Precision]]) -> Precision:
-    """Return the precision of all ranks: `precision`, which is set or recorded, or else the faster one.
-
-    Args:
-        nodes: the name of each rank's node, and the faster precision there.
-
-    Raises:
-        NodesDifferError: the nodes differ, and neither a setting nor a checkpoint decides.
-    """
-    names: dict[Precision, dict[str, None]] = {"bf16": {}, "fp32": {}}
-    for node, faster in nodes:
-        names[faster][node] = None
-    if precision is None and all(names.values()):
-        bf16, fp32 = (
-            ", ".join(shown if len(shown) <= _NODES_SHOWN else [*shown[:_NODES_SHOWN], "..."])
-            for shown in map(list, names.values())
-        )
-        raise NodesDifferError(
-            f"train.precision: auto has no value for all nodes: bf16 is faster on {bf16}, fp32 on {fp32}. Set"
-            " train.precision to bf16 or fp32"
-        )
-    return precision or nodes[0][1]
 
 
 def plan_with_fast_micro_batch(config: RunConfig, world_size: int, must_be_1: bool, plan_of: PlanOf) -> Plan:

@@ -142,27 +142,23 @@ class Machine:
 
     def faster_precision(self, device: Literal["cpu", "cuda"]) -> Precision:
         """Return the value of `train.precision: auto`: bf16 where matrix products are faster in bf16 than in fp32."""
-        if device == "cuda":
-            return "bf16" if self.gpu_has_bf16 else "fp32"
-        return faster_precision(self.isa)
+        gpu: Precision = "bf16" if self.gpu_has_bf16 else "fp32"
+        return gpu if device == "cuda" else faster_precision(self.isa)
 
     def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
         """Return the layout of ranks and threads of a run. `nodes` and `ranks_per_node` override `config`."""
         launch = apply_environment(config.launch, os.environ) if self.is_local else config.launch
         device = self.device(launch.device)
-        if ranks_per_node is not None:
-            ranks = ranks_per_node
-        elif launch.ranks != "auto":
-            ranks = launch.ranks
-        elif device == "cuda":
-            ranks = self.gpus
-        else:
-            ranks, _ = cpu_ranks(config, nodes or launch.most_nodes, self._cpu(), self.memory_bytes)
+        nodes, ranks = nodes or launch.most_nodes, ranks_per_node or launch.ranks
+        if ranks == "auto":
+            on_cpu = device == "cpu"
+            ranks = cpu_ranks(config, nodes, self._cpu(), self.memory_bytes)[0] if on_cpu else self.gpus
         if device == "cuda" and ranks > self.gpus:
-            what = f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}"
-            raise DeviceError(f"{what}: fewer launch.ranks")
+            raise DeviceError(
+                f"{ranks} ranks a node need a GPU each, and {self.name} has {self.gpus}: fewer launch.ranks"
+            )
         threads, _ = threads_per_rank(launch, os.environ if self.is_local else {}, self._cpu(), ranks)
-        return RankLayout(nodes or launch.most_nodes, ranks, threads, device, self.numa_nodes)
+        return RankLayout(nodes, ranks, threads, device, self.numa_nodes)
 
     def _cpu(self) -> CpuFacts:
         if self.cpu is not None:
@@ -231,16 +227,13 @@ def _clock_hz() -> float | None:
 
 def _gpus() -> tuple[int, str | None, int | None, bool]:
     """Return the number of GPUs that torch sees; name and memory of the first GPU, and whether it multiplies bf16."""
-    none = 0, None, None, False
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return none
-    import torch
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        import torch
 
-    count = torch.cuda.device_count()
-    if not count:
-        return none
-    properties = torch.cuda.get_device_properties(0)
-    return count, str(properties.name), int(properties.total_memory), properties.major >= _AMPERE
+        if count := torch.cuda.device_count():
+            properties = torch.cuda.get_device_properties(0)
+            return count, str(properties.name), int(properties.total_memory), properties.major >= _AMPERE
+    return 0, None, None, False
 
 
 def limit_to_pod(machine: Machine, config: RunConfig) -> Machine:

@@ -77,8 +77,8 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
     """
     config, workload, done = request.config, request.workload, request.steps_done
     try:
-        machine = Machine.local(read_cpu(allowed=request.allowed_cores))
-        machine = measure_disks(replace(machine, memory_bytes=request.memory_bytes), config)
+        local = Machine.local(read_cpu(allowed=request.allowed_cores))
+        machine = measure_disks(replace(local, memory_bytes=request.memory_bytes), config)
         topology = request.topology
         layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
@@ -92,9 +92,7 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         refuse = fit_check.cannot_fit(plan) and not force
         advice = search.remedies(done) if problems and refuse else None
         smallest = planner.plan_on_fewest_nodes(request.config, layout, workload)
-        too_full = full_disks(config, plan, done)
-        if not too_full and smallest is not None:
-            too_full = full_disks(config, smallest, done)
+        too_full = full_disks(config, plan, done) or (full_disks(config, smallest, done) if smallest else [])
     except UserError:
         raise
     except Exception as error:

@@ -225,8 +225,7 @@ class RunPlan:
     def _setting(self, memory: MemoryPlan) -> StepSetting:
         config, layout, alike = self.config, self.layout, self.shape.alike
         states = config.train.optimizer_states
-        in_bf16 = config.train.chosen_precision == "bf16"
-        one_pass = not in_bf16 or config.train.compile == "layers"
+        one_pass = config.train.chosen_precision == "fp32" or config.train.compile == "layers"
         return StepSetting(
             engine=self.engine,
             layout=layout,
@@ -237,7 +236,9 @@ class RunPlan:
             weights=sum(alike.values()),
             groups=len(self.shape.padded_groups(layout.world_size)),
             weights_bytes=config.train.compute_itemsize * self.shape.learned_numel,
-            patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and in_bf16 else 0,
+            patched_bytes=0
+            if layout.nodes == 1 or config.train.compute_itemsize == 4
+            else 2 * self.shape.learned_numel,
             disk_bytes_per_s=self.machine.disk_bytes_per_s or DISK_BYTES_PER_S,
             offloads=config.shard.offload == "cpu",
             unsharded=memory.unsharded,

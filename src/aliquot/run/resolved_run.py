@@ -33,7 +33,7 @@ from aliquot.models.adapter import BASE
 from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
 from aliquot.models.stored_weights import fingerprint
 from aliquot.models.traits import Traits, traits
-from aliquot.planner.automatic_settings import NO_CHOICES, agreed_precision, with_choices
+from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
 from aliquot.planner.compute_ceiling import Ceiling, ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
@@ -105,7 +105,8 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     positions = run_on_rank_0(ranks, lambda: resolve(trainer.requested.model).positions)  # only rank 0 downloads
     resume, root = trainer.requested.checkpoint.resume, trainer.directory.checkpoints
     state = run_on_rank_0(ranks, lambda: resumed_state(root, resume))
-    config = with_choices(trainer.requested.with_positions(positions), {"train.precision": _precision(trainer, state)})
+    precision = choose_precision(trainer, state["config"]["train"].get("precision"))
+    config = with_choices(trainer.requested.with_positions(positions), {"train.precision": precision})
     source = run_on_all_ranks(ranks, lambda: model_source(config))
     # A checkpoint has the day of the run, too, with a checksum.
     recorded_day = state["determinants"].get("data.chat_template_date")
@@ -121,16 +122,21 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     return inputs
 
 
-def _precision(trainer: Trainer, state: Mapping[str, Any]) -> Precision:
+def choose_precision(trainer: Trainer, recorded: Precision | None) -> Precision:
     """Return the precision of the run, which is the same on all nodes, and warn if it is slow on one. Collective.
 
-    For `auto` it is the precision in `state`, from which the run resumes, or else the faster one.
+    Args:
+        recorded: the precision in the checkpoint from which the run resumes, which `auto` keeps.
+
+    Raises:
+        NodesDifferError: the faster precision is not the same on all nodes, and nothing else decides.
     """
     ranks, setting, device = trainer.ranks, trainer.requested.train.precision, trainer.ranks.topology.device
     faster = Machine.local(read_cpu(allowed=ranks.allowed_cores)).faster_precision(device)
-    nodes = ranks.gather([f"node {ranks.topology.node_rank} ({platform.node()})", faster])
-    precision = agreed_precision(state["config"]["train"].get("precision") if setting == "auto" else setting, nodes)
-    slow = next((node for node, its_faster in nodes if its_faster == "fp32"), None)
+    precision = recorded if setting == "auto" else setting
+    if precision is None:
+        check_equal_on_ranks(ranks, lambda: {"the faster precision (set train.precision to one for all nodes)": faster})
+    slow = next(filter(None, ranks.gather(platform.node() if faster == "fp32" else "")), None)
     if precision == "bf16" and slow is not None:
         fp32, bf16 = (matmul_rate(device, kind, ranks.barrier) for kind in ("fp32", "bf16"))
         release_free_memory()  # the matrices would otherwise count as memory of the run
@@ -139,7 +145,7 @@ def _precision(trainer: Trainer, state: Mapping[str, Any]) -> Precision:
             f" for bf16: matrix products take {max(ranks.gather(fp32 / bf16)):.0f} times as long as in fp32. Set"
             " train.precision=fp32"
         )
-    return precision
+    return precision or faster
 
 
 def traits_together(ranks: Ranks, config: RunConfig, source: ModelSource) -> Traits:
@@ -251,8 +257,8 @@ def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
 
 def recorded_choices(state: Mapping[str, Any]) -> dict[str, object]:
     """Return the values in the state of a checkpoint of the settings of `train` that may be `auto`."""
-    recorded = {f"train.{key}": value for key, value in state["config"]["train"].items()}
-    return {key: recorded[key] for key in NO_CHOICES if key in recorded}
+    recorded = state["config"]["train"].items()
+    return {f"train.{name}": value for name, value in recorded if f"train.{name}" in NO_CHOICES}
 
 
 def resumed_state(root: Path, resume: str) -> dict[str, Any]:
