@@ -37,9 +37,8 @@ def chosen_engine(
     ):
         name = "host"
     elif name == "auto":
-        copy_bytes = numel * config.train.compute_itemsize
-        suits = device == "cpu" and even and config.shard.collectives != "gloo"
-        name = "host" if suits and copy_bytes <= _SHARED_FRACTION * memory_bytes else "fsdp"
+        fits = numel * config.train.compute_itemsize <= _SHARED_FRACTION * memory_bytes
+        name = "host" if device == "cpu" and even and config.shard.collectives != "gloo" and fits else "fsdp"
     for message, applies in _refusals(config, device, name).items():
         if applies:
             raise EngineError(message)

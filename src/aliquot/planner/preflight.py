@@ -134,11 +134,10 @@ def _plan_with_choices(
     plan = planner.plan(resumed, layout, workload)
     if not (plan.fits and batch_size(resumed.train, layout.world_size).is_even(layout.world_size)):
         plan = planner.plan(config, layout, workload)
-    if config.train.compile == "auto" and plan.compile == "layers":
-        failure = compilation_failure(layout.threads_per_rank)
-        if failure is not None:
-            warn(f"torch.compile fails here, so layers stay uncompiled: {failure}")
-            plan = planner.plan(with_choices(config, {**plan.choices, "train.compile": "none"}), layout, workload)
+    compiles = config.train.compile == "auto" and plan.compile == "layers"
+    if compiles and (failure := compilation_failure(layout.threads_per_rank)) is not None:
+        warn(f"torch.compile fails here, so layers stay uncompiled: {failure}")
+        plan = planner.plan(with_choices(config, {**plan.choices, "train.compile": "none"}), layout, workload)
     return plan
 
 

@@ -125,8 +125,7 @@ def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
     reached = _HOPPER_REACHED if name in ("h100", "h200") and is_sxm else _GPU_REACHED
     bf16 = peak * reached if machine.gpu_has_bf16 else fp32
     sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
-    sheet += ", as one H200 reached" if reached == _HOPPER_REACHED else ""
-    sheet += ", which has no bf16" if bf16 == fp32 else ""
+    sheet += ", which has no bf16" if bf16 == fp32 else ", as one H200 reached" if reached == _HOPPER_REACHED else ""
     source = f"estimate: {bf16 / peak:.0%} of {peak / 1e12:.0f} TFLOP/s ({sheet}){linked}{assumed}"
     off_by = OFF_BY if name else _OFF_BY_UNKNOWN_GPU
     return _flat(machine, source, {2: bf16, 4: fp32}, _GPU_MEMORY_REACHED * memory, _CALL_S / 2, link, off_by)

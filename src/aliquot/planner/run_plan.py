@@ -225,20 +225,18 @@ class RunPlan:
     def _setting(self, memory: MemoryPlan) -> StepSetting:
         config, layout, alike = self.config, self.layout, self.shape.alike
         states = config.train.optimizer_states
-        one_pass = config.train.chosen_precision == "fp32" or config.train.compile == "layers"
+        in_bf16 = config.train.chosen_precision == "bf16"
         return StepSetting(
             engine=self.engine,
             layout=layout,
             held=memory.held,
             states=states,
-            updates_in_one_pass=states == "fp32" and one_pass,
+            updates_in_one_pass=states == "fp32" and (not in_bf16 or config.train.compile == "layers"),
             numel=sum(padded_share(weight, layout.world_size) * count for weight, count in alike.items()),
             weights=sum(alike.values()),
             groups=len(self.shape.padded_groups(layout.world_size)),
             weights_bytes=config.train.compute_itemsize * self.shape.learned_numel,
-            patched_bytes=0
-            if layout.nodes == 1 or config.train.compute_itemsize == 4
-            else 2 * self.shape.learned_numel,
+            patched_bytes=2 * self.shape.learned_numel if layout.nodes > 1 and in_bf16 else 0,
             disk_bytes_per_s=self.machine.disk_bytes_per_s or DISK_BYTES_PER_S,
             offloads=config.shard.offload == "cpu",
             unsharded=memory.unsharded,

@@ -25,7 +25,6 @@ from aliquot.data.workload import batch_size
 from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import Ranks
-from aliquot.machine.allocator import release_free_memory
 from aliquot.machine.cpu import Precision, read_cpu
 from aliquot.machine.matmul import caches_large_kernels, matmul_rate
 from aliquot.machine.memory import memory_limit
@@ -139,7 +138,6 @@ def choose_precision(trainer: Trainer, recorded: Precision | None) -> Precision:
     slow = next(filter(None, ranks.gather(platform.node() if faster == "fp32" else "")), None)
     if precision == "bf16" and slow is not None:
         fp32, bf16 = (matmul_rate(device, kind, ranks.barrier) for kind in ("fp32", "bf16"))
-        release_free_memory()  # the matrices would otherwise count as memory of the run
         trainer.display.warning(
             f"{'train.precision is' if setting == 'bf16' else 'this run began in'} bf16, but {slow} has no instructions"
             f" for bf16: matrix products take {max(ranks.gather(fp32 / bf16)):.0f} times as long as in fp32. Set"
@@ -150,8 +148,8 @@ def choose_precision(trainer: Trainer, recorded: Precision | None) -> Precision:
 
 def traits_together(ranks: Ranks, config: RunConfig, source: ModelSource) -> Traits:
     """Return how the model computes, by a trial on rank 0. Collective."""
-    kind = source.config, config.data.sequence_length, config.train.drops
-    return Traits(**run_on_rank_0(ranks, lambda: vars(traits(*kind))))
+    length, drops = config.data.sequence_length, config.train.drops
+    return Traits(**run_on_rank_0(ranks, lambda: vars(traits(source.config, length, drops))))
 
 
 def model_source(config: RunConfig, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:
@@ -257,8 +255,7 @@ def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
 
 def recorded_choices(state: Mapping[str, Any]) -> dict[str, object]:
     """Return the values in the state of a checkpoint of the settings of `train` that may be `auto`."""
-    recorded = state["config"]["train"].items()
-    return {f"train.{name}": value for name, value in recorded if f"train.{name}" in NO_CHOICES}
+    return {key: value for name, value in state["config"]["train"].items() if (key := f"train.{name}") in NO_CHOICES}
 
 
 def resumed_state(root: Path, resume: str) -> dict[str, Any]:
