@@ -75,11 +75,10 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         StorageError: the run would fill a disk.
         PlanError: no plan can be made, but offload to disk needs a plan.
     """
-    config, workload, done = request.config, request.workload, request.steps_done
+    config, workload, done, topology = request.config, request.workload, request.steps_done, request.topology
     try:
         local = Machine.local(read_cpu(allowed=request.allowed_cores))
         machine = measure_disks(replace(local, memory_bytes=request.memory_bytes), config)
-        topology = request.topology
         layout = RankLayout(
             topology.nodes, topology.local_world_size, topology.threads, topology.device, machine.numa_nodes
         )

@@ -113,7 +113,7 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
     tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config, source, data))
     model_traits = traits_together(ranks, config, source)
-    fills_up = caches_large_kernels(ranks.topology.device, config.train.chosen_precision)
+    fills_up = caches_large_kernels(ranks.topology.device, precision)
     layout = partial(lay_out, config, source, data, ranks.world_size, model_traits.packs, fills_up)
     batches, held_out = run_on_all_ranks(ranks, layout)
     inputs = ResolvedRun(config, source, model_traits, data, tokenizer, batches, held_out)
@@ -227,8 +227,10 @@ def resolve_run(trainer: Trainer, inputs: ResolvedRun) -> ResolvedRun:
     if sequences > 1 and inputs.config.train.per_device_train_batch_size == "auto":
         trainer.display.line(f"micro-batches of {sequences} sequences (train.per_device_train_batch_size: auto)")
     held_out = {name: batches.with_micro_batches(sequences) for name, batches in inputs.held_out.items()}
-    batches = inputs.batches.with_micro_batches(sequences)
-    return replace(inputs, config=config, batches=batches, held_out=held_out, plan=plan, ceiling=measured)
+    return replace(
+        inputs, config=config, batches=inputs.batches.with_micro_batches(sequences), held_out=held_out, plan=plan,
+        ceiling=measured,
+    )  # fmt: skip
 
 
 def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
