@@ -211,7 +211,7 @@ def _learned(shape: ModelShape, on_disk: OnDisk) -> list[int]:
 
 def _frozen(shape: ModelShape, on_disk: OnDisk) -> list[int]:
     """Return the frozen elements on disk of each streamed layer."""
-    return _by_layer(shape, on_disk, lambda kind: sum(numel(each) for each in kind.frozen if each in on_disk.frozen))
+    return _by_layer(shape, on_disk, lambda kind: sum(numel(item) for item in kind.frozen if item in on_disk.frozen))
 
 
 def _by_layer(shape: ModelShape, on_disk: OnDisk, count: Callable[[LayerKind], int]) -> list[int]:
