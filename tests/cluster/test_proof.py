@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,10 @@ from aliquot.cluster.check import check_manifests
 from aliquot.cluster.job import Job, describe
 from aliquot.cluster.render import documents, parsed
 from aliquot.config.read_config import read_config
+from aliquot.distributed.ranks import Ranks
+from aliquot.distributed.topology import Topology
+from aliquot.doctor import node_proof
+from aliquot.doctor.finding import Finding, Subject
 from aliquot.doctor.node_proof import Expected, efa_sent_bytes, judge_efa, judge_rate, read_expected
 from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import cluster_section, cpu_job, gpu_job, plan
@@ -21,7 +25,7 @@ from tests.cluster.nodes import Cluster, nodes
 from tests.cluster.test_elastic import elastic
 from tests.doctor.machines import lay_out
 from tests.multinode.namespaces import why_not
-from tests.processes import run_ranks
+from tests.processes import as_ranks, run_ranks
 from tests.runs import write_config
 
 EXPECTED = Expected(nodes=4, network_bytes_per_s=1e9, storage_bytes_per_s=1e8, efa_interfaces=1)
@@ -48,7 +52,7 @@ def test_only_config_and_command_differ_from_the_long_job(make: Callable[[], Job
 
 def test_two_ranks_measure(tmp_path: Path) -> None:
     """Real gloo between two ranks, a real file; every rank comes to the same verdict."""
-    run_ranks(Path(__file__).parent / "proof_worker.py", 2, tmp_path)
+    run_ranks(Path(__file__), 2, tmp_path)
     proof, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert proof == other
     rows = {row["subject"]: row for row in proof["rows"]}
@@ -124,3 +128,24 @@ def test_rendered_proof_runs(network_bytes_per_s: float, tmp_path: Path) -> None
     assert verdicts == ["ok", "ok" if network_bytes_per_s < 1e6 else "PROBLEM", "ok", "ok"], log
     assert cluster.decision([2, 2]) == "FailJobSet"
     assert not list((shared / "runs" / "two").glob("[!.]*")), "the proof leaves a file in the run directory"
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    """A rank of two nodes with one rank each, where the doctor finds a problem on the second node."""
+
+    def examine(subject: Subject) -> Iterator[Finding]:  # the real doctor takes ten seconds
+        yield Finding("thp", "huge pages", "ok", "madvise", "nothing to do")
+        yield Finding("cores", "cores", "warning", "shared", "slower", "more cores")
+        if rank == 1:
+            yield Finding("storage", "run directory", "problem", "read-only", "no run can be written here")
+
+    node_proof.examine = examine
+    topology = Topology(rank, world_size, 0, 1, rank, world_size, "cpu", threads=1, cores=())
+    ranks = Ranks(topology, frozenset({0}))
+    expected = node_proof.Expected(world_size, network_bytes_per_s=1e6, storage_bytes_per_s=1e6, efa_interfaces=1)
+    proof = node_proof.measure(ranks, folder, expected)
+    (folder / f"{rank}.json").write_text(json.dumps(asdict(proof)))
+
+
+if __name__ == "__main__":
+    as_ranks(work)

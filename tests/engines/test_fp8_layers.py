@@ -11,25 +11,30 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig
 
 from aliquot.core.errors import EngineError, MissingToolError, SelfTestError
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import EngineSpec
+from aliquot.engines.base import Engine, EngineSpec
+from aliquot.engines.engine_plan import Unsharded
 from aliquot.engines.fsdp import fp8_layers
 from aliquot.engines.fsdp.fp8_layers import use_fp8
+from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
 from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
+from tests.engines import cases
 from tests.engines.cases import FAR
-from tests.engines.fp8_worker import MODEL
-from tests.processes import run_ranks
+from tests.processes import as_ranks, run_ranks
 
 pytest.importorskip("torchao", reason="needs torchao: make test-fp8")
 CPU = torch.device("cpu")
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = 127  # tokens; products need sizes that are multiples of 16
+# Two of the three matrices of an MLP are large enough for fp8: 133,120 of 160,000 weights of a model.
+MODEL = {**cases.SMALL, "vocab_size": 68, "intermediate_size": 1040}
 CONVERTED = 2 * 2 * MODEL["hidden_size"] * MODEL["intermediate_size"]
 
 
@@ -43,7 +48,7 @@ class Decoder(nn.Module):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fp8")
     for ranks in (1, 2):
-        run_ranks(Path(__file__).parent / "fp8_worker.py", ranks, folder)
+        run_ranks(Path(__file__), ranks, folder)
     return {ranks: json.loads((folder / f"{ranks}-0.json").read_text()) for ranks in (1, 2)}
 
 
@@ -119,3 +124,47 @@ def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(MissingToolError, match="pip install 'aliquot\\[fp8\\]'"):
         use_fp8(Decoder(inner=2048), CPU, gathers=False)
+
+
+SEQUENCES = 4
+
+
+def train(rank: int, world_size: int, **settings: Any) -> dict[str, Any]:
+    built = meta.build(AutoConfig.for_model("llama", **MODEL))
+    spec = EngineSpec("bf16", 64, built.traits.plain_head, **settings)
+    topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
+    kind: type[Engine] = SingleGpuEngine if world_size == 1 else FsdpEngine
+    engine = kind.build(built.model, spec, topology)
+    initialize.initialize(engine, built.fills, cases.SEED)
+    engine.ready()
+    losses = []
+    for step in range(cases.FAR):
+        mine = [cases.micro_batch(sequence) for sequence in cases.documents(step)[rank:SEQUENCES:world_size]]
+        batches: list[MicroBatch | None] = [*mine]
+        total = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            total += float(engine.backward(batch, 1 / 100, last=number == len(batches) - 1))
+        dist.all_reduce(total)
+        losses.append(float(total))
+        engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM)
+    counters = engine.counters()
+    names = {part.name for part in engine.parts()}
+    engine.close()
+    return {
+        "losses": losses, "names": sorted(names), "wire_bytes": counters.wire_bytes, "numel": built.numel,
+        "gathered_bytes": counters.gathered_bytes, "weights_bytes": counters.weights_bytes,
+    }  # fmt: skip
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    """One rank of engine fsdp with products in fp8, which torchao emulates: alone, or one of two."""
+    variants: dict[str, dict[str, Any]] = {
+        "bf16": {"fp8": False}, "fp8": {}, "compiled": {"compile": "layers"},
+        "recomputed": {"gradient_checkpointing": "full"}, "kept whole": {"unsharded": Unsharded(True, True)},
+    }  # fmt: skip
+    told = {name: train(rank, world_size, **{"fp8": True, **settings}) for name, settings in variants.items()}
+    (folder / f"{world_size}-{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    as_ranks(work)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
-from aliquot.distributed.topology import RankLayout
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from aliquot.distributed.topology import RankLayout, Topology
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.engine_plan import Unsharded
+from aliquot.engines.fsdp.fsdp_collectives import RoundedReduceScatter
+from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
+from aliquot.models import initialize, meta
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.traffic import traffic
-from tests.engines.reduce_dtype_worker import MODEL, UNSHARDED
+from tests.engines import cases
 from tests.planner.shapes import planned_config
-from tests.processes import run_ranks
+from tests.processes import as_ranks, run_ranks
 
+UNSHARDED = Unsharded(gradients=True)  # two micro-batches are summed before they are sent
+MODEL = {**cases.SMALL, "vocab_size": 68, "intermediate_size": 52}  # nothing is padded
 LAYOUT = RankLayout(1, 2, 1, "cuda")
 LLAMA = {"model_type": "llama", **MODEL}
 ROWS = {"sequence_length": 64}
 
 
 def test_gradients_are_rounded_for_the_network_alone(tmp_path: Path) -> None:
-    run_ranks(Path(__file__).parent / "reduce_dtype_worker.py", 2, tmp_path)
+    run_ranks(Path(__file__), 2, tmp_path)
     configs = [
         planned_config(LLAMA, train={"precision": "fp32"}, data=ROWS, shard={"reduce_dtype": dtype})
         for dtype in ("fp32", "bf16")
@@ -40,3 +52,63 @@ def test_plan_counts_the_rounded_copy() -> None:
         plain, copies = (fsdp_memory(config, shape, layout, 0, 0) for config in (exact, rounded))
         assert (copies.backward > plain.backward) is copied
         assert copies.forward == plain.forward
+
+
+NUMEL = 1000
+
+
+def collective_is_exact(rank: int, world_size: int) -> bool:
+    inputs = [torch.randn(world_size * NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    reduced, group = torch.empty(NUMEL), dist.group.WORLD
+    assert group is not None
+    RoundedReduceScatter()(output_tensor=reduced, input_tensor=inputs[rank], group=group, op=dist.ReduceOp.SUM)
+    expected = sum(values.bfloat16() for values in inputs)
+    assert isinstance(expected, torch.Tensor)
+    return torch.equal(reduced, expected[rank * NUMEL : (rank + 1) * NUMEL].float())
+
+
+def gradients(reduce_dtype: str, rank: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Train one step of two micro-batches, of which rank 0 has all tokens.
+
+    Return this rank's gradients, and the bytes that it has sent.
+    """
+    built = meta.build(AutoConfig.for_model("llama", **MODEL))
+    spec = EngineSpec(
+        "fp32",
+        64,
+        built.traits.plain_head,
+        adam_beta1=0.5,
+        reduce_dtype=reduce_dtype,
+        unsharded=UNSHARDED,  # type: ignore[arg-type]
+    )
+    engine = FsdpEngine.build(built.model, spec, Topology(rank, 2, rank, 2, 0, 1, "cpu", 1, ()))
+    initialize.initialize(engine, built.fills, cases.SEED)
+    engine.ready()
+    for number, sequence in enumerate(cases.documents(0)[:2]):
+        engine.backward(cases.micro_batch(sequence) if rank == 0 else None, 1 / 64, last=number == 1)
+    engine.step(0.0, math.inf)
+    found = {}
+    for part in engine.parts():
+        if part.kind == "exp_avg":  # half of the gradient, which is exact
+            found[part.name] = torch.empty(part.numel)
+            engine.read(part, part.start, found[part.name])
+    sent = engine.counters().wire_bytes
+    engine.close()
+    return found, sent
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    """One rank of engine fsdp that sends gradients as bf16: the collective alone, then steps over gloo."""
+    exact, exact_bytes = gradients("fp32", rank)
+    rounded, rounded_bytes = gradients("bf16", rank)
+    told = {
+        "collective": collective_is_exact(rank, world_size),
+        "equal": all(torch.equal(rounded[name], exact[name].bfloat16().float()) for name in exact),
+        "rounds": not all(torch.equal(rounded[name], exact[name]) for name in exact),
+        "saved_bytes": exact_bytes - rounded_bytes,
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    as_ranks(work)

@@ -11,18 +11,26 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
-from aliquot.distributed.topology import RankLayout
+from aliquot.checkpoint.checkpoint_files import CheckpointSpec
+from aliquot.checkpoint.restore import restore
+from aliquot.distributed.topology import RankLayout, Topology
+from aliquot.engines.base import EngineSpec
 from aliquot.engines.engine_plan import Unsharded
+from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
+from aliquot.loaders.sharded import Members
+from aliquot.models import initialize, meta
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.traffic import traffic
+from tests.checkpoint.saving import save
+from tests.engines import cases
 from tests.engines.cases import CASES, EngineSetup
-from tests.engines.replicated_worker import MICRO_BATCHES, MODEL
 from tests.engines.test_engines import Runs, assembled, initial_weights, plain_loop, result
 from tests.planner.shapes import planned_config
-from tests.processes import run_ranks
+from tests.processes import as_ranks, run_ranks
 
-SAVER = Path(__file__).parent / "replicated_worker.py"
+SAVER = Path(__file__)
 
 SETUPS = {
     "two ranks": EngineSetup("fsdp", 2, replicas=2),
@@ -92,7 +100,7 @@ def test_all_ranks_agree(runs: Runs[str], key: str) -> None:
 
 
 def trained(folder: Path, ranks: int, replicas: int, source: str = "none", whole: str = "") -> list[dict[str, Any]]:
-    """What each rank has counted in two steps of replicated_worker.py, which saves into `folder`."""
+    """What each rank has counted in two steps of `work`, which saves into `folder`."""
     folder.mkdir()
     run_ranks(SAVER, ranks, folder, str(replicas), source, "2", whole)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -166,3 +174,52 @@ def test_planned_bytes_between_nodes_are_those_counted(
         assert sum(rank["sent"][step] for rank in counted) == pytest.approx(planned.wire_bytes, abs=layout.world_size)
     inside = "shared memory within a node, " if ranks_per_node > 1 else ""
     assert counted[0]["transport"] == f"{inside}gloo among {nodes} replicas"
+
+
+MODEL = {**cases.SMALL, "vocab_size": 72, "intermediate_size": 60}  # 2, 3 and 4 ranks pad nothing but hidden_size
+MICRO_BATCHES = 12  # of a global batch: as many on each of 1, 2, 3 and 4 ranks
+
+
+def train(engine: FsdpEngine, step: int, rank: int, world_size: int) -> tuple[float, int]:
+    """Train a step; return the gradient norm, and the bytes that this rank has sent."""
+    before = engine.counters().wire_bytes
+    sequences = [*cases.documents(step), *cases.documents(100 + step), *cases.documents(200 + step)][:MICRO_BATCHES]
+    local = sequences[rank::world_size]
+    for number, sequence in enumerate(local):
+        engine.backward(cases.micro_batch(sequence), 1 / 300, last=number == len(local) - 1)
+        held = 4 * sum(shard.local.numel() for shard in engine._trainable)
+        assert engine.counters().gradients_bytes in (held, 0)  # 0: unsharded sums, which torch holds elsewhere
+    norm = engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm
+    return norm, engine.counters().wire_bytes - before
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    """Train, save, restore or stay idle. Arguments: replicas, a checkpoint or "none", steps, "whole" or nothing."""
+    replicas, source, steps, whole = int(arguments[0]), arguments[1], int(arguments[2]), arguments[3] == "whole"
+    built = meta.build(AutoConfig.for_model("llama", **MODEL))
+    spec = EngineSpec(
+        "fp32", 64, built.traits.plain_head, replicates=replicas > 1, unsharded=Unsharded(whole, whole),
+        collectives="auto" if world_size > replicas else "gloo",
+    )  # fmt: skip
+    node, local_rank = divmod(rank, local_size := world_size // replicas)
+    engine = FsdpEngine.build(
+        built.model, spec, Topology(rank, world_size, local_rank, local_size, node, replicas, "cpu", 1, ())
+    )
+    ranks, files = Members(torch.device("cpu")), CheckpointSpec(built.saved, trained=built.learned)
+    begun = 0
+    if source == "none":
+        initialize.initialize(engine, built.fills, cases.SEED)
+    else:
+        begun = restore(Path(source), engine, files, ranks)["step"]
+        engine.resume_at(begun)
+    engine.ready()
+    save(folder / "restored", begun, engine, files, {"step": begun}, ranks, 1)
+    trained = [train(engine, step, rank, world_size) for step in range(begun, begun + steps)]
+    save(folder / "trained", begun + steps, engine, files, {"step": begun + steps}, ranks, 1)
+    norms, sent = [norm for norm, _ in trained], [sent_bytes for _, sent_bytes in trained]
+    (folder / f"{rank}.json").write_text(json.dumps({"norms": norms, "sent": sent, "transport": engine.transport}))
+    engine.close()
+
+
+if __name__ == "__main__":
+    as_ranks(work)

@@ -34,7 +34,7 @@ REQUEST_BYTES = 1 << 20
 NO_DIRECTORY = Path("/proc/self/fdinfo/none")  # what a path has in front for `-P`
 RESTARTS = "ALIQUOT_ALLOCATOR"  # a process that is not restarted for another allocator; see machine/allocator.py
 IMPORTED = (
-    "datasets", "peft.tuners.lora", "safetensors.torch", "tensorboard.compat.proto.summary_pb2",
+    "datasets", "peft.tuners.lora", "pytest", "safetensors.torch", "tensorboard.compat.proto.summary_pb2",
     "torch.distributed.fsdp", "torch.distributed.launcher.api", "torch.profiler", "torch.testing",
     "transformers", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",

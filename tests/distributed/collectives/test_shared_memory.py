@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.shared_memory import ProgressCounters
-from tests.processes import run_ranks
+from aliquot.distributed.ranks import gather
+from tests.processes import as_ranks, run_ranks
 
-WORKER = Path(__file__).parent / "progress_worker.py"
+WORKER = Path(__file__)
 
 
 @pytest.fixture
@@ -37,3 +41,34 @@ def test_waiting_works_meanwhile_and_ends_with_what_that_raises(alone: Peers) ->
 
     with pytest.raises(OSError, match="the disk is gone"):
         progress.wait(1, meanwhile=fail)
+
+
+NUMEL = 4096
+BLOCKS = 3  # a rank may be ahead of the slowest reader by so many
+WRITTEN, READ = 0, 1
+
+
+def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
+    """Each rank writes its blocks in turn, every element the number of the round, and reads those of all ranks."""
+    peers = Peers.join(rank, gather)
+    memories = [memory.tensor(0, (BLOCKS, NUMEL), torch.int64) for memory in peers.share(8 * BLOCKS * NUMEL)]
+    progress = ProgressCounters(peers, 2)
+    draw = random.Random(rank)
+    for number in range(1, int(arguments[0]) + 1):
+        progress.wait(number - BLOCKS, READ)
+        memories[peers.index][number % BLOCKS].fill_(number)
+        progress.publish(number, WRITTEN)
+        if draw.random() < 0.02:
+            time.sleep(draw.random() * 0.005)
+        progress.wait(number, WRITTEN)
+        for memory in memories:
+            block = memory[number % BLOCKS]
+            assert int(block.min()) == int(block.max()) == number
+        progress.publish(number, READ)
+        assert progress.local(WRITTEN) == progress.local(READ) == number
+    progress.wait(number, READ)
+    peers.close()
+
+
+if __name__ == "__main__":
+    as_ranks(work)
