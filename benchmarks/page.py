@@ -1,7 +1,7 @@
 """Write docs/reference/benchmarks.md from the newest result files: `python -m benchmarks.page`.
 
 A result file is benchmarks/results/BENCHMARK-DATE-HARDWARE[-PART].json, as `--json` of a benchmark writes it. PART
-separates runs of one benchmark that measure different things. tests/test_benchmark_rows.py keeps the page up to date.
+separates runs of one benchmark that measure different things. tests/test_benchmarks.py keeps the page up to date.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,12 +106,28 @@ def trained(*arguments: str | Path, cold: bool = False) -> str:
     return result.stdout
 
 
+def free_port() -> int:
+    """A port of loopback that nobody has taken."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait until `reached`, which must be before the process ends."""
+    while not reached():
+        assert process.poll() is None
+        time.sleep(0.005)
+
+
+def has_steps(directory: Path, steps: int) -> bool:
+    return (directory / "metrics.jsonl").exists() and len(curve(directory)) >= steps
+
+
 def killed_when(reached: Callable[[], bool], *arguments: str | Path) -> None:
     """`aliquot train` whose launcher and ranks get SIGKILL as soon as `reached`, which must be before its end."""
     process = warm.popen("-m", "aliquot", "train", *arguments, start_new_session=True)
-    while not reached():
-        assert process.poll() is None
-        time.sleep(0.002)
+    wait_for(reached, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -94,17 +95,18 @@ def test_reply_is_no_longer_than_the_model_can_read(model: Path) -> None:
     assert result.stdout.startswith(plain(model, [{"role": "user", "content": "hello"}])[:8])
 
 
-def test_chat_continues_after_a_too_long_conversation(model: Path) -> None:
-    result = talk(model, "x" * 300 + "\nhello\n", "--temperature", "0")
-    assert result.returncode == 0
-    assert "tokens, and this model can read 256: type /reset to begin a new one [usage]" in result.stderr
-    assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
-
-
-def test_chat_continues_after_a_line_that_is_not_utf8(model: Path) -> None:
-    result = talk(model, "hell\udcff\nhello\n", "--temperature", "0")
-    assert result.returncode == 0
-    assert result.stderr == "aliquot: 'hell\\udcff' is not UTF-8 text [usage]\n"  # and no bars of who loads it
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("x" * 300, r"aliquot: .* tokens, and this model can read 256: type /reset to begin a new one \[usage\]\n"),
+        # And no bars of who loads it.
+        ("hell\udcff", r"aliquot: 'hell\\udcff' is not UTF-8 text \[usage\]\n"),
+    ],
+    ids=["too long", "not UTF-8"],
+)
+def test_chat_continues_after_a_bad_line(model: Path, line: str, error: str) -> None:
+    result = talk(model, f"{line}\nhello\n", "--temperature", "0")
+    assert result.returncode == 0 and re.fullmatch(error, result.stderr), result.stderr
     assert result.stdout == f"\n{plain(model, [{'role': 'user', 'content': 'hello'}])}\n"
 
 

@@ -1,8 +1,14 @@
-"""Tables on a terminal of 80 columns, and progress without a terminal."""
+"""Tables on a terminal of 80 columns, and progress without a terminal.
+
+Terminals that are not UTF-8, and an interpreter that transformers cannot run in.
+"""
 
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +17,7 @@ from rich.console import Console
 from aliquot.catalogue.instances import instances
 from aliquot.cli import terminal
 from aliquot.cli.instances_command import _OPTIONAL_COLUMNS, _columns
+from aliquot.cli.main import run
 from aliquot.cli.terminal import progress, show_table
 
 CONTENT = {"type": ["c7i.48xlarge", "p5.48xlarge"], "GPU": ["", "8 H100"], "USD": ["1,234.567", "98,765.432"]}
@@ -49,3 +56,24 @@ def test_progress_into_a_pipe_is_one_line_after_a_delay(
         time.sleep(takes_s)
     time.sleep(0.2)
     assert capsys.readouterr().err == told
+
+
+def test_letter_that_the_terminal_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    terminal = io.TextIOWrapper(written, encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "argv", ["aliquot", "--version"])
+    with pytest.raises(SystemExit):
+        run()
+    print("\ufffd and \u00e9", flush=True)
+    assert written.getvalue().splitlines()[-1] == b"? and \xe9"
+
+
+def test_python_without_docstrings_is_refused() -> None:
+    command = [sys.executable, "-m", "aliquot", "--version"]
+    environ = {**os.environ, "PYTHONOPTIMIZE": "2"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert result.returncode == 2 and result.stderr.startswith("aliquot: PYTHONOPTIMIZE=2 or python -OO removes")
+    assert result.stderr.count("\n") == 1 and not result.stdout
+    environ["PYTHONOPTIMIZE"] = "1"
+    assert subprocess.run(command, capture_output=True, check=False, env=environ).returncode == 0

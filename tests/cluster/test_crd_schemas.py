@@ -1,4 +1,7 @@
-"""Judging by a person's own CRDs: every keyword of a structural schema, rules that cannot be judged, odd files."""
+"""Judging by a person's own CRDs: every keyword of a structural schema, rules that cannot be judged, odd files.
+
+The shipped facts are those of the real CRDs and of Kubernetes' own schemas.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import yaml
 from aliquot.cluster import rules_schemas
 from aliquot.cluster.check import check_manifests
 from aliquot.cluster.findings import RuleFinding
-from aliquot.cluster.kind_schemas import KindSchema, read_crds
+from aliquot.cluster.kind_schemas import KindSchema, read_crds, supported
 from aliquot.cluster.manifests import parse_manifests
-from aliquot.cluster.schemas import admitted, core_violations, violations
+from aliquot.cluster.schemas import admitted, check_schema, core_violations, violations
 from aliquot.core.errors import UserError
+from tests.cluster.crd import CRDS, needs_crds
+from tests.tools.cluster_facts import FILE, facts
 
 CRD: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",
@@ -216,3 +221,16 @@ def test_object_with_a_status() -> None:
         "apiVersion: kueue.x-k8s.io/v1beta2\nkind: LocalQueue\nmetadata: {name: a, uid: x}\nspec: {clusterQueue: b}\n"
     )
     assert checked(queue + "status: {pendingWorkloads: 1, conditions: []}\n") == []
+
+
+@needs_crds
+def test_facts_equal_the_crds() -> None:
+    assert FILE.read_text() == facts(CRDS), "python -m tests.tools.cluster_facts --crds DIR"
+
+
+@pytest.mark.long
+def test_facts_are_schemas() -> None:
+    """Which is not looked at again where they are used: it takes seconds."""
+    assert all(each.shipped for each in supported())
+    for each in supported():
+        check_schema(each)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from aliquot.cluster.manifests import to_yaml
 from aliquot.cluster.trainjob import cluster_training_runtime
 from tests.cluster.apiserver import NEEDS_SERVER, Server, kubectl
 from tests.cluster.cases import cpu_job
-from tests.runs import write_config
+from tests.runs import free_port, write_config
 
 pytestmark = NEEDS_SERVER
 
@@ -77,9 +76,7 @@ def test_the_sdk_runs_a_config(runtime: str, trainer: str, tmp_path: Path) -> No
 
 
 def variables_of_a_pod(url: str, token: Path) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(token.parent),

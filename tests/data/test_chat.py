@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import date
 from itertools import groupby
 from typing import Any
@@ -29,6 +30,7 @@ from aliquot.data.chat_messages import has_words
 from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut, TokenizerFacts
 from aliquot.data.text_encoder import NO_END, NOTHING_LEARNED, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level, encode_record
+from tests.tools.chat_shapes import SHAPES, TEMPLATES, made, outcome
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
@@ -528,3 +530,17 @@ def test_unrendered_answers_are_not_learned() -> None:
         assert learned(record, template)[1:] == ([], ANSWERS_NOT_WRITTEN)
         record["messages"] += TALK[2:]
         assert [said.removesuffix("\n") for said in learned(record, template)[1]] == ["stop</s>"]
+
+
+SHORT = ("qwen3", "llama3_training", "deepseekv3", "gptoss_training", "gemma3", "qwen3_5_think")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in TEMPLATES]
+)
+def test_a_template_over_all_shapes(name: str) -> None:
+    tokenizer = made(name)
+    outcomes = {shape: outcome(tokenizer, shape) for shape in SHAPES}
+    assert not {shape: found.why for shape, found in outcomes.items() if found.kind == "?"}
+    kinds = Counter(found.kind for found in outcomes.values())
+    assert kinds["="] + kinds["c"] + kinds["e"] >= 6, outcomes

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -23,15 +22,13 @@ from aliquot.distributed.topology import Topology
 from aliquot.observe import run_directory
 from aliquot.observe.run_directory import RunDirectory
 from tests.plain import save_llama
-from tests.runs import write_config
+from tests.runs import free_port, write_config
 from tests.tools import warm
 
 
 def two_nodes(config: Path, *others: str) -> list[tuple[int, str]]:
     """Exit code and last words of two nodes of one rank each; `others` are settings of node 1 alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     own = [
         f"launch.master_port={port}",
         "launch.master_address=127.0.0.1",
@@ -121,9 +118,7 @@ def test_error_of_one_node_is_reported_by_all(tmp_path: Path) -> None:
 def test_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     """As by a loop on one host: no launcher gives both ranks the same settings."""
     config = write_config(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         warm.popen(

@@ -17,6 +17,7 @@ import pytest
 
 from tests.distributed.launcher import JOIN, environment
 from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
+from tests.runs import free_port
 from tests.tools import warm
 
 NODE = """
@@ -59,12 +60,6 @@ except UserError as error:
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @contextmanager
 def started(commands: Sequence[tuple[list[str], dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes of `python COMMAND`, ended with the block."""
@@ -87,17 +82,17 @@ def last_lines(commands: Sequence[tuple[list[str], dict[str, str]]]) -> list[str
     return [text.splitlines()[-1] for text in texts]
 
 
-def node(own: int, nodes: int, port: str, limit_s: float, folder: Path, address: str = "127.0.0.1", *more: str,
+def node(own: int, nodes: int, port: int, limit_s: float, folder: Path, address: str = "127.0.0.1", *more: str,
          ranks: int = 1) -> tuple[list[str], dict[str, str]]:  # fmt: skip
     script = folder / "rank.py"
     script.write_text(JOIN + "print(ranks.gather(topology.local_world_size), flush=True)\nranks.close()\n")
-    command = ["-c", NODE, str(own), str(nodes), address, port, str(limit_s), str(ranks), str(script)]
+    command = ["-c", NODE, str(own), str(nodes), address, str(port), str(limit_s), str(ranks), str(script)]
     return [*command, *more], environment()
 
 
-def rank(own: int, count: int, port: str, limit_s: float, **more: str) -> tuple[list[str], dict[str, str]]:
+def rank(own: int, count: int, port: int, limit_s: float, **more: str) -> tuple[list[str], dict[str, str]]:
     variables = {"RANK": str(own), "WORLD_SIZE": str(count), "LOCAL_RANK": str(own), "LOCAL_WORLD_SIZE": str(count)}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return ["-c", RANK, str(limit_s)], environment(**variables, **more)
 
 
@@ -159,7 +154,7 @@ def test_invalid_master_address_fails_at_once(tmp_path: Path, own: int) -> None:
 
 def test_taken_port_names_its_owner(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
+        port = taken.getsockname()[1]
         (line,) = last_lines([node(0, 2, port, 200, tmp_path)])
     name = Path("/proc/self/comm").read_text().strip()
     assert line.startswith(f"port {port} cannot be opened at 127.0.0.1: the port is taken by {name} ")
@@ -169,7 +164,7 @@ def test_taken_port_names_its_owner(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_answer_of_another_program_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
+        port = taken.getsockname()[1]
         (line,) = last_lines([node(1, 2, port, 200, tmp_path)])
     assert line.startswith(f"the program at 127.0.0.1:{port} is not node 0 of this run")
 
@@ -201,8 +196,8 @@ def test_automatic_ranks_are_the_minimum_over_nodes(tmp_path: Path) -> None:
     assert outputs[0][0] == "[1, 1]\n"
 
 
-def by_number_only(own: int, count: int, port: str, address: str, **more: str) -> tuple[list[str], dict[str, str]]:
-    variables = {"RANK": str(own), "WORLD_SIZE": str(count), "MASTER_ADDR": address, "MASTER_PORT": port, **more}
+def by_number_only(own: int, count: int, port: int, address: str, **more: str) -> tuple[list[str], dict[str, str]]:
+    variables = {"RANK": str(own), "WORLD_SIZE": str(count), "MASTER_ADDR": address, "MASTER_PORT": str(port), **more}
     return ["-c", RANK, "60"], environment(**variables)
 
 

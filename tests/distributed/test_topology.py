@@ -1,14 +1,27 @@
-"""The topology of a run: rank, threads and device of a process, from a table of environments."""
+"""The topology of a run: rank, threads and device of a process, from a table of environments.
+
+Automatic numbers of ranks, and NUMA binding: sets of cores per rank, memory of the local node, pinned threads.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from aliquot.config.schema import LaunchSection
+from aliquot.config.schema import LaunchSection, RunConfig
 from aliquot.core.errors import UserError
-from aliquot.distributed.topology import check_gpus, choose_gpu, place_rank
+from aliquot.distributed.auto_ranks import cpu_ranks, crowding_warning, max_cpu_ranks, resolve_auto_ranks
+from aliquot.distributed.numa_binding import bind_memory, core_sets, has_memory_policy, set_preferred_node
+from aliquot.distributed.topology import check_gpus, choose_gpu, place_rank, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
+from tests.runs import command, write_config
 
 
 def cpu(cores: int, quota: float | None = None) -> CpuFacts:
@@ -131,3 +144,192 @@ def test_rank_takes_the_only_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -
     check_gpus([None, None])
     with pytest.raises(UserError, match="ranks 1 and 2 have the same GPU, and every rank needs its own"):
         check_gpus(["GPU-a", "GPU-b", "GPU-b"])
+
+
+GIB = 1 << 30
+
+
+def machine(*nodes: int, quota: float | None = None) -> CpuFacts:
+    """NUMA nodes of so many cores, two threads each."""
+    count = sum(nodes)
+    cores = tuple((core, core + count) for core in range(count))
+    owners = tuple(node for node, size in enumerate(nodes) for _ in range(size))
+    return CpuFacts("model", cores, quota, len(nodes), (), owners)
+
+
+def config(engine: str = "auto", **train: Any) -> RunConfig:
+    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "shard": {"engine": engine}, "train": train}
+    return RunConfig.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gib", "settings", "nodes", "ranks"),
+    [
+        (machine(1), 64, config(global_batch_size=64), 1, 1),
+        (machine(2), 64, config(global_batch_size=64), 1, 2),
+        (machine(4), 64, config(global_batch_size=64), 1, 4),
+        (machine(16), 64, config(global_batch_size=64), 1, 4),
+        (machine(24, 24), 384, config(global_batch_size=96), 1, 12),
+        (machine(24, 24), 384, config("host", global_batch_size=96), 1, 12),
+        # Not more processes than memory holds, not more ranks than there are micro-batches.
+        (machine(24, 24), 16, config(global_batch_size=96), 1, 8),
+        (machine(4), 1, config(global_batch_size=64), 1, 1),
+        (machine(24, 24), 384, config(global_batch_size=4), 1, 4),
+        (machine(24, 24), 384, config(global_batch_size=32, per_device_train_batch_size=8), 1, 4),
+        (machine(24, 24), 384, config(global_batch_size=32, gradient_accumulation_steps=8), 1, 4),
+        (machine(24, 24), 384, config(global_batch_size=8), 2, 4),
+        (machine(2), 64, config(global_batch_size=1), 1, 1),
+        # An uneven last round costs more than threads do.
+        (machine(24), 384, config(global_batch_size=8), 1, 4),
+        # A quota is shared by all NUMA nodes.
+        (machine(24, 24, quota=8), 384, config(global_batch_size=64), 1, 8),
+        (machine(8, quota=0.5), 384, config(global_batch_size=64), 1, 1),
+        # More ranks would train something else, or hold layers of their own.
+        (machine(24, 24), 384, config(), 1, 2),
+        (machine(8), 384, config(gradient_accumulation_steps=4), 1, 1),
+        (machine(24, 24), 384, config("fsdp", global_batch_size=64), 1, 2),
+    ],
+)
+def test_ranks(cpu: CpuFacts, gib: int, settings: RunConfig, nodes: int, ranks: int) -> None:
+    found, reason = cpu_ranks(settings, nodes, cpu, gib * GIB)
+    assert found == ranks, reason
+
+
+@example(nodes=[1, 1, 8], batch=1, gib=1, quota=9.0)
+@given(
+    nodes=st.lists(st.integers(1, 24), min_size=1, max_size=4),
+    batch=st.integers(1, 300),
+    gib=st.integers(1, 400),
+    quota=st.none() | st.floats(0.1, 100),
+)
+def test_cpu_ranks_never_span_nodes_or_share_cores(nodes: list[int], batch: int, gib: int, quota: float | None) -> None:
+    cpu = machine(*nodes, quota=quota)
+    ranks, _ = cpu_ranks(config(global_batch_size=batch), 1, cpu, gib * GIB)
+    threads, _ = threads_per_rank(LaunchSection(), {}, cpu, ranks)
+    assert 1 <= ranks <= max(len(nodes), max_cpu_ranks(cpu, gib * GIB)[0])
+    assert ranks * threads <= cpu.usable_cores
+    node_of = {number: node for core, node in zip(cpu.cores, cpu.node_of_core, strict=True) for number in core}
+    sets = core_sets(cpu, ranks, threads)
+    if ranks >= len(nodes) and ranks > 1:
+        assert all(len({node_of[number] for number in own}) <= 1 for own in sets)
+        assert all(len(own) >= threads for own in sets) or not any(sets)
+    if ranks > 1 and len(nodes) > 1 and ranks >= len(nodes):
+        assert {node_of[own[0]] for own in sets} == set(range(len(nodes)))  # no node is idle
+
+
+def test_configured_number_of_ranks_is_kept() -> None:
+    assert resolve_auto_ranks(LaunchSection(ranks=7), config()) == (LaunchSection(ranks=7), None)
+    launch, reason = resolve_auto_ranks(LaunchSection(device="cpu"), config())
+    assert isinstance(launch.ranks, int) and reason
+
+
+def test_crowding_warning_counts_ranks_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a person asks for are started all the same."""
+    monkeypatch.setattr("aliquot.distributed.auto_ranks.read_cpu", lambda: machine(2))
+    monkeypatch.setattr("aliquot.distributed.auto_ranks.memory_limit", lambda: 24 * GIB)
+    settings = config(global_batch_size=64)
+    for launch in (LaunchSection(), LaunchSection(ranks=4, device="cpu")):
+        assert crowding_warning(launch, settings) is None
+    assert crowding_warning(LaunchSection(ranks=64, device="cpu"), settings) == (
+        "launch.ranks is 64, but this machine has 2 cores and 24 GiB of memory: ranks on one core take turns, and"
+        " these ranks take about 128 GiB. launch.ranks: auto would start 2 here"
+    )
+
+
+def test_crowding_warning_precedes_ranks(tmp_path: Path) -> None:
+    """No rank starts here, because the other node never comes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    nodes = ["launch.nodes=2", "launch.node_rank=0", "launch.join_timeout_s=0.1", f"launch.master_port={port}"]
+    ranks = 4 * len(os.sched_getaffinity(0))
+    result = command("train", write_config(tmp_path), *nodes, f"launch.ranks={ranks}")
+    first, *_, last = result.stderr.splitlines()
+    assert first.startswith(f"aliquot: launch.ranks is {ranks}, but this machine has "), result.stderr
+    assert last.endswith("[rendezvous]")
+
+
+@given(
+    cores=st.lists(st.integers(1, 2), min_size=1, max_size=40),
+    local_ranks=st.integers(1, 12),
+    threads=st.integers(1, 12),
+    quota=st.none() | st.floats(0.1, 50),
+)
+def test_core_sets_are_disjoint_and_allowed(
+    cores: list[int], local_ranks: int, threads: int, quota: float | None
+) -> None:
+    logical = iter(range(1000))
+    facts = CpuFacts("model", tuple(tuple(next(logical) for _ in range(width)) for width in cores), quota, 1, ())
+    sets = core_sets(facts, local_ranks, threads)
+    chosen = [core for cpus in sets for core in cpus]
+    assert len(sets) == local_ranks
+    assert len(set(chosen)) == len(chosen) <= len(facts.cores)
+    assert set(chosen) <= {cpu for core in facts.cores for cpu in core}
+    assert not any(len(set(core) & set(chosen)) > 1 for core in facts.cores)  # siblings never compete
+    assert all(len(cpus) >= threads for cpus in sets) if chosen else all(cpus == () for cpus in sets)
+    if chosen:
+        assert max(map(len, sets)) - min(map(len, sets)) <= 1
+
+
+def test_no_rank_spans_numa_nodes() -> None:
+    facts = numa((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
+    for cpus in core_sets(facts, 4, 2):
+        assert {core // 5 for core in cpus} in ({0}, {1})
+
+
+def numa(*nodes: tuple[int, ...], quota: float | None = None) -> CpuFacts:
+    """Return a CPU with these cores per NUMA node, one thread per core."""
+    owners = tuple(number for number, cores in enumerate(nodes) for _ in cores)
+    return CpuFacts("model", tuple((core,) for cores in nodes for core in cores), quota, len(nodes), (), owners)
+
+
+def test_core_sets_follow_sizes_of_numa_nodes() -> None:
+    facts = numa((0, 1, 2, 3, 4, 5), (6, 7))
+    assert core_sets(facts, 4, 2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert core_sets(facts, 2, 2) == [(0, 1, 2, 3, 4, 5), (6, 7)]
+    assert threads_per_rank(LaunchSection(), {}, facts, 2) == (
+        2,
+        "physical cores / ranks",
+    )  # the slowest rank sets the pace
+
+
+def test_unpinned_ranks_stay_on_a_numa_node() -> None:
+    nodes = (0, 1, 2, 3), (4, 5, 6, 7)
+    for facts, threads in ((numa(*nodes, quota=4), 2), (numa(*nodes), 8)):
+        assert core_sets(facts, 2, threads) == list(nodes)
+    assert core_sets(numa(*nodes), 1, 8) == [()]
+
+
+def test_memory_policy_prefers_local_node(tmp_path: Path) -> None:
+    for node, cpus in enumerate(("0-3", "4-7")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    if not set_preferred_node(None):
+        pytest.skip("this kernel does not permit set_mempolicy")
+    try:
+        assert not bind_memory((3, 4), tmp_path) and not has_memory_policy()  # on both nodes
+        assert bind_memory((1, 2), tmp_path) and has_memory_policy()
+        assert "prefer:0" in Path("/proc/self/numa_maps").read_text().splitlines()[0]
+        assert not bind_memory((1, 2), tmp_path)  # an existing policy is kept
+    finally:
+        set_preferred_node(None)
+    assert "default" in Path("/proc/self/numa_maps").read_text().splitlines()[0] and not has_memory_policy()
+    assert not bind_memory((0,), tmp_path / "one node")
+
+
+def test_pin_process_includes_running_threads() -> None:
+    import threading
+
+    from aliquot.distributed.numa_binding import pin_process
+
+    allowed = os.sched_getaffinity(0)
+    release = threading.Event()
+    early = threading.Thread(target=release.wait)
+    early.start()
+    try:
+        pin_process((min(allowed),))
+        assert early.native_id is not None
+        assert os.sched_getaffinity(early.native_id) == os.sched_getaffinity(0) == {min(allowed)}
+    finally:
+        pin_process(tuple(allowed))
+        release.set()

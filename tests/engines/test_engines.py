@@ -147,17 +147,39 @@ def assembled(folder: Path, name: str, when: str, world_size: int, kind: str = "
     return whole
 
 
+def check_curve(folder: Path, name: str) -> dict[str, Tensor]:
+    """Compare the losses and norms of a run with those of the plain loop, and return the weights of that loop."""
+    losses, norms, weights = plain_loop(name, bf16=False)
+    ours = result(folder, name)
+    # fp32 sums in another order differ by about 1e-7 a step; 20 clipped Adam steps amplify that less than 100 times.
+    assert ours["losses"] == pytest.approx(losses, rel=1e-5), name
+    assert ours["norms"] == pytest.approx(norms, rel=1e-4), name
+    return weights
+
+
+def check_run(folder: Path, name: str, world_size: int) -> None:
+    """Compare losses, norms and final weights of a run with those of the plain loop."""
+    weights, final = check_curve(folder, name), assembled(folder, name, "final", world_size)
+    for tensor, weight in weights.items():
+        torch.testing.assert_close(final[tensor], weight.flatten(), rtol=1e-3, atol=1e-4)
+
+
+def check_rounding(folder: Path, name: str) -> None:
+    """A bf16 run is as close to the plain fp32 loop as the plain bf16 loop is."""
+    (exact, _, _), (plain, _, _) = plain_loop(name, bf16=False), plain_loop(name, bf16=True)
+    gap = max(abs(a - b) for a, b in zip(plain, exact, strict=True))
+    assert max(abs(a - b) for a, b in zip(result(folder, name)["losses"], exact, strict=True)) <= 2 * gap
+
+
+def check_ranks_agree(folder: Path, name: str, world_size: int) -> None:
+    first, *others = [result(folder, name, rank) for rank in range(world_size)]
+    assert all(rank["losses"] == first["losses"] and rank["norms"] == first["norms"] for rank in others)
+    assert first["evaluated"] > 0 and all(rank["evaluated"] == 0 for rank in others)
+
+
 @pytest.mark.parametrize("world_size", [ONE, 2, THREE, FOUR])
 def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
-    name = BY_WORLD[world_size][0]
-    losses, norms, weights = plain_loop(name, bf16=False)
-    ours = result(runs[world_size], name)
-    # fp32 sums in another order differ by about 1e-7 a step; 20 clipped Adam steps amplify that less than 100 times.
-    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
-    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
-    final = assembled(runs[world_size], name, "final", world_size)
-    for name, weight in weights.items():
-        torch.testing.assert_close(final[name], weight.flatten(), rtol=1e-3, atol=1e-4)
+    check_run(runs[world_size], BY_WORLD[world_size][0], world_size)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +187,7 @@ def test_fp32_equals_the_plain_loop(runs: Runs[int], world_size: int) -> None:
     [*((2, name) for name in FROZEN[:2]), *(pytest.param(3, name, marks=pytest.mark.long) for name in FROZEN)],
 )
 def test_frozen_models_learn_as_in_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:
-    losses, norms, weights = plain_loop(name, bf16=False)
-    ours = result(runs[world_size], name)
-    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
-    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
+    weights = check_curve(runs[world_size], name)
     before, after = (assembled(runs[world_size], name, when, world_size) for when in ("initial", "final"))
     moments = assembled(runs[world_size], name, "final", world_size, "exp_avg")
     assert moments and after.keys() == weights.keys()
@@ -197,10 +216,7 @@ def test_frozen_models_learn_as_in_the_plain_loop(runs: Runs[int], world_size: i
     ],
 )
 def test_other_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:
-    losses, norms, _ = plain_loop(name, bf16=False)
-    ours = result(runs[world_size], name)
-    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
-    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
+    check_curve(runs[world_size], name)
 
 
 @pytest.mark.parametrize(
@@ -212,11 +228,7 @@ def test_other_models_and_checkpointing_equal_the_plain_loop(runs: Runs[int], wo
     ],
 )
 def test_bf16_is_as_close_to_fp32_as_the_plain_loop(runs: Runs[int], world_size: int, name: str) -> None:
-    exact, _, _ = plain_loop(name, bf16=False)
-    plain, _, _ = plain_loop(name, bf16=True)
-    ours = result(runs[world_size], name)["losses"]
-    gap = max(abs(a - b) for a, b in zip(plain, exact, strict=True))
-    assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= 2 * gap
+    check_rounding(runs[world_size], name)
 
 
 def test_reference_of_answers_is_not_rounded_in_bf16(runs: Runs[int]) -> None:
@@ -282,22 +294,14 @@ def test_every_rank_owns_at_most_its_share(runs: Runs[int], world_size: int) -> 
 
 @pytest.mark.parametrize("world_size", [2, THREE])
 def test_all_ranks_agree(runs: Runs[int], world_size: int) -> None:
-    first, *others = [result(runs[world_size], "llama", rank) for rank in range(world_size)]
-    assert all(rank["losses"] == first["losses"] and rank["norms"] == first["norms"] for rank in others)
-    assert first["evaluated"] > 0 and all(rank["evaluated"] == 0 for rank in others)
+    check_ranks_agree(runs[world_size], "llama", world_size)
 
 
 def test_what_fsdp_does_on_gpus_equals_the_plain_loop(tmp_path: Path) -> None:
     """The norm as a tensor on the device, and offload to pinned memory, for which the CPU has a stand-in."""
-    losses, norms, weights = plain_loop("llama", bf16=False)
     setup = EngineSetup("fsdp", 2, offload=True, like_gpu=True)
     run_worlds(WORKER, [World(2, tmp_path, (setup.as_argument(), "llama"))])
-    ours = result(tmp_path, "llama")
-    assert ours["losses"] == pytest.approx(losses, rel=1e-5)
-    assert ours["norms"] == pytest.approx(norms, rel=1e-4)
-    final = assembled(tmp_path, "llama", "final", 2)
-    for name, weight in weights.items():
-        torch.testing.assert_close(final[name], weight.flatten(), rtol=1e-3, atol=1e-4)
+    check_run(tmp_path, "llama", 2)
 
 
 @pytest.mark.long

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from aliquot.machine.cpu import format_cpu_list, parse_cpu_list, read_cpu
 from aliquot.machine.memory import memory_limit
-
-
-def lay_out(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
-    return root
+from tests.doctor.machines import lay_out
 
 
 def two_nodes(root: Path) -> Path:

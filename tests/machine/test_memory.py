@@ -1,13 +1,19 @@
-"""Memory of this process: private and shared bytes, PSS, peaks; of a GPU from recorded numbers."""
+"""Memory of this process: private and shared bytes, PSS, peaks; of a GPU from recorded numbers.
+
+Which GPU the threads of a rank use, by recorded calls.
+"""
 
 from __future__ import annotations
 
 import mmap
+import threading
 
 import pytest
 import torch
 
+from aliquot.checkpoint.background_task import BackgroundTask
 from aliquot.machine import memory
+from aliquot.machine.device_copies import on_this_gpu
 from aliquot.machine.memory import (
     Gpu,
     GpuMemory,
@@ -74,3 +80,17 @@ def test_gpu_memory_inside_and_outside_the_allocator(monkeypatch: pytest.MonkeyP
 
 def test_current_gpu_is_none_on_cpu() -> None:
     assert current_gpu("cpu") is None and isinstance(current_gpu("cuda"), Gpu)
+
+
+def test_saving_thread_uses_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.append((gpu, threading.current_thread().name)))
+    task = BackgroundTask("aliquot-save", lambda: list(chosen))
+    assert task.join(30) and task.result == [(3, "aliquot-save")]
+
+
+def test_work_on_cpus_stays_as_it_is() -> None:
+    work = threading.Event().set
+    assert on_this_gpu(work) is work

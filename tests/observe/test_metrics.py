@@ -21,6 +21,7 @@ from aliquot.config.schema import ObserveSection
 from aliquot.core.errors import StorageError, UserError
 from aliquot.observe.metrics import Exporter, MetricsFile, MetricsWriter, TensorBoard
 from aliquot.observe.run_directory import RunDirectory
+from tests.runs import free_port
 
 
 def steps(path: Path) -> list[int]:
@@ -126,9 +127,7 @@ def test_writer_creates_only_the_enabled_files(tmp_path: Path, report_to: list[s
 @pytest.fixture
 def served() -> Iterator[tuple[Exporter, int]]:
     """An exporter and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     exporter = Exporter(ObserveSection(prometheus=port), 'a"run')
     exporter.listen()
     yield exporter, port

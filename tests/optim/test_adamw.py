@@ -1,18 +1,34 @@
-"""Both updates against torch's AdamW, and which weights decay."""
+"""Both updates against torch's AdamW, and which weights decay.
+
+AdamW of a single GPU, too, on the CPU.
+
+Schedules against transformers' own, step by step over whole runs.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
 
+from aliquot.config.train_section import REFUSED, SETTINGS, TrainSection
+from aliquot.core.errors import ConfigError
 from aliquot.optim import adamw
 from aliquot.optim.adamw import BlockedAdamW, FlatShard, ShardedAdamW, decays
 from aliquot.optim.gradient_norm import squared_norms
 from aliquot.optim.master_weights import PairedWeights, SplitWeights, WholeWeights
 from aliquot.optim.moments import moment
+from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
+from aliquot.optim.schedule import Schedule, warmup
 
 
 @pytest.mark.parametrize("kind", ["whole", "split", "paired", pytest.param("compiled", marks=pytest.mark.long)])
@@ -97,3 +113,136 @@ def test_frugal_states_do_not_depend_on_sharding(states: str) -> None:
 )
 def test_matrices_decay(name: str, shape: tuple[int, ...], expected: bool) -> None:
     assert decays(name, shape) is expected
+
+
+SIZES = (64, 257, 64)
+DECAYS = (True, False, False)
+RATIOS = (1.0, 1.0, 4.0)
+
+
+def resident(dtype: torch.dtype) -> list[ResidentWeight]:
+    torch.manual_seed(0)
+    weights = []
+    for size, decay, ratio in zip(SIZES, DECAYS, RATIOS, strict=True):
+        master = torch.randn(size)
+        compute = master if dtype == torch.float32 else master.to(dtype)
+        weights.append(ResidentWeight(compute, master, torch.zeros(size), torch.zeros(size), decay, ratio))
+    return weights
+
+
+def gradients(dtype: torch.dtype, step: int) -> list[Tensor]:
+    torch.manual_seed(step)
+    return [torch.randn(size).to(dtype) for size in SIZES]
+
+
+def state(weights: Sequence[ResidentWeight]) -> list[Tensor]:
+    return [values.clone() for w in weights for values in (w.compute, w.master, w.exp_avg, w.exp_avg_sq)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_updates_equal_those_of_torch(dtype: torch.dtype, compiled: bool) -> None:
+    weights = resident(dtype)
+    expected = [torch.nn.Parameter(weight.master.clone()) for weight in weights]
+    groups = [
+        {"params": [p], "weight_decay": 0.1 if w.decay else 0.0, "lr": 1e-2 * w.rate_ratio}
+        for p, w in zip(expected, weights, strict=True)
+    ]
+    theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    ours = ResidentAdamW(weights, (0.9, 0.95), 1e-8, 0.1, compiled)
+    for step in range(4):
+        for parameter, gradient in zip(expected, gradients(dtype, step), strict=True):
+            parameter.grad = gradient.float()
+        norm = torch.nn.utils.clip_grad_norm_(expected, 1.0)
+        theirs.step()
+        assert float(ours.step(gradients(dtype, step), 1e-2, 1.0)) == pytest.approx(float(norm), rel=1e-6)
+    for parameter, weight in zip(expected, weights, strict=True):
+        torch.testing.assert_close(weight.master, parameter.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(weight.compute, weight.master.to(dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_gradient_that_is_not_finite_changes_nothing(compiled: bool) -> None:
+    weights = resident(torch.bfloat16)
+    before = state(weights)
+    bad = gradients(torch.bfloat16, 0)
+    bad[1][3] = torch.nan
+    norm = ResidentAdamW(weights, (0.9, 0.95), 1e-8, 0.1, compiled).step(bad, 1e-2, 1.0)
+    assert not torch.tensor(float(norm)).isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(before, state(weights), strict=True))
+
+
+PEAK = 0.5
+WARMUP_RATIOS = st.floats(0, 1)
+SHAPES = st.sampled_from(["linear", "cosine", "1-sqrt"])
+CYCLES = st.floats(0.1, 4)
+ONE_MINIMUM = st.one_of(
+    st.fixed_dictionaries({"min_lr": st.floats(0, PEAK)}, optional={"num_cycles": CYCLES}),
+    st.fixed_dictionaries({"min_lr_rate": WARMUP_RATIOS}, optional={"num_cycles": CYCLES}),
+)
+KWARGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "linear": st.just({}),
+    "cosine": st.fixed_dictionaries({}, optional={"num_cycles": CYCLES}),
+    "cosine_with_restarts": st.fixed_dictionaries({}, optional={"num_cycles": st.integers(1, 7)}),
+    "polynomial": st.fixed_dictionaries(
+        {}, optional={"lr_end": st.floats(0, 0.9 * PEAK), "power": st.floats(0.1, 4)}
+    ),
+    "constant": st.just({}),
+    "constant_with_warmup": st.just({}),
+    "inverse_sqrt": st.fixed_dictionaries({}, optional={"timescale": st.integers(1, 100)}),
+    "cosine_with_min_lr": ONE_MINIMUM,
+    "cosine_warmup_with_min_lr": st.tuples(
+        ONE_MINIMUM, st.fixed_dictionaries({}, optional={"warmup_lr_rate": WARMUP_RATIOS})
+    ).map(lambda both: {**both[0], **both[1]}),
+    "warmup_stable_decay": st.fixed_dictionaries(
+        {"num_decay_steps": st.integers(0, 20)},
+        optional={
+            "num_stable_steps": st.integers(0, 20), "warmup_type": SHAPES, "decay_type": SHAPES,
+            "min_lr_ratio": WARMUP_RATIOS, "num_cycles": CYCLES,
+        },
+    ),
+}  # fmt: skip
+
+
+def ours(kind: str, total_steps: int, warmup_steps: int, kwargs: dict[str, Any]) -> Schedule:
+    train = TrainSection(
+        lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs, learning_rate=PEAK, warmup_steps=warmup_steps
+    )
+    return Schedule.of(train, total_steps)
+
+
+def theirs(kind: str, total_steps: int, warmup_steps: int, kwargs: dict[str, Any]) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = get_scheduler(kind, optimizer, warmup_steps, total_steps, kwargs)
+    rates = []
+    for step in range(total_steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        if step + 1 < total_steps:
+            scheduler.step()
+    return rates
+
+
+def test_all_that_transformers_has_are_there_or_refused() -> None:
+    assert {kind.value for kind in SchedulerType} == SETTINGS.keys() | REFUSED.keys()
+
+
+@pytest.mark.parametrize("kind", KWARGS)
+@given(data=st.data(), total_steps=st.integers(1, 40), warmup_steps=st.integers(0, 50))
+def test_equals_transformers_over_a_whole_run(
+    kind: str, data: st.DataObject, total_steps: int, warmup_steps: int
+) -> None:
+    kwargs = data.draw(KWARGS[kind])
+    needed = warmup_steps + kwargs.get("num_decay_steps", 0)
+    if kind == "warmup_stable_decay" and "num_stable_steps" not in kwargs and needed > total_steps:
+        with pytest.raises(ConfigError, match=f"needs {needed} steps, and the run has {total_steps}"):
+            ours(kind, total_steps, warmup_steps, kwargs)
+        return
+    schedule = ours(kind, total_steps, warmup_steps, kwargs)
+    # `constant` of transformers has no warm-up, ours has the one that is asked for.
+    expected = theirs("constant_with_warmup" if kind == "constant" else kind, total_steps, warmup_steps, kwargs)
+    assert [schedule.rate(step) for step in range(total_steps)] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_warmup_steps_win_over_the_ratio() -> None:
+    assert (warmup(3, 0.5, 100), warmup(None, 0.031, 100)) == (3, 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import aliquot
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.core.errors import CallbackError, UsageError
 from aliquot.run.callbacks import check_callbacks
-from tests.runs import curve, write_config
+from tests.runs import curve, free_port, write_config
 from tests.tools import warm
 
 # Two ranks run this script. `Failing` fails while a save is in progress: it begins after step 2.
@@ -94,9 +93,7 @@ def run_script(folder: Path, config: Path, callback: str) -> list[tuple[int, str
     """Run SCRIPT as two ranks; (exit code, output, errors) by rank."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         warm.popen(

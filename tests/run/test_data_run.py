@@ -1,4 +1,9 @@
-"""Runs on several sources and evaluation sets: their description, their losses, and one curve at any world size."""
+"""Runs on several sources and evaluation sets: their description, their losses, and one curve at any world size.
+
+A pretrained model that needs a bos token, or that does not know the text, causes a warning.
+
+`aliquot data show` says what the run says of its data, and refuses what the run refuses.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,28 @@ import random
 import shutil
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import aliquot
+from aliquot.config.read_config import read_config
 from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize
 from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
+from aliquot.models.micro_batch import MicroBatch
+from aliquot.nn.head_loss import IGNORE
 from aliquot.observe.run_directory import RunDirectory
-from tests.runs import WORDS, command, curve, refused, trained, write_config
+from aliquot.run.data_sanity import with_prefix
+from aliquot.run.resolved_run import lay_out, model_source, prepare_data
+from tests import plain
+from tests.conftest import REPOSITORY
+from tests.data.stores import byte_level
+from tests.runs import WORDS, command, curve, refused, trained, write_config, write_text
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
@@ -176,3 +192,114 @@ def test_a_run_goes_on_with_the_day_on_which_it_began(tmp_path: Path) -> None:
     assert "today is 2024-02-03" in trained(config, "train.max_steps=2")
     another = refused(config, "train.max_steps=3", "data.chat_template_date=2024-02-04")
     assert "data.chat_template_date was '2024-02-03' and is '2024-02-04'" in another
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip
+
+
+def test_prefix_precedes_documents_and_is_not_predicted() -> None:
+    labels = torch.tensor([6, IGNORE, 8, 9, IGNORE])
+    batch = MicroBatch(torch.tensor([5, 6, 7, 8, 9]), labels, torch.tensor([0, 1, 0, 1, 2]), (0, 2, 5))
+    prefixed = with_prefix(batch, [1])
+    assert prefixed.input_ids.tolist() == [1, 5, 1, 7, 8], "as long as they were: a model may know no more positions"
+    assert prefixed.labels.tolist() == [IGNORE, 6, IGNORE, 8, 9]
+    assert prefixed.position_ids.tolist() == [0, 1, 0, 1, 2] and prefixed.edges == (0, 2, 5)
+
+
+@pytest.mark.long
+def test_bad_first_loss_warns_with_advice(tmp_path: Path) -> None:
+    """The model has learned a text by positions, and without bos every position is off by one."""
+    words = random.Random(0).choices(["the", "a", "rank", "waits"], k=12)
+    text = tmp_path / "song.txt"
+    text.write_text((" ".join(words) + "\n") * 40)
+    data = {"path": str(text), "eval_fraction": 0.0, "tokenizer_vocab_size": 290}
+    train = {"max_steps": 60, "learning_rate": 5e-3, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    taught = write_config(tmp_path, "taught", model={"config": GPT2}, data=data, train=train)
+    trained(taught)
+    export = tmp_path / "taught" / "export"
+    again = {**data, "tokenizer_vocab_size": None}
+    model = {"config": None, "path": str(export)}
+    tuned = write_config(tmp_path, "tuned", model=model, data={**again, "add_bos": False}, train={"max_steps": 1})
+    run_output = command("train", tuned)
+    assert run_output.returncode == 0 and "set data.add_bos=true" in run_output.stdout + run_output.stderr
+    right = command("train", write_config(tmp_path, "right", model=model, data=again, train={"max_steps": 1}))
+    assert right.returncode == 0 and "begin at a loss" not in right.stdout + right.stderr
+
+    weights = load_file(export / "model.safetensors")
+    save_file({name: -3 * values for name, values in weights.items()}, export / "model.safetensors")
+    worse = command("train", write_config(tmp_path, "worse", model=model, data=again, train={"max_steps": 1}))
+    assert "guessing gives" in worse.stdout + worse.stderr
+
+
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.yaml"))
+LONG = " ".join(WORDS * 4)
+PAIR = {"prompt": "a ", "chosen": LONG, "rejected": "b"}
+UNANSWERED: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": "a"}]}]
+STREAM = {"max_steps": 1}
+RATED = {"prompt": "a ", "completion": LONG, "label": True}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("example", sorted(EXAMPLES, key=lambda path: path.stem != "happy_endings"))
+def test_data_show_says_what_the_run_says(tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each example, with a tiny model and tiny texts in the place of those that are not here."""
+    monkeypatch.chdir(REPOSITORY)
+    config = read_config(example)
+    overrides = [f"run.directory={tmp_path}/run", "train.max_steps=2", "checkpoint.export=false", "launch.nodes=1",
+                 "launch.device=cpu", "shard.offload=none", "launch.ranks=1", f"data.cache_directory={tmp_path}/cache",
+                 "train.compile=none", "train.precision=fp32", "observe.console=plain"]  # fmt: skip
+    if config.data.sources is None:
+        overrides += ["data.dataset=null", "data.dataset_config=null", f"data.path={write_text(tmp_path)}"]
+        overrides += ["data.document=line", *(["data.eval_fraction=0.2"] if config.data.eval_fraction else [])]
+    if config.train.objective == "dpo":
+        pairs = [{"prompt": "a ", "chosen": " ".join(WORDS[:n]), "rejected": "b"} for n in range(1, 20)]
+        (tmp_path / "text.txt").unlink()
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, [*pairs, PAIR])))
+        overrides += [f"data.path={tmp_path}/pairs.jsonl", "data.document=null", "data.sequence_length=128"]
+    if config.model.path is not None or config.run.name == "finetune":
+        plain.save_llama(tmp_path / "model")
+        byte_level().save_pretrained(tmp_path / "model")
+        overrides += ["model.config=null", f"model.path={tmp_path}/model"]
+        overrides += [] if config.train.objective == "dpo" else ["data.sequence_length=64"]
+    shown = command("data", "show", example, *overrides)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    printed = trained(example, *overrides).splitlines()
+    marks = ("example ", "learned > ", "        | ", "tokenising", "training the tokenizer")
+    told = [line for line in shown.stdout.splitlines() if line.strip() and not line.startswith(marks)]
+    assert len(told) >= 3 and [line for line in told if line not in printed] == []
+    if config.train.objective == "dpo":
+        assert any("or an answer than the model's 64 positions, left out" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("records", "settings", "message"),
+    [
+        (
+            [PAIR] * 3,
+            {"objective": "dpo"},
+            r"3 pairs are longer than data.sequence_length 48 \(the first: .*l:1\), left",
+        ),
+        ([{**PAIR, "rejected": LONG}, PAIR], {"objective": "simpo"}, r"1 pair is longer .*; 1 x a pair of two equal"),
+        ([RATED] * 2, {"objective": "kto"}, "2 answers are longer than data.sequence_length 48"),
+        ([{**RATED, "completion": "b"}], {"objective": "kto"}, "kto compares answers to different prompts"),
+        ([{"text": " "}], {}, "usable document: 1 x a blank record, left out"),
+        (UNANSWERED, {}, r"usable document: 1 x a record without an answer.*l:1\)"),
+        (UNANSWERED, STREAM, r"usable document: 1 x a record without an answer.*l:1\)"),
+    ],
+)
+def test_counted_reason_is_the_reason_given(
+    tmp_path: Path, records: list[dict[str, Any]], settings: dict[str, Any], message: str
+) -> None:
+    plain.save_llama(tmp_path / "model")
+    byte_level().save_pretrained(tmp_path / "model")
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = {"path": str(tmp_path / "x.jsonl"), "document": None, "tokenizer_vocab_size": None, "sequence_length": 48,
+            "eval_fraction": 0.0, "chat_template": "zephyr", "streaming": settings == STREAM}  # fmt: skip
+    model = {"path": str(tmp_path / "model"), "config": None}
+    config = read_config(write_config(tmp_path, model=model, data=data, train=settings))
+    with pytest.raises(UserError, match=message) as caught:
+        source = model_source(config)
+        prepared = prepare_data(config, source, RunDirectory(config.run.directory).day(), None)
+        lay_out(config, source, prepared, 1)
+    assert "tokens/" not in str(caught.value) and "\n" not in str(caught.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import HEADER, RunDirectory
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
-from tests.runs import curve, write_config
+from tests.runs import curve, wait_for, write_config
 from tests.tools import warm
 
 ENDLESS = "launch.ranks=2", "train.max_steps=100000"
@@ -78,9 +77,7 @@ def test_run_that_took_the_directory_is_left_alone(tmp_path: Path) -> None:
     directory, moved = tmp_path / "run", tmp_path / "moved"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with warm.popen("-m", "aliquot", "train", config, *ENDLESS, **pipes) as process:
-        while not (directory / "checkpoints" / "step-00000002").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for((directory / "checkpoints" / "step-00000002").exists, process)
         directory.rename(moved)
         (tmp_path / "other").rename(directory)
         _, errors = process.communicate(timeout=120)

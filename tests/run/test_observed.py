@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from aliquot.observe.step_clock import PARTS
-from tests.runs import command, curve, refused, trained, write_config
+from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config
 from tests.tools import warm
 
 
@@ -108,9 +107,7 @@ def test_a_run_too_short_to_trace_says_so(folder: Path) -> None:
 
 
 def test_metrics_are_served_and_killed_run_is_reported(folder: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = write_config(folder, "served", launch={"ranks": 2}, observe={"prometheus": port})
     directory = folder / "served"
     process = warm.popen(
@@ -118,9 +115,7 @@ def test_metrics_are_served_and_killed_run_is_reported(folder: Path) -> None:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
-        while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 3:
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: has_steps(directory, 3), process)
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         assert re.search(r'^aliquot_loss\{run="served"\} [\d.]+', text, re.M)
@@ -166,9 +161,7 @@ def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
     )  # fmt: skip
     directory = folder / "slow"
     try:
-        while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: has_steps(directory, 2), process)
         ranks = psutil.Process(process.pid).children()
         second = next(rank for rank in ranks if any(file.path.endswith("rank-1.log") for file in rank.open_files()))
         while not any(event["event"] == "slow_ranks" for event in events(directory)):

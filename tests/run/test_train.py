@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -41,7 +40,7 @@ from aliquot.planner.planned_machine import Machine
 from aliquot.run.resolved_run import choose_precision
 from aliquot.run.training_loop import LossWatch
 from tests import plain
-from tests.runs import command, curve, refused, trained, write_config, write_text
+from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config, write_text
 from tests.tensor_io.world import run_world
 from tests.tools import warm
 
@@ -182,9 +181,7 @@ def test_under_torchrun(folder: Path, alone: Path) -> None:
 @pytest.mark.long
 def test_as_two_nodes_of_a_train_job(folder: Path, alone: Path) -> None:
     config = write_config(folder, "trainjob", launch={"ranks": "auto"})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nodes = [
         warm.popen(
             "-m", "aliquot", "train", config,
@@ -209,9 +206,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(folder: Path, two
     config = write_config(folder, "killed", train=train, launch=launch, checkpoint={"every": 2})
     directory = folder / "killed"
     process = warm.popen("-m", "aliquot", "train", config, stdout=subprocess.DEVNULL)
-    while not (directory / "checkpoints" / "step-00000002").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
+    wait_for((directory / "checkpoints" / "step-00000002").exists, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (directory / "export").exists()
@@ -237,9 +232,7 @@ def told_to_stop(
     """Signal a run after some steps, `with_ranks` its ranks first; check its exit code, and return its stderr."""
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = warm.popen("-m", "aliquot", "train", *arguments, **streams)
-    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < steps:
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_for(lambda: has_steps(directory, steps), process)
     ranks = psutil.Process(process.pid).children(recursive=True) if with_ranks else []
     for each in (*ranks, process):
         each.send_signal(number)
@@ -268,9 +261,7 @@ def test_closed_terminal_saves_and_nohup_ignores_it(folder: Path) -> None:
         f"trap '' HUP INT; exec {shlex.join(words)}"  # as nohup does, and a shell with what runs in the background
     )
     launcher = subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (directory / "metrics.jsonl").exists() or len(curve(directory)) < 2:
-        assert launcher.poll() is None
-        time.sleep(0.01)
+    wait_for(lambda: has_steps(directory, 2), launcher)
     for process in [launcher, *psutil.Process(launcher.pid).children(recursive=True)]:
         for number in (signal.SIGHUP, signal.SIGINT):
             process.send_signal(number)

@@ -2,7 +2,7 @@
 
 DIR has a folder for each project and version (karpenter-aws-v1.14.1, trainer-v2.3.0, ...), with its CRDs as they are
 released. Kept is what decides whether an object is taken: no words, no status; what occurs twice is written once.
-tests/cluster/test_facts.py fails when the file is not what this would write.
+tests/cluster/test_crd_schemas.py fails when the file is not what this would write.
 """
 
 from __future__ import annotations
