@@ -190,6 +190,7 @@ from aliquot.checkpoint import background_task
 from aliquot.distributed.liveness.liveness import StepWatchdog
 from aliquot.distributed.liveness.watchdog import WatchedRank
 from aliquot.distributed.topology import Topology
+from tests.checkpoint.test_save import Store, TENSORS, saver_of
 
 class Slow(Store):
     def read(self, part, start, out):

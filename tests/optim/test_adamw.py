@@ -145,7 +145,7 @@ def test_updates_equal_those_of_torch(dtype: torch.dtype, compiled: bool) -> Non
     weights = resident(dtype)
     expected = [torch.nn.Parameter(weight.master.clone()) for weight in weights]
     groups = [
-        {"params": [p], "weight_decay": 0.1 if w.decay else 0.0, "lr": 1e-2 * w.rate_ratio}
+        {"params": [p], "weight_decay": 0.1 if w.decays else 0.0, "lr": 1e-2 * w.rate_ratio}
         for p, w in zip(expected, weights, strict=True)
     ]
     theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
