@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 
@@ -55,3 +56,14 @@ def test_other_nodes_end_when_a_rank_fails(local_rank: int, ended: list[RankErro
 def test_errors_that_all_ranks_raise_are_left_to_them(ended: list[RankError]) -> None:
     fail(UserError("bad input"), 1, ended)
     assert ended == []
+
+
+def test_heartbeats_that_are_played_back_do_not_count(ended: list[RankError]) -> None:
+    store, until = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), time.monotonic() + 5
+    beats = [json.dumps({"beats": count, "doing": "in step 7", "host": "b"}) for count in (1, 2)]
+    with Heartbeat(Topology(0, 2, 0, 1, 0, 2, "cpu", 1, ()), store, 0.5, lambda: "in step 8"):
+        while not ended and time.monotonic() < until:
+            beats.reverse()
+            store.set("heartbeat/1", beats[0])
+            time.sleep(0.05)
+    assert ended[0].message.startswith("no word from node 1 (b, in step 7)")

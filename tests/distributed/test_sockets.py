@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import socket
 import stat
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,15 +27,19 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from aliquot.core.errors import LaunchError, StorageError
+from aliquot.config.schema import LaunchSection
+from aliquot.core.errors import LaunchError, RendezvousError, StorageError
+from aliquot.distributed.rendezvous import NodeGroup, meet_nodes
 from aliquot.distributed.run_secret import SECRET_FILE, SECRET_VARIABLE, common_secret
 from aliquot.distributed.signed_store import SignedStore, sign_store
+from aliquot.distributed.store_server import connection_failure
 from tests.distributed.launcher import environment
 from tests.distributed.test_rendezvous import free_port, last_lines, node, started
 from tests.runs import curve, trained, write_config
 from tests.tools import warm
 
 WILDCARDS = ("0.0.0.0", "::", "::ffff:0.0.0.0")
+ENTRY = "/aliquot/nodes/0"  # the key of node 0's first entry
 JUNK = [os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n", b"\x00" * 8, b""]
 
 
@@ -141,6 +147,14 @@ def test_unsigned_values_are_absent() -> None:
     SignedStore(bare, "secret", "another run").set("earlier", "value")
     bare.set("run/earlier", bare.get("another run/earlier"))
     assert store.is_forged("theirs") and store.is_forged("earlier")
+    reader, earlier = SignedStore(bare, "secret", "run"), bare.get("run/key")
+    for value in (b"newer", b"newest"):  # the second is from another process, whose numbers must go on, not begin again
+        SignedStore(bare, "secret", "run").set("key", value)
+        assert reader.get("key") == value
+        newer = bare.get("run/key")
+        bare.set("run/key", earlier)
+        assert not reader.check(["key"]) and reader.is_forged("key")
+        bare.set("run/key", newer)
     bare.set("run/group/late", b"forged")
     threading.Timer(0.2, twin.set, ("late", "right")).start()
     assert store.with_prefix("group").get("late") == b"right" == twin.multi_get(["late"])[0]
@@ -189,6 +203,64 @@ def test_nodes_ignore_unsigned_values_in_the_store(tmp_path: Path, key: str, val
             outputs = [process.communicate(timeout=240) for process in (first, second)]
             assert [first.returncode, second.returncode] == [0, 0], outputs
     assert outputs[0][0] == "[1, 1]\n" and "evil" not in str(outputs)
+
+
+def meet(number: int, port: str, ranks: int) -> tuple[NodeGroup, int]:
+    launch = LaunchSection(nodes=2, node_rank=number, master_port=int(port), ranks=ranks, join_timeout_s=20)
+    return meet_nodes(launch, automatic=True, secret="of all starts")
+
+
+def stranger_at(port: str) -> TCPStore:
+    """A client of node 0's store, once node 0 has written its entry there."""
+    while connection_failure("127.0.0.1", int(port)):
+        time.sleep(0.02)
+    stranger = TCPStore("127.0.0.1", int(port), None, False, timedelta(seconds=5), False)
+    stranger.wait([ENTRY], timedelta(seconds=5))
+    return stranger
+
+
+@pytest.fixture
+def recording() -> dict[str, bytes]:
+    """All signed values of an earlier start of two nodes, with one rank each."""
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        groups = list(pool.map(meet, (0, 1), (port, port), (1, 1)))
+        assert groups[0][0].run_id == groups[1][0].run_id
+        stranger = stranger_at(port)
+        return {key: stranger.get(key) for key in stranger.list_keys() if not key.endswith(("times", "left"))}
+
+
+def test_entry_of_an_earlier_start_does_not_count(recording: dict[str, bytes]) -> None:
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(meet, 0, port, 3)
+        stranger = stranger_at(port)
+        earlier, nonce = (
+            re.findall(r"[0-9a-f]{64}", str(entry))[-1] for entry in (recording[ENTRY], stranger.get(ENTRY))
+        )
+        for key, value in recording.items():
+            if not key.endswith("/0"):
+                stranger.set(key, value)  # type: ignore[arg-type]
+                stranger.set(key.replace(earlier, nonce), value)  # type: ignore[arg-type]
+        second = pool.submit(meet, 1, port, 2)
+        assert [first.result()[1], second.result()[1]] == [2, 2], "the smallest number of ranks of this start"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_node_ends_on_an_answer_of_an_earlier_start(number: int, recording: dict[str, bytes]) -> None:
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        if number:  # another program serves the store, and plays back all values
+            server = TCPStore("127.0.0.1", int(port), None, True, timedelta(seconds=5), False)
+            text = "the answer of node 0 is that of an earlier start: another program writes to the rendezvous store. "
+        else:
+            node = pool.submit(meet, 0, port, 1)
+            server, recording = stranger_at(port), {ENTRY: recording[ENTRY]}
+            text = "the entry of node 0 is not that of this start: another program"
+        for key, value in recording.items():
+            server.set(key, value)  # type: ignore[arg-type]
+        with pytest.raises(RendezvousError, match=text):
+            node.result() if number == 0 else meet(1, port, 1)
 
 
 @pytest.mark.long

@@ -4,6 +4,10 @@ Node 0 or rank 0 serves the store. Every node or rank writes an entry into the s
 others. After `launch.join_timeout_s`, all that have joined end with the same error line, which names the missing nodes
 or ranks. The store listens on one address only (store_server.py), and ignores values that this run has not signed
 (signed_store.py).
+
+A program without the secret can play back the signed entries of an earlier start of the run. Every member of a signed
+store therefore draws a nonce. The keys of a start contain the nonce of member 0, and the answer of member 0 contains
+the nonces of all members.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from aliquot.distributed.store_server import (
 from aliquot.distributed.topology import Topology, check_gpus, check_port, integer_variable
 
 _POLL_S = 0.1
+_FIRST_POLL_S = 0.01
 _GRACE_S = 2.0  # member 0 keeps the store open for this long, because other members may still read from the store
 _ALL = "all"  # the key of the entries of all members
 _PATHS = "paths"  # the key of the first path between two hosts that does not work; an empty text if all work
@@ -88,9 +93,9 @@ def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[Nod
         raise wrong_master_address(launch.master_address, failure)
     nodes = SignedStore(store, secret, "", "aliquot/nodes/")
     meeting = _Meeting(nodes, "node", launch.node_rank, launch.most_nodes)
-    entries = meeting.exchange({"ranks": launch.ranks, "run": new_secret()}, deadline)
+    entries = meeting.exchange({"ranks": launch.ranks}, deadline)
     meeting.leave()
-    group = _node_group(store, launch, launch.most_nodes, entries[0]["run"], secret)
+    group = _node_group(store, launch, launch.most_nodes, entries[0]["nonce"], secret)
     return group, min(entry["ranks"] for entry in entries) if automatic else int(launch.ranks)
 
 
@@ -126,8 +131,8 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     # An elastic launcher serves the store itself; otherwise rank 0 does.
     is_server = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = open_store(address, port, is_server, deadline, "rank 0")
-    ranks = sign_store(store, environ, f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
-    meeting = _Meeting(ranks, "rank", rank, world_size)
+    prefix = f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    meeting = _Meeting(sign_store(store, environ, prefix), "rank", rank, world_size)
     listener = _listen() if topology.nodes > 1 and topology.local_rank == 0 else None
     with listener or nullcontext():
         entry: _Entry = {} if listener is None else {"at": listener.getsockname()[:2]}
@@ -137,7 +142,7 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
         _check_paths(meeting, entries)
     meeting.leave()
     check_gpus([entry.get("gpu") for entry in entries])
-    return ranks
+    return meeting.store
 
 
 @contextmanager
@@ -218,8 +223,9 @@ class _Meeting:
     """Member `number` of `count` nodes or ranks, which exchange entries in a store."""
 
     def __init__(self, store: Store, kind: Literal["node", "rank"], number: int, count: int) -> None:
-        self.store = store
+        self.store = self._first_store = store  # `exchange` replaces a signed store by the keys of this start
         self.number = number
+        self._nonce = new_secret()
         self._kind, self._count = kind, count
 
     def exchange(self, entry: _Entry, deadline: Deadline) -> list[_Entry]:
@@ -232,14 +238,24 @@ class _Meeting:
                     f"{kind} {key} has joined twice, from {twin} and {platform.node()}: every {kind} needs its own"
                     " number"
                 )
-            store.set(key, json.dumps({"host": platform.node(), **entry}))
-            self._wait(deadline)
+            text = json.dumps({"host": platform.node(), "nonce": self._nonce, **entry})
+            store.set(key, text)  # also for `_forged`: a member with another secret never reads the nonce of member 0
+            if isinstance(store, SignedStore):
+                if self.number > 0:
+                    self._wait("0", deadline)
+                nonce = self._nonce if self.number == 0 else json.loads(store.get("0"))["nonce"]
+                store = self.store = store.with_prefix(nonce)
+                store.set(key, text)
+            self._wait(_ALL, deadline)
             # Member 0 collects the entries for all members, because every member would otherwise read every entry.
             if self.number == 0:
                 entries = [json.loads(store.get(str(member))) for member in range(self._count)]
                 store.set(_ALL, json.dumps(entries))
                 return entries
-            return list(json.loads(store.get(_ALL)))
+            entries = list(json.loads(store.get(_ALL)))
+            if isinstance(store, SignedStore) and self._nonce not in [entry["nonce"] for entry in entries]:
+                raise self._intruder(f"the answer of {kind} 0 is that of an earlier start")
+            return entries
         except DistError:
             raise RendezvousError(
                 f"{kind} 0 has ended before all {self._count} {kind}s had come; its own last line says why"
@@ -252,13 +268,14 @@ class _Meeting:
         while self.number == 0 and self.store.add("left", 0) < self._count and time.monotonic() < until:
             time.sleep(_POLL_S)
 
-    def _wait(self, deadline: Deadline) -> None:
-        """On member 0, wait for the entries of all members; on another member, wait until member 0 has published them.
+    def _wait(self, key: str, deadline: Deadline) -> None:
+        """On member 0, wait for the entries of all members; on another member, wait until member 0 has set `key`.
 
         After the deadline, every member looks for missing members itself.
         """
         missing = [member for member in range(self._count) if member != self.number]
-        while self.number == 0 or not self.store.check([_ALL]):
+        pause_s = 0.0
+        while self.number == 0 or not self.store.check([key]):
             if self.number == 0 or deadline.has_passed:
                 missing = [member for member in missing if not self.store.check([str(member)])]
                 if not missing and self.number == 0:
@@ -268,9 +285,23 @@ class _Meeting:
             if deadline.has_passed and missing:
                 self._give_up(missing, deadline.limit_s)
             if self.number == 0:
+                self._check_nonce()
                 forged = self._forged(missing)
                 deadline.report(self._members(missing), f"; {self._wrong_secret(forged)}" if forged else "")
-            time.sleep(_POLL_S)
+            pause_s = min(_POLL_S, pause_s + _FIRST_POLL_S)  # the members usually come within a short time
+            time.sleep(pause_s)
+
+    def _check_nonce(self) -> None:
+        """Raise RendezvousError if another program has replaced the nonce of this start, which the members look for."""
+        first = self._first_store
+        if isinstance(first, SignedStore) and self._nonce.encode() not in (first.peek("0") or b""):
+            raise self._intruder(f"the entry of {self._kind} 0 is not that of this start")
+
+    def _intruder(self, text: str) -> RendezvousError:
+        return RendezvousError(
+            f"{text}: another program writes to the rendezvous store. Keep other programs out of the network between"
+            f" the {self._kind}s, and start all {self._kind}s again"
+        )
 
     def _give_up(self, missing: Sequence[int], limit_s: float) -> None:
         if forged := self._forged(missing):
@@ -289,7 +320,7 @@ class _Meeting:
 
     def _forged(self, members: Sequence[int]) -> list[int]:
         """Return the members whose entries are signed with another secret."""
-        store = self.store
+        store = self._first_store
         return [member for member in members if isinstance(store, SignedStore) and store.is_forged(str(member))]
 
     def _wrong_secret(self, members: Sequence[int]) -> NodesDifferError:

@@ -1,8 +1,9 @@
 """A rendezvous store that ignores values of other programs: the secret of the run signs every value.
 
 torch's TCPStore accepts values from any program that reaches its port. Every value therefore carries an HMAC over the
-run id, the key and the value. The HMAC is verified before any code parses the value; an unsigned value counts as
-absent.
+run id, the key, a number and the value. The HMAC is verified before any code parses the value; an unsigned value counts
+as absent. A program without the secret can still put back an earlier value of a key. The number rises with every value
+of the key, and a process that has seen a newer value counts the earlier value as absent.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from aliquot.distributed.run_secret import SECRET_VARIABLE
 
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
+_NUMBER_BYTES = 8
 _POLL_S = 0.05
 
 
@@ -30,15 +32,19 @@ class SignedStore(Store):
     must keep the Python object alive for as long as torch uses the store.
     """
 
-    def __init__(self, store: Store, secret: str, run_id: str, prefix: str = "") -> None:
+    def __init__(
+        self, store: Store, secret: str, run_id: str, prefix: str = "", newest: dict[str, int] | None = None
+    ) -> None:
+        """`newest`: the newest number that this process has seen of each key, which all its stores of a run share."""
         super().__init__()
         self._store = cast(Any, store)  # type stubs lack some of its methods
         self._secret, self._run_id, self._prefix = secret, run_id, prefix
+        self._newest = {} if newest is None else newest
         self.set_timeout(self._store.timeout)
 
     def with_prefix(self, prefix: str) -> SignedStore:
         """Return the same store with `prefix` in front of every key."""
-        return SignedStore(self._store, self._secret, self._run_id, f"{self._prefix}{prefix}/")
+        return SignedStore(self._store, self._secret, self._run_id, f"{self._prefix}{prefix}/", self._newest)
 
     def unsigned(self) -> Store:
         """Return the underlying store, without signatures, for libraries that cannot use this class."""
@@ -46,11 +52,15 @@ class SignedStore(Store):
 
     def clone(self) -> SignedStore:
         """Return the same store over a new connection."""
-        return SignedStore(self._store.clone(), self._secret, self._run_id, self._prefix)
+        return SignedStore(self._store.clone(), self._secret, self._run_id, self._prefix, self._newest)
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(self._name(key), self._digest(key, data) + data)
+        self.peek(key)  # several processes may write a key, and readers ignore a number below that of another writer
+        name = self._name(key)
+        self._newest[name] = self._newest.get(name, 0) + 1
+        numbered = self._newest[name].to_bytes(_NUMBER_BYTES) + data
+        self._store.set(name, self._digest(name, numbered) + numbered)
 
     def get(self, key: str) -> bytes:
         return self._wait(key, time.monotonic() + self._timeout().total_seconds())
@@ -62,7 +72,11 @@ class SignedStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Whether every key has a value that this run has signed."""
-        return bool(self._store.check([self._name(key) for key in keys])) and None not in map(self._verified, keys)
+        return all(self.peek(key) is not None for key in keys)
+
+    def peek(self, key: str) -> bytes | None:
+        """Return the value of `key` without waiting, or None if this run has signed none."""
+        return self._verified(key) if self._store.check([self._name(key)]) else None
 
     def is_forged(self, key: str) -> bool:
         """Whether `key` has a value that is not signed with this secret."""
@@ -80,15 +94,19 @@ class SignedStore(Store):
     def _name(self, key: str) -> str:
         return f"{self._run_id}/{self._prefix}{key}"
 
-    def _digest(self, key: str, value: bytes) -> bytes:
-        name = self._name(key).encode()
-        text = b"%d %d %b%b" % (len(self._run_id), len(name), name, value)
+    def _digest(self, name: str, numbered: bytes) -> bytes:
+        text = b"%d %d %b%b" % (len(self._run_id), len(name.encode()), name.encode(), numbered)
         return hmac.digest(self._secret.encode(), text, _DIGEST)
 
     def _verified(self, key: str) -> bytes | None:
-        signed: bytes = self._store.get(self._name(key))
-        digest, value = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
-        return value if hmac.compare_digest(digest, self._digest(key, value)) else None
+        name = self._name(key)
+        signed: bytes = self._store.get(name)
+        digest, numbered = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+        number = int.from_bytes(numbered[:_NUMBER_BYTES])
+        if number < self._newest.get(name, 0) or not hmac.compare_digest(digest, self._digest(name, numbered)):
+            return None
+        self._newest[name] = number
+        return numbered[_NUMBER_BYTES:]
 
     def _wait(self, key: str, until: float) -> bytes:
         """Wait for a value that this run has signed. Raises DistStoreError."""
@@ -97,7 +115,7 @@ class SignedStore(Store):
             if (value := self._verified(key)) is not None:
                 return value
             if time.monotonic() > until:
-                raise DistStoreError(f"no process of this run has written {key}: its value has no valid signature")
+                raise DistStoreError(f"{key} has no new value of this run: its value is unsigned, or an earlier one")
             time.sleep(_POLL_S)
 
 

@@ -123,7 +123,7 @@ class Heartbeat(Watchdog):
                 if not store.check([f"heartbeat/{node}"]):
                     continue
                 beat = json.loads(store.get(f"heartbeat/{node}"))
-                if beat != self._last_beats.get(node):
+                if beat["beats"] > self._last_beats.get(node, {"beats": 0})["beats"]:
                     self._last_beats[node], self._heard_at[node] = beat, time.monotonic()
         except Exception as error:
             # Node 0 has ended or is unreachable. The thread must go on after any other error as well: without its
