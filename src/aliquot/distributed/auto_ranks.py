@@ -36,10 +36,8 @@ def resolve_auto_ranks(launch: LaunchSection, config: RunConfig) -> tuple[Launch
     """Return `launch` with a number of ranks, and the reason for the number (None if the user has set the number)."""
     if launch.ranks != "auto":
         return launch, None
-    if gpus := visible_gpus(launch):
-        ranks, reason = gpus, "one a GPU"
-    else:
-        ranks, reason = cpu_ranks(config, launch.most_nodes, read_cpu(), memory_limit())
+    gpus = visible_gpus(launch)
+    ranks, reason = (gpus, "one a GPU") if gpus else cpu_ranks(config, launch.most_nodes, read_cpu(), memory_limit())
     return launch.model_copy(update={"ranks": ranks}), reason
 
 

@@ -37,7 +37,11 @@ def check_configs(ranks: Ranks, config: RunConfig) -> None:
 def common_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that must be equal on all nodes, by key, and the versions of the software."""
     settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
-    common = {key: _without_paths(key, value) for key, value in settings.items() if not _is_local(key)}
+    common = {
+        key: _without_paths(key, value)
+        for key, value in settings.items()
+        if not f"{key}.".startswith(tuple(f"{local}." for local in _LOCAL_KEYS))
+    }
     return {
         **common,
         **{f"version of {name}": version(name) for name in _PACKAGES},
@@ -54,10 +58,6 @@ def _source_hash() -> str:
         total.update(f"{file.relative_to(package)} ".encode())
         total.update(file.read_bytes())
     return total.hexdigest()[:12]
-
-
-def _is_local(key: str) -> bool:
-    return any(key == local or key.startswith(f"{local}.") for local in _LOCAL_KEYS)
 
 
 def _without_paths(key: str, value: Any) -> Any:

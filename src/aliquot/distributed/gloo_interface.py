@@ -34,10 +34,10 @@ def interface_towards(address: str) -> str | None:
 
 def _interface_of(address: str) -> str | None:
     """Return the interface of this machine that has `address`, or None."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in addresses):
-            return name
-    return None
+    names = {
+        entry.address.partition("%")[0]: name for name, entries in psutil.net_if_addrs().items() for entry in entries
+    }
+    return names.get(address)
 
 
 def listening_address(master: str) -> str:

@@ -21,7 +21,7 @@ from aliquot.core.errors import LaunchError, StorageError
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import exit_on_sigterm
-from aliquot.distributed.topology import check_port, integer_variable
+from aliquot.distributed.topology import integer_variable, port_variable
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # infer_local_ranks infers LOCAL_RANK and others
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds, read by torchrun unless its command line has the option
@@ -53,15 +53,14 @@ def apply_environment(launch: LaunchSection, environ: Mapping[str, str]) -> Laun
         return launch
     if "PET_NNODES" not in environ:
         return _apply_exported(launch, environ)
-    update: dict[str, object] = {"nodes": _nodes(launch, environ)}
+    update: dict[str, object] = {
+        "nodes": _nodes(launch, environ),
+        "node_rank": integer_variable(environ, "PET_NODE_RANK", launch.node_rank),
+        "master_address": environ.get("PET_MASTER_ADDR", launch.master_address),
+        "master_port": port_variable(environ, "PET_MASTER_PORT", launch.master_port),
+    }
     if environ.get("PET_NPROC_PER_NODE", "auto") not in ("auto", "cpu", "gpu"):
         update["ranks"] = integer_variable(environ, "PET_NPROC_PER_NODE", 0, 1)
-    if "PET_NODE_RANK" in environ:
-        update["node_rank"] = integer_variable(environ, "PET_NODE_RANK", 0, 0)
-    if "PET_MASTER_ADDR" in environ:
-        update["master_address"] = environ["PET_MASTER_ADDR"]
-    if "PET_MASTER_PORT" in environ:
-        update["master_port"] = _port(environ, "PET_MASTER_PORT")
     placed = launch.model_copy(update=update)
     if placed.node_rank >= placed.most_nodes:
         raise LaunchError(
@@ -94,7 +93,7 @@ def _apply_exported(launch: LaunchSection, environ: Mapping[str, str]) -> Launch
     if "MASTER_ADDR" in environ and "master_address" not in launch.model_fields_set:
         update["master_address"] = environ["MASTER_ADDR"]
     if "MASTER_PORT" in environ and "master_port" not in launch.model_fields_set:
-        update["master_port"] = _port(environ, "MASTER_PORT")
+        update["master_port"] = port_variable(environ, "MASTER_PORT", launch.master_port)
     return launch.model_copy(update=update)
 
 
@@ -149,9 +148,3 @@ def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
         f"on SIGTERM torchrun kills its ranks after {shutdown_s} s: start it with --shutdown-timeout {enough_s}, or"
         f" {_SHUTDOWN_TIMEOUT}={enough_s} in its environment"
     ]
-
-
-def _port(environ: Mapping[str, str], name: str) -> int:
-    port = integer_variable(environ, name, 0, 1)
-    check_port(name, port)
-    return port

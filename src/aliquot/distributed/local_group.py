@@ -16,7 +16,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRende
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -147,8 +146,4 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
 
-def _create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    return AgentRendezvous(parameters.config[_GROUP])
-
-
-rendezvous_handler_registry.register(_BACKEND, _create_handler)
+rendezvous_handler_registry.register(_BACKEND, lambda parameters: AgentRendezvous(parameters.config[_GROUP]))

@@ -142,20 +142,20 @@ def report_error(error: Exception, debug: bool = False) -> int:
     return code
 
 
-def bounded_call(work: Callable[[], object]) -> bool:
-    """Call `work` in another thread and wait at most three seconds, because this process must end even if `work` hangs.
+def bounded_call(work: Callable[[], object], limit_s: float = _BOUNDED_CALL_S) -> bool:
+    """Call `work` in another thread and wait at most `limit_s`, because this process must go on even if `work` hangs.
 
     `work` needs a disk, a network or a terminal that may never answer. Returns False if `work` has not finished.
     """
-    return bounded_value(lambda: (work(), True)[1], False)
+    return bounded_value(lambda: (work(), True)[1], False, limit_s)
 
 
-def bounded_value(work: Callable[[], T], default: T) -> T:
+def bounded_value(work: Callable[[], T], default: T, limit_s: float = _BOUNDED_CALL_S) -> T:
     """Return the value of `work` as `bounded_call` calls it, or `default` if `work` has failed or not finished."""
     values: list[T] = []
     thread = threading.Thread(target=lambda: values.append(work()), daemon=True)
     thread.start()
-    thread.join(_BOUNDED_CALL_S)
+    thread.join(limit_s)
     return values[0] if values else default
 
 

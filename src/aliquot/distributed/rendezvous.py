@@ -47,7 +47,7 @@ from aliquot.distributed.store_server import (
     serve_store,
     wrong_master_address,
 )
-from aliquot.distributed.topology import Topology, check_gpus, check_port, integer_variable
+from aliquot.distributed.topology import Topology, check_gpus, integer_variable, port_variable
 
 _POLL_S = 0.1
 _FIRST_POLL_S = 0.01
@@ -131,8 +131,8 @@ def meet_ranks(topology: Topology, environ: Mapping[str, str], timeout_s: float)
     # An elastic launcher serves the store itself; otherwise rank 0 does.
     is_server = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = open_store(address, port, is_server, deadline, "rank 0")
-    prefix = f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    meeting = _Meeting(sign_store(store, environ, prefix), "rank", rank, world_size)
+    ranks = sign_store(store, environ, f"aliquot/ranks/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+    meeting = _Meeting(ranks, "rank", rank, world_size)
     listener = _listen() if topology.nodes > 1 and topology.local_rank == 0 else None
     with listener or nullcontext():
         entry: _Entry = {} if listener is None else {"at": listener.getsockname()[:2]}
@@ -156,34 +156,8 @@ def infer_local_ranks(environ: MutableMapping[str, str], timeout_s: float) -> It
     if _has_local_ranks(environ):
         yield False
         return
-    rank = integer_variable(environ, "RANK", 0)
-    store, entries = _exchange_hosts(rank, integer_variable(environ, "WORLD_SIZE", 1), environ, timeout_s)
-    hosts = [entry["identity"] for entry in entries]
-    local = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-    order = list(dict.fromkeys(hosts))
-    environ["LOCAL_RANK"] = str(local.index(rank))
-    environ["LOCAL_WORLD_SIZE"] = str(len(local))
-    environ["GROUP_RANK"] = str(order.index(hosts[rank]))
-    environ["GROUP_WORLD_SIZE"] = str(len(order))
-    cpus = [cpu for peer in local for cpu in entries[peer]["cpus"]]
-    yield len(local) > 1 and len(set(cpus)) == len(cpus)
-    del store
-
-
-def _has_local_ranks(environ: Mapping[str, str]) -> bool:
-    world_size = integer_variable(environ, "WORLD_SIZE", 1) if "RANK" in environ else 1
-    if world_size == 1 or all(name in environ for name in _LOCAL_VARIABLES):
-        return True
-    # If all ranks share one host, the first two variables are enough.
-    is_single_host = all(name in environ for name in _LOCAL_VARIABLES[:2])
-    return is_single_host and integer_variable(environ, "LOCAL_WORLD_SIZE", 1) == world_size
-
-
-def _exchange_hosts(
-    rank: int, world_size: int, environ: Mapping[str, str], timeout_s: float
-) -> tuple[Store, list[_Entry]]:
-    """Return the store, which must stay open until `meet_ranks`, and the host and the allowed CPUs of every rank."""
     address, port = _master(environ)
+    rank, world_size = integer_variable(environ, "RANK", 0), integer_variable(environ, "WORLD_SIZE", 1)
     if rank >= world_size:
         raise LaunchError(
             f"the environment says rank {rank} of {world_size}: ranks count from 0. Correct RANK and WORLD_SIZE"
@@ -193,7 +167,27 @@ def _exchange_hosts(
     meeting = _Meeting(sign_store(store, environ, "aliquot/hosts"), "rank", rank, world_size)
     entries = meeting.exchange({"identity": host_identity(), "cpus": sorted(os.sched_getaffinity(0))}, deadline)
     meeting.leave()
-    return store, entries
+    hosts = [entry["identity"] for entry in entries]
+    local = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+    order = list(dict.fromkeys(hosts))
+    numbers = (local.index(rank), len(local), order.index(hosts[rank]), len(order))
+    environ.update(zip(_LOCAL_VARIABLES, map(str, numbers), strict=True))
+    cpus = [cpu for peer in local for cpu in entries[peer]["cpus"]]
+    yield len(local) > 1 and len(set(cpus)) == len(cpus)
+    del meeting, store
+
+
+def _has_local_ranks(environ: Mapping[str, str]) -> bool:
+    world_size = integer_variable(environ, "WORLD_SIZE", 1) if "RANK" in environ else 1
+    return (
+        world_size == 1
+        or all(name in environ for name in _LOCAL_VARIABLES)
+        # If all ranks share one host, the first two variables are enough.
+        or (
+            all(name in environ for name in _LOCAL_VARIABLES[:2])
+            and integer_variable(environ, "LOCAL_WORLD_SIZE", 1) == world_size
+        )
+    )
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -201,10 +195,8 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int]:
 
     Raises UserError for bad values on every rank, because the other ranks would otherwise wait for rank 0.
     """
-    address, port = environ["MASTER_ADDR"], integer_variable(environ, "MASTER_PORT", 29500)
-    check_host_name(address)
-    check_port("MASTER_PORT", port)
-    return address, port
+    check_host_name(environ["MASTER_ADDR"])
+    return environ["MASTER_ADDR"], port_variable(environ, "MASTER_PORT", 29500)
 
 
 def _listen() -> socket.socket:
@@ -239,7 +231,7 @@ class _Meeting:
                     " number"
                 )
             text = json.dumps({"host": platform.node(), "nonce": self._nonce, **entry})
-            store.set(key, text)  # also for `_forged`: a member with another secret never reads the nonce of member 0
+            store.set(key, text)  # the entry of a member with another secret, which never reads the nonce of member 0
             if isinstance(store, SignedStore):
                 if self.number > 0:
                     self._wait("0", deadline)
@@ -286,15 +278,15 @@ class _Meeting:
                 self._give_up(missing, deadline.limit_s)
             if self.number == 0:
                 self._check_nonce()
-                forged = self._forged(missing)
-                deadline.report(self._members(missing), f"; {self._wrong_secret(forged)}" if forged else "")
+                error = self._wrong_secret(missing)
+                deadline.report(self._members(missing), f"; {error}" if error else "")
             pause_s = min(_POLL_S, pause_s + _FIRST_POLL_S)  # the members usually come within a short time
             time.sleep(pause_s)
 
     def _check_nonce(self) -> None:
         """Raise RendezvousError if another program has replaced the nonce of this start, which the members look for."""
-        first = self._first_store
-        if isinstance(first, SignedStore) and self._nonce.encode() not in (first.peek("0") or b""):
+        store = self._first_store
+        if isinstance(store, SignedStore) and self._nonce.encode() not in (store.peek("0") or b""):
             raise self._intruder(f"the entry of {self._kind} 0 is not that of this start")
 
     def _intruder(self, text: str) -> RendezvousError:
@@ -304,9 +296,9 @@ class _Meeting:
         )
 
     def _give_up(self, missing: Sequence[int], limit_s: float) -> None:
-        if forged := self._forged(missing):
+        if error := self._wrong_secret(missing):
             time.sleep(_GRACE_S)
-            raise self._wrong_secret(forged)
+            raise error
         present = [member for member in range(self._count) if member not in missing]
         hosts = ", ".join(f"{member} ({json.loads(self.store.get(str(member)))['host']})" for member in present)
         text = (
@@ -318,14 +310,14 @@ class _Meeting:
             time.sleep(_GRACE_S)
         raise RendezvousError(text)
 
-    def _forged(self, members: Sequence[int]) -> list[int]:
-        """Return the members whose entries are signed with another secret."""
+    def _wrong_secret(self, members: Sequence[int]) -> NodesDifferError | None:
+        """Return an error that names those of `members` whose entries are signed with another secret."""
         store = self._first_store
-        return [member for member in members if isinstance(store, SignedStore) and store.is_forged(str(member))]
-
-    def _wrong_secret(self, members: Sequence[int]) -> NodesDifferError:
+        forged = [member for member in members if isinstance(store, SignedStore) and store.is_forged(str(member))]
+        if not forged:
+            return None
         return NodesDifferError(
-            f"a message from {self._members(members)} is not signed with the secret of this run"
+            f"a message from {self._members(forged)} is not signed with the secret of this run"
             f" ({SECRET_VARIABLE}, or {SECRET_FILE} in the run directory): set run.directory to a directory that all"
             " nodes share"
         )

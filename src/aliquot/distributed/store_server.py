@@ -9,7 +9,6 @@ import re
 import resource
 import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +21,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from aliquot.core.errors import LaunchError, RendezvousError
 from aliquot.distributed.gloo_interface import address_here, listening_address
+from aliquot.distributed.rank_errors import bounded_value
 
 CONNECT_TIMEOUT_S = 5.0
 UNSERVED = "nobody listens there"
@@ -70,22 +70,18 @@ def open_store(address: str, port: int, is_server: bool, deadline: Deadline, ser
         if os.environ.get("LOCAL_RANK", "0") == "0":
             deadline.report(f"{server_name} at {address}:{port}", f": {failure}")
         time.sleep(_POLL_S)
-    stores: list[TCPStore] = []
 
-    def connect() -> None:
-        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    def connect() -> TCPStore | None:
         with suppress(DistError):
-            stores.append(TCPStore(address_here(address), port, None, False, timeout, False))
+            return TCPStore(address_here(address), port, None, False, timedelta(seconds=STORE_TIMEOUT_S), False)
+        return None
 
-    # Connect in a thread, because TCPStore waits without limit if a server accepts the connection and never answers.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(STORE_TIMEOUT_S)
-    if not stores:
+    # TCPStore waits without limit if a server accepts the connection and never answers.
+    if (store := bounded_value(connect, None, STORE_TIMEOUT_S)) is None:
         raise RendezvousError(
             f"the program at {address}:{port} is not {server_name} of this run: does another program use the port?"
         )
-    return stores[0]
+    return store
 
 
 def serve_store(address: str, port: int) -> TCPStore:

@@ -150,10 +150,12 @@ def integer_variable(environ: Mapping[str, str], name: str, default: int, smalle
     return int(text)
 
 
-def check_port(name: str, port: int) -> None:
-    """Raise LaunchError unless `port`, from the environment variable `name`, is a port."""
+def port_variable(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return the port in an environment variable. Raises LaunchError unless it is a port."""
+    port = integer_variable(environ, name, default)
     if not 0 < port <= _LARGEST_PORT:
         raise LaunchError(f"the environment variable {name} is {port}: ports are 1 to {_LARGEST_PORT}")
+    return port
 
 
 def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:

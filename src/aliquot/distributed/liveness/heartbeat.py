@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import platform
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from aliquot.core.errors import UserError
 from aliquot.distributed.liveness.watchdog import Watchdog
-from aliquot.distributed.rank_errors import RankError, classify, end_rank
+from aliquot.distributed.rank_errors import RankError, bounded_call, classify, end_rank
 from aliquot.distributed.topology import Topology
 
 SILENT_S = 60.0  # without a heartbeat, a node is lost: longer than any native call holds Python's lock
@@ -84,10 +83,7 @@ class Heartbeat(Watchdog):
         if self._store is None or self.is_over.is_set():
             return
         self.stop()
-        # The request runs in a thread, because a request to an unreachable node may never return.
-        request = threading.Thread(target=self._write_end, args=(self._store, reason), daemon=True)
-        request.start()
-        request.join(_FAREWELL_S)
+        bounded_call(partial(self._write_end, self._store, reason), _FAREWELL_S)
         if waits:
             time.sleep(2 * self.interval_s)
 
@@ -143,15 +139,12 @@ class Heartbeat(Watchdog):
     def _end_if_silent(self, longest_s: float) -> None:
         for node, heard_at in self._heard_at.items():
             if (silent_s := time.monotonic() - heard_at) > longest_s:
-                self._end(self._describe_silence(node, silent_s))
-
-    def _describe_silence(self, node: int, silent_s: float) -> str:
-        beat = self._last_beats.get(node)
-        name = f"node {node} ({beat['host']}, {beat['doing']})" if beat else f"node {node}"
-        return (
-            f"no word from {name} for {silent_s:.0f} s, while node"
-            f" {self._topology.node_rank} was {self._activity()}: is it gone, or is the network between them cut?"
-        )
+                beat = self._last_beats.get(node)
+                name = f"node {node} ({beat['host']}, {beat['doing']})" if beat else f"node {node}"
+                self._end(
+                    f"no word from {name} for {silent_s:.0f} s, while node {self._topology.node_rank} was"
+                    f" {self._activity()}: is it gone, or is the network between them cut?"
+                )
 
     def _end(self, message: str) -> None:
         failure = "" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}\n"
