@@ -34,10 +34,8 @@ def interface_towards(address: str) -> str | None:
 
 def _interface_of(address: str) -> str | None:
     """Return the interface of this machine that has `address`, or None."""
-    names = {
-        entry.address.partition("%")[0]: name for name, entries in psutil.net_if_addrs().items() for entry in entries
-    }
-    return names.get(address)
+    entries = ((name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries)
+    return next((name for name, entry in entries if entry.address.partition("%")[0] == address), None)
 
 
 def listening_address(master: str) -> str:
