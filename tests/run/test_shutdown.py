@@ -95,8 +95,7 @@ def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 128 + SIGINT
     assert errors.splitlines() == [
-        f"aliquot: {number.name}: the run saves and stops after this step; a second signal ends it at once, losing 3"
-        " steps",
+        f"aliquot: {number.name}: the run saves and stops; a second signal ends it at once, losing 3 steps",
         "aliquot: SIGINT is the second signal: ended, losing 3 steps",
     ]
 
@@ -113,7 +112,7 @@ def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
          ["after step 5, the last, which is saved: start again for the rest [terminated]"]),
         # The run directory does not answer.
         (4, "hangs", RANK.replace(LOSS, "time.sleep(600)"), [SIGTERM], 1,
-         ["after this step; a second signal ends it at once, losing an unknown number of steps",
+         ["the run saves and stops; a second signal ends it at once, losing an unknown number of steps",
           "not saved within checkpoint.grace_s = 4 s"]),
     ],
 )  # fmt: skip

@@ -6,7 +6,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from aliquot.checkpoint import save
 from aliquot.core.errors import StorageError
 from aliquot.distributed.signals import Terminated
 from aliquot.observe.recorder import Recorder
-from aliquot.run import export_run
+from aliquot.run import export_run, shutdown
+from aliquot.run.shutdown import StopPoll
 from tests.runs import curve, other_text, write_config
 
 
@@ -52,6 +56,46 @@ def test_signal_saves_weights_that_only_an_export_would_hold(tmp_path: Path, mon
     assert not (tmp_path / "run" / "export").exists()
     assert run(file).export == tmp_path / "run" / "export"
     assert list(curve(tmp_path / "run")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_signal_within_a_step_saves_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """The resumed run repeats the step. Steps have three micro-batches, so that ranks ask twice a step."""
+    sections = {"train": {"max_steps": 3, "global_batch_size": 6}, "shard": {"engine": engine}}
+    run(write_config(tmp_path, "undisturbed", **sections))
+    file, ask, calls = write_config(tmp_path, **sections), StopPoll.__call__, count(1)
+
+    def asked(self: StopPoll) -> int:
+        if next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # until it is heard
+        return ask(self)
+
+    with monkeypatch.context() as signals:
+        signals.setattr(StopPoll, "__call__", asked)
+        signals.setattr(shutdown, "_POLL_INTERVAL_S", 0)  # asks before each micro-batch
+        with pytest.raises(Terminated, match="after step 1, which is saved"):
+            run(file)
+    assert saved(tmp_path / "run") == ["step-00000001"]
+    run(file)
+    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_two_ranks_stop_within_a_long_step(tmp_path: Path, engine: str) -> None:
+    sections = {"train": {"max_steps": 3, "global_batch_size": 2000}, "shard": {"engine": engine}}
+    run(write_config(tmp_path, "undisturbed", **sections))
+    command = ["aliquot", "train", str(write_config(tmp_path, **sections, launch={"ranks": 2}))]
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not curve(tmp_path / "run"):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert b"after step 1, which is saved" in process.communicate(timeout=60)[1] and process.returncode == 143
+    assert subprocess.run([sys.executable, "-m", *command], check=False).returncode == 0
+    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "undisturbed"), rel=1e-5)
 
 
 def test_failed_export_saves_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,6 @@ from aliquot.run.activity import Stage
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
 
-_ASK_INTERVAL_S = 1.0  # time between two collective checks for a stop signal
-_MAX_GROWTH = 4  # the number of micro-batches between two checks grows at most by this factor
-
 
 def evaluate(
     engine: Engine,
@@ -40,7 +37,7 @@ def evaluate(
     Args:
         progress: called with the number of finished micro-batches and the total, before the first micro-batch and
             after each micro-batch.
-        stop_requested: a collective function; if its result is not 0, the evaluation is given up.
+        stop_requested: called before each micro-batch; if its result is not 0, the evaluation is given up.
 
     Returns:
         Loss and perplexity per predicted token, and bits per byte if the size of the text is known; for pairs of
@@ -50,15 +47,9 @@ def evaluate(
     objective, rated, ratios = batches.format.objective, list[tuple[RatedAnswers, Tensor]](), 0.0
     total = batches.count(ranks.world_size)
     progress(0, total)
-    ask_at, interval, start = 0, 1, time.perf_counter()
     for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size)):
-        if done == ask_at:
-            if stop_requested():
-                return None
-            if done:
-                batch_s = max(ranks.gather(time.perf_counter() - start)) / interval
-                interval = max(1, min(_MAX_GROWTH * interval, int(_ASK_INTERVAL_S / batch_s)))
-            ask_at, start = done + interval, time.perf_counter()
+        if stop_requested():
+            return None
         result = engine.evaluate(micro_batch)
         if objective is not None and objective.rates_answers:
             ratios += mismatched_ratios(engine, micro_batch)
@@ -143,7 +134,7 @@ class Evaluator:
 
         results = {}
         for name, batches in self._sets.items():
-            result = evaluate(self._engine, batches, ranks, progress, trainer.requested_signal)
+            result = evaluate(self._engine, batches, ranks, progress, trainer.stop_poll)
             if result is None:
                 return trainer.requested_signal()
             results[name] = result

@@ -6,7 +6,7 @@ After the first signal, the run finishes the current work, saves, and gives up t
 | phase       | finishes                        | saves           | gives up                | exit code    |
 |-------------|---------------------------------|-----------------|-------------------------|--------------|
 | SETUP       | nothing: ends at once           | nothing         | what was read and built | 128 + signal |
-| STEPS       | the optimizer step on all ranks | a checkpoint    | an evaluation           | 128 + signal |
+| STEPS       | the micro-batch on all ranks    | a checkpoint    | the step, an evaluation | 128 + signal |
 | COPYING     | the copies to the mirror        | is saved        | nothing                 | 128 + signal |
 | EXPORT      | nothing: ends at once           | is saved        | export and sample       | 128 + signal |
 | SOLE_EXPORT | the file that is being written  | a checkpoint    | export and sample       | 128 + signal |
@@ -35,8 +35,11 @@ from typing import Self
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import bounded_call, has_failed_rank, report_error
+from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import REPEAT_S, STOP_SIGNALS, SignalListener, Terminated
 
+_POLL_INTERVAL_S = 1.0
+_MAX_GROWTH = 4  # the number of micro-batches between two polls grows at most by this factor
 _ANNOUNCE_S = 30.0  # longer than it takes to report an error and to announce the end to other nodes
 
 
@@ -190,7 +193,7 @@ class Shutdown:
         self.on_request()
         again = "" if ROUND in os.environ else f"; a second signal ends it at once, {self._loss}"
         if not has_failed_rank():
-            self._say(f"{signal.Signals(number).name}: the run saves and stops after this step{again}")
+            self._say(f"{signal.Signals(number).name}: the run saves and stops{again}")
 
     def _read_loss(self) -> None:
         self._loss = self._describe_loss()
@@ -241,3 +244,25 @@ class Shutdown:
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
     """Handle a signal in the main thread: the listener's thread does the work."""
+
+
+class StopPoll:
+    """Asks between micro-batches, about once a second, whether a rank has received a stop signal."""
+
+    def __init__(self, ranks: Ranks, requested: Callable[[], int]) -> None:
+        """`requested` returns the signal that this rank has received, or 0."""
+        self._ranks, self._requested = ranks, requested
+        self._interval = self._left = 1  # micro-batches between two polls, and until the next poll
+        self._asked_at = time.monotonic()
+
+    def __call__(self) -> int:
+        """Return the signal that any rank has received, or 0. Collective: all ranks call it before a micro-batch."""
+        self._left -= 1
+        if self._left:
+            return 0
+        now = time.monotonic()
+        signals, seconds = zip(*self._ranks.gather([self._requested(), now - self._asked_at]), strict=True)
+        in_time = int(self._interval * _POLL_INTERVAL_S / max(seconds))
+        self._interval = self._left = max(1, min(_MAX_GROWTH * self._interval, in_time))
+        self._asked_at = now
+        return int(max(signals))

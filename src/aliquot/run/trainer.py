@@ -43,7 +43,7 @@ from aliquot.run.export_run import finish_run, is_exported
 from aliquot.run.reference import compare_with_reference, with_reference
 from aliquot.run.resolved_run import read_inputs, resolve_run
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
-from aliquot.run.shutdown import Shutdown
+from aliquot.run.shutdown import Shutdown, StopPoll
 from aliquot.run.starting_point import continuation_advice, fetch_newest, fill_model
 from aliquot.run.training_loop import TrainingLoop, TrainingProgress
 from aliquot.stores.store import open_store
@@ -169,6 +169,7 @@ class Trainer:
                 has_mirror=config.checkpoint.mirror is not None,
             )
         )
+        self.stop_poll = StopPoll(ranks, lambda: self.shutdown.requested)
         stack.callback(self.exporter.close)
         if ranks.rank == 0:
             stack.enter_context(self.directory.locked())

@@ -133,10 +133,16 @@ class TrainingLoop:
             self._checkpoints.start_save()
 
     def _backward(self, batch: StepBatch) -> list[dict[str, float]]:
-        """Compute the gradients of this rank's micro-batches; return the sums of the metrics of each data source."""
+        """Compute the gradients of this rank's micro-batches; return the sums of the metrics of each data source.
+
+        A stop signal between two micro-batches ends the run as a signal after the last finished step does. The resumed
+        run repeats the step.
+        """
         self._recorder.enter("forward")
         micro_batches, results = self._with_divergence(batch), []
         for index, micro_batch in enumerate(micro_batches):
+            if index and self._trainer.stop_poll():
+                self._save_after_step(self._trainer.requested_signal(), None)
             is_last = index == len(micro_batches) - 1
             results.append(self._engine.backward(micro_batch, 1 / max(1, batch.predicted), is_last))
         sums: list[dict[str, float]] = [{"loss": 0.0} for _ in batch.predicted_of]
@@ -252,9 +258,12 @@ class TrainingLoop:
         settings, progress, checkpoints = self._trainer.config.checkpoint, self._progress, self._checkpoints
         is_last = progress.step == progress.last_step
         is_best = progress.step == checkpoints.best_step
-        if stop_signal and checkpoints.current_step is not None and checkpoints.finish_if_late():
+        # Of a signal within the next step, the last step may be saved already.
+        is_unsaved = progress.step not in (progress.saved_step, checkpoints.current_step)
+        if stop_signal and is_unsaved and checkpoints.current_step is not None and checkpoints.finish_if_late():
             raise self._stopped(stop_signal, "checkpoint.grace_s was too short for another")
-        if (is_last and settings.last) or stop_signal or failure or is_best or is_due(settings.every, progress.step):
+        is_wanted = (is_last and settings.last) or stop_signal or failure or is_best
+        if is_unsaved and (is_wanted or is_due(settings.every, progress.step)):
             checkpoints.save()
         if stop_signal and not is_last:
             checkpoints.finish()
