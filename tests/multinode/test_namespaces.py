@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -65,6 +67,25 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     expected, found = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert found == pytest.approx(expected, rel=1e-5)
     assert len(found) == 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["host", "fsdp"])
+def test_stop_signal_of_one_host_ends_both_within_a_step(tmp_path: Path, engine: str) -> None:
+    sections = {"train": {"max_steps": 3, "global_batch_size": 2000}, "shard": {"engine": engine}}
+    trained(write_config(tmp_path, "one", **sections))
+    config = write_config(tmp_path, "two", **sections, launch={"ranks": 1, "nodes": 2, "device": "cpu"})
+    with two_hosts() as hosts:
+        at = f"launch.master_address={hosts[0].address}", "launch.master_port=29511"
+        nodes = [start(host, config, f"launch.node_rank={number}", *at) for number, host in enumerate(hosts)]
+        while not (tmp_path / "two" / "metrics.jsonl").exists() or not curve(tmp_path / "two"):
+            time.sleep(0.02)
+        nodes[1].send_signal(signal.SIGTERM)
+        outputs = [node.communicate(timeout=100)[0] for node in nodes]
+        assert [node.returncode for node in nodes] == [143, 143], outputs
+        assert "after step 1, which is saved" in outputs[1]
+        assert [code for code, _ in on_both(hosts, config)] == [0, 0]
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
 
 
 @pytest.mark.long
