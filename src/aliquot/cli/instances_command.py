@@ -76,7 +76,7 @@ def command(
         known = _live_types() if live else instances()
         types = [
             item for item in known
-            if _matches(item, name)
+            if (name is None or any(fnmatchcase(item.name, pattern.strip()) for pattern in name.split(",")))
             and (item.amx or not amx)
             and (item.efa_interfaces > 0 or not efa)
             and (item.gpus > 0 or not gpu)
@@ -136,10 +136,6 @@ def _refresh() -> None:
         " uses the shipped catalogue",
         file=sys.stderr,
     )
-
-
-def _matches(item: InstanceType, patterns: str | None) -> bool:
-    return patterns is None or any(fnmatchcase(item.name, pattern.strip()) for pattern in patterns.split(","))
 
 
 def _sort_key(item: InstanceType, sort: str) -> tuple[float, str]:

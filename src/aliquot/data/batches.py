@@ -121,7 +121,8 @@ class Batches:
                 raise DataError(
                     f"no source repeats, so train.num_train_epochs cannot be {epochs:g}: all sources end after 1 epoch"
                 )
-        limits = [self.mixture.total, None if epochs is None else self._sequences_in(epochs)]
+        wanted = None if epochs is None else max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))
+        limits = [self.mixture.total, wanted]
         self.steps = Steps(global_batch_size, min((limit for limit in limits if limit is not None), default=None))
 
     @classmethod
@@ -308,6 +309,3 @@ class Batches:
                 batch = sequences[start : start + self.micro_batch_size]
                 groups.append(Group(source, batch[0][1], [at for _, _, at in batch]))
         return sorted(groups, key=lambda group: -len(group.sequences))
-
-    def _sequences_in(self, epochs: float) -> int:
-        return max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))

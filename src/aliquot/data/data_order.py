@@ -77,11 +77,12 @@ class Mixture:
     def between(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return (source, index within the source) of sequences [first, stop) of the mixture."""
         ranges = zip(self.drawn(first), self.drawn(stop), strict=True)
-        times = [(self._time(source, k), source, k) for source, (a, b) in enumerate(ranges) for k in range(a, b)]
+        times = [
+            (((2 * k + 1) << _TIME_BITS) // self.rates[source], source, k)
+            for source, (a, b) in enumerate(ranges)
+            for k in range(a, b)
+        ]
         return [(source, k) for _, source, k in sorted(times)]
-
-    def _time(self, source: int, sequence: int) -> int:
-        return ((2 * sequence + 1) << _TIME_BITS) // self.rates[source]
 
     def _before(self, time: int) -> list[int]:
         """Return how many sequences of each source have a time before `time`."""

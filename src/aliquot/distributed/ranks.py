@@ -175,7 +175,7 @@ def _connecting_lazily() -> Iterator[None]:
 
 def gather(value: JSON, device: torch.device = _CPU) -> list[JSON]:
     """Return the JSON values of all ranks, by rank, on every rank; exchange them in tensors on `device`. Collective."""
-    text = _encode(value)
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     if device.type == "cpu":
         return [json.loads(line) for line in _gather_lines(text).numpy().tobytes().split(b"\n")]
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
@@ -225,11 +225,6 @@ def combine(values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> 
     total = torch.from_numpy(values.copy())
     dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "xor": dist.ReduceOp.BXOR}[operation])
     return total.numpy()
-
-
-def _encode(value: JSON) -> Tensor:
-    """Encode a value as JSON text in uint8 [bytes]."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def group_lines(ranks: Ranks, transport: str) -> list[str]:

@@ -120,7 +120,8 @@ class PlannedModel:
         values = _remembered(key, lambda: self._measure(step, edges, predicted))
         if (why := values["as_llama"]) is not None:
             _log.warning("%s is planned as a Llama of its sizes: %s", self.shape.name, why)
-        return _cost(values["compiled" if step.compiled else "cost"])
+        fields = values["compiled" if step.compiled else "cost"]
+        return MicroBatchCost(**fields | {name: _work(fields[name]) for name in WORKS})
 
     @cached_property
     def _shaped(self) -> ShapedModel:
@@ -165,10 +166,6 @@ def collecting_no_garbage() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _cost(values: dict[str, Any]) -> MicroBatchCost:
-    return MicroBatchCost(**values | {name: _work(values[name]) for name in WORKS})
 
 
 def _work(items: list[tuple[list[Any], float]]) -> Work:

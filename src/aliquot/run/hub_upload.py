@@ -93,7 +93,8 @@ def write_model_card(export: Path, checkpoint: Path, name: str) -> None:
         **losses,
         "license": "unknown: ask the owners of the base model and of the data",
     }
-    table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value)
+    cells = {key: " ".join(value.split()).replace("|", "\\|") for key, value in rows.items() if value}
+    table = "\n".join(f"| {key} | {value} |" for key, value in cells.items())
     text = f"# {PurePath(name).name}\n\nTrained with aliquot.\n\n| | |\n|--|--|\n{table}\n"
     (export / _CARD).write_text(f"---\n{data.to_yaml()}\n---\n\n{text}", encoding="utf-8")
 
@@ -127,7 +128,3 @@ def _data_names(data: Mapping[str, Any], hub_ids: Collection[str]) -> Iterator[s
 def _public_name(name: str, hub_ids: Collection[str]) -> str:
     """Return a hub id, or the last part of a local path."""
     return name if name in hub_ids else PurePath(name).name
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

@@ -86,7 +86,11 @@ def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]
     fields = parse_json(data, path)
     fields.pop("__metadata__", None)
     start = 8 + len(data)
-    entries = sorted((_entry(name, field, path, file_bytes, start) for name, field in fields.items()), key=_position)
+    # An empty tensor comes before the tensor at the same offset.
+    entries = sorted(
+        (_entry(name, field, path, file_bytes, start) for name, field in fields.items()),
+        key=lambda entry: (entry.offset, entry.numel),
+    )
     end = start
     for entry in entries:
         if entry.offset != end:
@@ -97,10 +101,6 @@ def _entries(data: bytes, path: Path, file_bytes: int) -> dict[str, TensorEntry]
     if end < file_bytes:
         raise WeightsFileError(f"{file_bytes - end} bytes after the last tensor", path)
     return {entry.name: entry for entry in entries}
-
-
-def _position(entry: TensorEntry) -> tuple[int, int]:
-    return entry.offset, entry.numel  # an empty tensor comes before the tensor at the same offset
 
 
 def _entry(name: str, field: Any, path: Path, file_bytes: int, start: int) -> TensorEntry:
