@@ -42,7 +42,12 @@ def train_job(job: Job) -> Document:
     spec = {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
         "trainer": trainer,
-        **(_overrides(job) if _old_dialect(job) else _patches(job)),
+        # Trainer 2.1 supports neither a grace period nor a security context here.
+        **(
+            {"podTemplateOverrides": [{"targetJobs": [{"name": NODE}], "spec": _pod(job)}]}
+            if _old_dialect(job)
+            else _patches(job)
+        ),
     }
     return job.manifest(_API, "TrainJob", labels=queue, spec=spec)
 
@@ -158,11 +163,6 @@ def _patches(job: Job) -> Document:
     replicated = {"name": NODE, "template": {"spec": {"template": {"spec": spec}}}}
     runtime = {"template": {"spec": {"replicatedJobs": [replicated]}}}
     return {"runtimePatches": [{"manager": _MANAGER, "trainingRuntimeSpec": runtime}]}
-
-
-def _overrides(job: Job) -> Document:
-    """Write the pod fields for Trainer 2.1, which supports neither a grace period nor a security context here."""
-    return {"podTemplateOverrides": [{"targetJobs": [{"name": NODE}], "spec": _pod(job)}]}
 
 
 def _pod(job: Job, **fields: object) -> Document:

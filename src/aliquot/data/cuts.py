@@ -184,14 +184,14 @@ def _is_byte_level(splitter: dict[str, Any] | None) -> bool:
     *before, level = splitter["pretokenizers"] if splitter.get("pretokenizers") else [splitter]
     if level["type"] != "ByteLevel" or level["add_prefix_space"]:
         return False
-    splits = [step["pattern"].get("Regex") for step in before if _isolates(step)]
+    splits = [
+        step["pattern"].get("Regex")
+        for step in before
+        if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
+    ]
     digits = sum(step["type"] == "Digits" for step in before)
     known = len(splits) + digits == len(before) and set(splits) <= {*_WORDS, *_BESIDE_WORDS}
     return known and (level["use_regex"] or not set(splits).isdisjoint(_WORDS))
-
-
-def _isolates(step: dict[str, Any]) -> bool:
-    return step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
 
 
 def _is_sentencepiece(normalizer: dict[str, Any] | None, splitter: dict[str, Any] | None) -> bool:

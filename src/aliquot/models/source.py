@@ -211,7 +211,8 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     # The hub client raises OSError for network and HTTP errors, and ValueError for malformed hub ids.
     except (OSError, ValueError) as error:
         no_answer = isinstance(error, LocalEntryNotFoundError)
-        reason = "no network, or HF_HUB_OFFLINE is set, and the cache has no copy" if no_answer else _first_line(error)
+        line = str(error).strip().splitlines()[0].rstrip(".")
+        reason = "no network, or HF_HUB_OFFLINE is set, and the cache has no copy" if no_answer else line
         raise ModelFilesError(
             f"model.path {path}: no such directory, and the hub could not serve it: {reason}. {hub_advice(path)}"
         ) from error
@@ -224,7 +225,3 @@ def _shipped_shape(path: str) -> Path:
     """
     name = path.rstrip("/").rpartition("/")[2]
     return _SHAPES / name.removesuffix("-Instruct").removesuffix("-Base")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from aliquot.core.number_format import count_of, short
-from aliquot.engines.engine_plan import Counts, OnDisk, Unsharded
+from aliquot.engines.engine_plan import OnDisk, Unsharded
 
 _LARGE_MODEL = 100_000_000  # parameters from which on training from random weights is more often a mistake than a wish
 _MUCH_WAITING = 10.0  # times the time of matrix products: a step that waits so long is a mistake of the settings
@@ -210,7 +210,11 @@ class Plan:
         if not self.on_disk:
             return None
         shares = (("states", self.on_disk.states), ("gradient sums", self.on_disk.gradients))
-        kinds = [f"{name} of {_share(counts, self.parameters)}" for name, counts in shares if counts]
+        kinds = [
+            f"{name} of {sum(math.prod(shape) * count for shape, count in counts) / self.parameters:.0%}"
+            for name, counts in shares
+            if counts
+        ]
         parts = [f"{', '.join(kinds)} of the parameters"] if kinds else []
         parts += [f"{count_of(self.on_disk.layers, 'layer')} whole"] if self.on_disk.layers else []
         daily = self.scratch_written_per_step / self.step_s * 86400
@@ -294,7 +298,3 @@ class Plan:
             "concerns",
         )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}, "peak_phase": self.peak.name}
-
-
-def _share(counts: Counts, parameters: int) -> str:
-    return f"{sum(math.prod(shape) * count for shape, count in counts) / parameters:.0%}"
