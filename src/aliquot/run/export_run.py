@@ -194,13 +194,14 @@ def _keep_foreign_files(target: Path, files: Collection[str], display: Display, 
     Returns:
         Whether the old export was renamed.
     """
-    foreign = sorted(
-        path.name
-        for path in replaced.iterdir()
-        if not path.is_file() or (path.name not in files and _WEIGHTS.fullmatch(path.name) is None)
-    )
+    foreign = sorted(path.name for path in replaced.iterdir() if not _is_export_file(path, files))
     if foreign:
         free = next(path for n in count(1) if not (path := target.with_name(f"{target.name}-{n}")).exists())
         replaced.rename(free)
         display.warning(f"{target} held {foreign[0]}, which no export writes: the directory is now {free}")
     return bool(foreign)
+
+
+def _is_export_file(path: Path, files: Collection[str]) -> bool:
+    """Whether `path` is a file that an export writes; `files` are the names of files beside the weights."""
+    return path.is_file() and (path.name in files or _WEIGHTS.fullmatch(path.name) is not None)
