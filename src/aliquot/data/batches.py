@@ -121,8 +121,8 @@ class Batches:
                 raise DataError(
                     f"no source repeats, so train.num_train_epochs cannot be {epochs:g}: all sources end after 1 epoch"
                 )
-        wanted = None if epochs is None else max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))
-        limits = [self.mixture.total, wanted]
+        sequences = None if epochs is None else max(1, math.ceil(epochs * self.epoch_sequences - 1e-6))
+        limits = [self.mixture.total, sequences]
         self.steps = Steps(global_batch_size, min((limit for limit in limits if limit is not None), default=None))
 
     @classmethod

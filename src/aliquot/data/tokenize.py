@@ -91,9 +91,7 @@ class EncoderPool:
             yield chunk, self._encoder.encode(chunk.texts)
 
     def _encode_in_workers(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        # By default, as many workers as the cores of the container, limited by its memory.
-        default = max(1, min(read_cpu().usable_cores, memory_limit() // _ENCODER_BYTES))
-        while len(self._workers) < (self._num_proc or default):
+        while len(self._workers) < (self._num_proc or _cores()):
             self._workers.append(EncoderProcess(self.spec))
         idle = list(self._workers)
         busy: dict[Any, tuple[int, EncoderProcess, Chunk]] = {}  # by connection
@@ -168,3 +166,8 @@ def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, w
 def _chunk(texts: list[tuple[str, bool, bool, str]], done_bytes: int) -> Chunk:
     text, first, last, places = zip(*texts, strict=True)
     return Chunk(Texts(list(text), np.array(first, bool), np.array(last, bool)), list(places), done_bytes)
+
+
+def _cores() -> int:
+    """Return the default number of worker processes: the cores of the container, limited by its memory."""
+    return max(1, min(read_cpu().usable_cores, memory_limit() // _ENCODER_BYTES))
