@@ -36,7 +36,10 @@ from tests.checkpoint.saving import PROGRESS, save
 from tests.examples import examples
 from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
 
-CONFIGURED = {"model": {"dtype": "auto"}, "data": {}, "train": {"precision": "fp32", "compile": "layers"}}
+CONFIGURED = {
+    "model": {"dtype": "auto"}, "data": {}, "train": {"precision": "fp32", "compile": "layers"},
+    "checkpoint": {"every": 40},
+}  # fmt: skip
 STATE = PROGRESS | {"step": 100, "rng": [1, 2, 3], "config": CONFIGURED}
 CONFIG = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
 
@@ -169,7 +172,8 @@ def test_state_of_another_shape_is_damage(tmp_path: Path, fields: dict[str, Any]
     with pytest.raises(DamagedCheckpoint, match=rf"step-00000100/state\.json: {next(iter(fields))}"):
         read_state(directory)
     assert restore_newest(tmp_path, FakeStore(SMALL), CheckpointSpec(SMALL), SingleRank()) == (before, STATE)
-    assert recorded_choices(resumed_state(tmp_path, "auto")) == {"train.compile": "layers"}
+    assert recorded_choices(resumed_state(tmp_path, "auto")) == {"train.compile": "layers", "checkpoint.every": 40}
+    assert recorded_choices({"config": {"train": {}, "checkpoint": {"every": 0}}}) == {}
 
 
 def test_all_ranks_hear_of_damage(tmp_path: Path) -> None:

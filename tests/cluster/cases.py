@@ -66,6 +66,7 @@ def plan(**changes: Any) -> Plan:
         "steps": 1000,
         "tokens_per_step": 2048.0,
         "step_s": 12.5,
+        "save_steps": 100,
         "bottleneck": "compute-bound",
         "rates": "the catalogue's",
         "usd_per_hour": 8.4672,

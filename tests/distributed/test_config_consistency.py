@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable[[Path], str], str]] = {
     "sequence": (lambda folder: "data.sequence_length=16", "data.sequence_length is 32 there and 16 here"),
     "batch": (lambda folder: "train.global_batch_size=4", "train.global_batch_size is 5 there and 4 here"),
     "precision": (lambda folder: "train.precision=bf16", "train.precision is fp32 there and bf16 here"),
-    "checkpoints": (lambda folder: "checkpoint.every=2", "checkpoint.every is 0 there and 2 here"),
+    "checkpoints": (lambda folder: "checkpoint.every=2", "checkpoint.every is auto there and 2 here"),
     "model": (lambda folder: "model.config.hidden_size=64", "model.config.hidden_size is 32 there and 64 here"),
 }
 SHORT = ("text",)

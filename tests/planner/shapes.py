@@ -35,6 +35,7 @@ def planned_config(model: dict[str, Any], **sections: dict[str, Any]) -> RunConf
         "data": {"path": "stdlib", "sequence_length": 256},
         "train": {"max_steps": 10, "global_batch_size": 16, "per_device_train_batch_size": 2, "precision": "bf16"},
         "launch": {"device": "cpu", "ranks": 2, "threads_per_rank": 1},
+        "checkpoint": {"every": 0},
     }
     for section, update in sections.items():
         values.setdefault(section, {}).update(update)

@@ -24,6 +24,7 @@ from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check
 from aliquot.planner.advice import _plans, _set, with_advice
+from aliquot.planner.automatic_settings import plan_with_regular_saves
 from aliquot.planner.memory_phases import COMPILER_BYTES
 from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.pictures import memory_svg
@@ -31,7 +32,7 @@ from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import GIB, Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner, plan
-from aliquot.planner.preflight import _plan_with_choices, unsaved_work
+from aliquot.planner.preflight import _plan_with_choices
 from aliquot.planner.report import COLUMNS, summary
 from aliquot.planner.step_time import StepTime
 from aliquot.planner.traffic import traffic
@@ -373,13 +374,24 @@ def test_preferences_take_the_memory_of_sft_and_time_for_their_reference() -> No
     assert 1.1 * twice.step_s < mismatched.step_s < 1.5 * twice.step_s
 
 
-def test_long_run_without_checkpoints_is_warned_of() -> None:
-    config = planned_config(LLAMA)
-    made = replace(plan(config, SERVER, 1, 2), steps=1000, step_s=6.0)
-    warning = unsaved_work(config, made)
-    assert warning is not None and warning.endswith("Set checkpoint.every, for example to 300 (half an hour)")
-    assert unsaved_work(config, replace(made, steps=100)) is None
-    assert unsaved_work(planned_config(LLAMA, checkpoint={"every": 100}), made) is None
+@pytest.mark.parametrize(
+    ("step_s", "gigabytes", "checkpoint", "fits", "steps"),
+    [
+        (6.0, 1, {}, True, 300), (0.7, 1, {}, True, 2600), (4000.0, 1, {}, True, 1),
+        (6.0, 100, {"async": False}, True, 670),  # 100 GB take 200 s
+        (6.0, 100, {"buffer_bytes": 50 * GIB}, True, 300), (6.0, 1500, {"buffer_bytes": 900 * GIB}, True, 500),
+        (6.0, 1, {}, False, 0),
+    ],
+)  # fmt: skip
+def test_automatic_saves(step_s: float, gigabytes: int, checkpoint: dict[str, Any], fits: bool, steps: int) -> None:
+    """Every half an hour; more seldom where training waits for saves, or where they follow each other."""
+    base = replace(planned(), step_s=step_s, checkpoint_bytes=gigabytes * 10**9, save_s=2.0 * gigabytes)
+
+    def plan_of(config: RunConfig) -> Plan:
+        limit = base.limit_bytes_per_node if fits or not config.checkpoint.every else 0
+        return replace(base, save_steps=config.checkpoint.save_steps, limit_bytes_per_node=limit)
+
+    assert plan_with_regular_saves(planned_config(LLAMA, checkpoint=checkpoint), plan_of).save_steps == steps
 
 
 def test_evaluation_takes_gathering_time() -> None:

@@ -21,14 +21,16 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
     if config.checkpoint.every == 0:
         spot = "spot" in section.capacity
         message = "0: saved only at the end" + (", on spot nodes" if spot else "")
-        fix = "checkpoint.every: as many steps as you can afford to lose"
-        yield finding("no-checkpoints", "checkpoint.every", message, fix, "error" if spot else "warning")
+        yield finding(
+            "no-checkpoints", "checkpoint.every", message, "checkpoint.every: auto", "error" if spot else "warning"
+        )
     if "spot" in section.capacity and job.grace_s > _SPOT_NOTICE_S:
         message = f"{config.checkpoint.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice"
         yield finding("grace", "checkpoint.grace_s", message, "at most 90 on spot nodes", "warning")
     for concern in job.plan.concerns:
-        fix = f"aliquot plan CONFIG --instance {job.types[0].name} --optimize time"
-        yield finding("plan", "the plan", concern, fix)
+        yield finding(
+            "plan", "the plan", concern, f"aliquot plan CONFIG --instance {job.types[0].name} --optimize time"
+        )
     yield from _saves(job)
     yield from _processors(job)
     yield from _credentials(job)
@@ -44,7 +46,7 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
         message = f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan ({rate})"
         fix = "a longer checkpoint.grace_s where the nodes wait as long, or a faster file system (cluster.storage)"
         yield finding("grace", "checkpoint.grace_s", message, fix, "warning")
-    interval_s = settings.every * plan.step_s
+    interval_s = plan.save_steps * plan.step_s
     if 0 < interval_s < plan.save_s:
         message = f"a save takes {plan.save_s:.0f} s ({rate}), and the next one is due after {interval_s:.0f} s"
         fix = f"checkpoint.every: at least {math.ceil(plan.save_s / plan.step_s)}, or a faster file system"
@@ -54,13 +56,15 @@ def _saves(job: Job) -> Iterator[RuleFinding]:
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
     if storage.deployment_type == "SCRATCH_2" and settings.mirror is None:
-        message = "SCRATCH_2 is not replicated, and checkpoints are nowhere else"
-        fix = "checkpoint.mirror: s3://..., or storage.deployment_type: PERSISTENT_2"
-        yield finding("storage-safety", "cluster.storage", message, fix)
+        yield finding(
+            "storage-safety", "cluster.storage", "SCRATCH_2 is not replicated, and checkpoints are nowhere else",
+            "checkpoint.mirror: s3://..., or storage.deployment_type: PERSISTENT_2",
+        )  # fmt: skip
     if needed_bytes > storage.size_gib * GIB:
         message = f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}"
-        fix = "a larger file system, or a smaller checkpoint.keep"
-        yield finding("storage-size", "cluster.storage.size_gib", message, fix)
+        yield finding(
+            "storage-size", "cluster.storage.size_gib", message, "a larger file system, or a smaller checkpoint.keep"
+        )
 
 
 def _processors(job: Job) -> Iterator[RuleFinding]:
@@ -68,8 +72,9 @@ def _processors(job: Job) -> Iterator[RuleFinding]:
     for other in job.types[1:] if not job.gpus else ():
         if (other.cpu_manufacturer, other.generation) != (first.cpu_manufacturer, first.generation):
             message = f"{first.name} and {other.name} have different processors, and the plan's times are of the first"
-            fix = "types of one generation and one manufacturer"
-            yield finding("unequal-nodes", "cluster.instance_types", message, fix)
+            yield finding(
+                "unequal-nodes", "cluster.instance_types", message, "types of one generation and one manufacturer"
+            )
 
 
 def _credentials(job: Job) -> Iterator[RuleFinding]:

@@ -78,8 +78,9 @@ class ShardSection(Section):
 
 
 class CheckpointSection(Section):
-    every: NonNegativeInt = 0
-    """Save every N steps; 0: only at the end."""
+    every: NonNegativeInt | Literal["auto"] = "auto"
+    """Save every N steps; 0: only at the end. auto: about every half an hour by the plan, less often if training would
+    wait for saves for more than 5 % of the time; a resumed run keeps the choice."""
     last: bool = True
     """Save at the end, too; false: the run ends with the export alone."""
     keep: PositiveInt = 2
@@ -102,6 +103,12 @@ class CheckpointSection(Section):
     """Save the checkpoint that evaluates best by train.metric_for_best_model, keep it, and export it at the end."""
     export: bool = True
     """Write a Hugging Face export at the end of the run."""
+
+    @property
+    def save_steps(self) -> int:
+        """The value of every, for which a run and a plan replace auto before anything reads it."""
+        assert self.every != "auto", "checkpoint.every: auto is read before its value is chosen"
+        return self.every
 
 
 class LaunchSection(SectionWithNodes):
@@ -223,7 +230,8 @@ class RunConfig(Section):
             raise ValueError("data.streaming needs train.max_steps, because the length of the data is not known")
         self._check_evaluations()
         checkpoint = self.checkpoint
-        if not (checkpoint.every or checkpoint.last or checkpoint.best or checkpoint.export):
+        # A short run with `every: auto` saves only at its end.
+        if checkpoint.every in (0, "auto") and not (checkpoint.last or checkpoint.best or checkpoint.export):
             raise ValueError(
                 "the run would save nothing: checkpoint.last and checkpoint.export are both false. Set one of them to"
                 " true"

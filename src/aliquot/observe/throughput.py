@@ -110,7 +110,7 @@ class RemainingWork:
     def __init__(self, config: RunConfig, total_steps: int, plan: Mapping[str, Any]) -> None:
         """Args: plan: in the form of `aliquot plan --json`, or empty."""
         self._total = total_steps
-        self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.every
+        self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.save_steps
         self._best_steps = config.train.eval_steps if config.checkpoint.best else 0
         due = is_due(self._save_steps, total_steps) or is_due(self._best_steps, total_steps)
         self._saves_last = config.checkpoint.last or config.checkpoint.best or due

@@ -15,12 +15,15 @@ PlanOf = Callable[[RunConfig], Plan]
 # For each setting that may be `auto`, the value without a plan; train.precision needs none (run/resolved_run.py)
 NO_CHOICES: dict[str, object] = {
     "train.compile": "none", "train.per_device_train_batch_size": 1, "shard.replicate": "none",
+    "checkpoint.every": 500,
 }  # fmt: skip
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32)  # sequences; also tried is all that a rank has, if that is less
 _MICRO_BATCH_GAIN = 1.05  # a larger micro-batch must make a step faster by this factor, because it needs more memory
 _COMPILE_WORTH_S = 300.0  # `train.compile: auto` compiles to save this; the compilation itself takes up to two minutes
 _COMPILE_GAIN = 0.01  # of a step; decides instead if the number of steps is unknown
+_SAVE_EVERY_S = 1800.0
+_SAVING_SHARE = 0.05  # of the time of a run, at most, that `checkpoint.every: auto` lets training wait for saves
 _REPLICAS_GAIN = 0.01  # of a step; less is not worth the memory
 
 
@@ -109,3 +112,16 @@ def plan_replicated_if_faster(config: RunConfig, can_replicate: bool, plan_of: P
         return plan
     limit_s = (1 - _REPLICAS_GAIN) * plan.step_with_messages_s
     return faster if faster.fits and faster.step_with_messages_s <= limit_s else plan
+
+
+def plan_with_regular_saves(config: RunConfig, plan_of: PlanOf) -> Plan:
+    """Plan a run with `checkpoint.every: auto`. It saves only at its end if it does not fit into memory otherwise.
+
+    A training step waits for the part of an asynchronous save that exceeds the buffers.
+    """
+    plan = plan_of(with_settings(config, {"checkpoint.every": 0}))
+    buffers = config.checkpoint.asynchronous * plan.nodes * plan.ranks_per_node * config.checkpoint.buffer_bytes
+    waiting_s = max(0, plan.checkpoint_bytes - buffers) / plan.storage_bytes_per_s
+    steps = max(_SAVE_EVERY_S, plan.save_s, waiting_s / _SAVING_SHARE) / plan.step_s
+    saving = plan_of(with_settings(config, {"checkpoint.every": max(1, int(float(f"{steps:.2g}")))}))
+    return saving if saving.fits or not plan.fits else plan

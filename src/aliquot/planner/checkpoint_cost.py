@@ -68,7 +68,7 @@ def export_bytes(config: RunConfig, shape: ModelShape) -> int:
 def saves_overlap(config: RunConfig, steps: int | None) -> bool:
     """Whether training continues with the next steps during a save."""
     best = config.train.eval_steps if config.checkpoint.best else 0
-    continues = any(every and (steps is None or every < steps) for every in (config.checkpoint.every, best))
+    continues = any(every and (steps is None or every < steps) for every in (config.checkpoint.save_steps, best))
     return continues and config.checkpoint.asynchronous
 
 
@@ -84,8 +84,9 @@ def count_saves(
     """
     settings = config.checkpoint
     best = config.train.eval_steps if settings.best else 0
-    between = times_either_due(settings.every, best, steps)
-    last_step_is_due = is_due(settings.every, steps) or is_due(best, steps)  # `between` counts this save
+    between = times_either_due(settings.save_steps, best, steps)
+    # `between` counts the save of the last step; an unknown number of steps is 0.
+    last_step_is_due = steps > 0 and (is_due(settings.save_steps, steps) or is_due(best, steps))
     at_end = settings.last or last_step_is_due or bool(best)
     if not settings.asynchronous:
         return SaveCounts(between + (at_end and not last_step_is_due), 0, 0.0)
@@ -94,7 +95,7 @@ def count_saves(
     until_copied_s = not_copied / saving.storage_bytes_per_s - until_update_s
     until_next_s = 0.0
     if steps:
-        until_next_s = saving.save_s - step_s * min(every for every in (settings.every, best, steps) if every)
+        until_next_s = saving.save_s - step_s * min(every for every in (settings.save_steps, best, steps) if every)
     return SaveCounts(int(at_end), overlapped, overlapped * max(0.0, until_copied_s, until_next_s))
 
 

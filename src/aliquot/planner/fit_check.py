@@ -102,11 +102,11 @@ def disk_suffices(config: RunConfig, plan: Plan, done: int = 0) -> bool:
 def _disk_uses(config: RunConfig, plan: Plan, done: int) -> dict[int, list[_DiskUse]]:
     """Return what the run needs on each file system, by device number."""
     run, saving = config.run.directory, config.checkpoint
-    saves = times_due(saving.every, plan.steps, saving.last) if plan.steps else 2
+    saves = times_due(saving.save_steps, plan.steps, saving.last) if plan.steps else 2
     existing = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
     if saving.best:
         saves += times_due(config.train.eval_steps, plan.steps)  # upper bound: every evaluation is the best so far
-    future = max(0, saves - times_due(saving.every, done, last=False))
+    future = max(0, saves - times_due(saving.save_steps, done, last=False))
     at_once = min(
         future + bool(existing), saving.keep + saving.best + 1
     )  # a new checkpoint is complete before retention deletes an old one

@@ -252,6 +252,7 @@ class _Search:
                     "train.per_device_train_batch_size": micro,
                     "train.gradient_checkpointing": checkpointing,
                     "train.max_steps": -(-self.request.tokens // round(total * self.workload.tokens)),
+                    "checkpoint.every": 0,  # the best interval follows from this plan
                 }
                 try:
                     config = with_settings(self.config, settings)
@@ -300,5 +301,5 @@ def _restart_s(config: RunConfig, plan: Plan, notice: bool) -> float:
     """Return the seconds that a lost node costs: waiting for a new node, reading the checkpoint, repeating steps."""
     # A save after an interruption notice begins at the end of the current step.
     saves_in_time = notice and plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)
-    lost_s = 0.0 if saves_in_time else (config.checkpoint.every or plan.steps) * plan.step_s / 2
+    lost_s = 0.0 if saves_in_time else (config.checkpoint.save_steps or plan.steps) * plan.step_s / 2
     return NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost_s

@@ -100,6 +100,7 @@ class Plan:
     evaluation_s: float = 0.0  # seconds of one evaluation
     uncounted_evaluations: int = 0  # evaluations whose number of sequences is unknown until the data are read
     reference_s: float = 0.0  # log-probabilities before training; 0 also if the number of sequences is unknown
+    save_steps: int = 0  # steps between saves; 0: the run saves only at its end
     saves: int = 0  # saves during which training waits
     saves_beside: int = 0  # saves that overlap with steps
     stall_s: float = 0.0  # total time that steps wait for overlapping saves
@@ -136,6 +137,7 @@ class Plan:
             "train.compile": self.compile,
             "train.per_device_train_batch_size": self.micro_batch,
             "shard.replicate": self.replicate,
+            "checkpoint.every": self.save_steps,
         }
 
     @property

@@ -13,6 +13,7 @@ from aliquot.planner.automatic_settings import (
     plan_compiled_if_it_pays,
     plan_replicated_if_faster,
     plan_with_fast_micro_batch,
+    plan_with_regular_saves,
     with_settings,
 )
 from aliquot.planner.machine_profile import ensure_measured
@@ -78,6 +79,8 @@ class Planner(ModelOnMachine):
         if config.shard.replicate == "auto":
             can_replicate = layout.nodes > 1 and layout.ranks_per_node > 1 and not config.train.fp8
             return plan_replicated_if_faster(config, can_replicate, plan_of)
+        if config.checkpoint.every == "auto":
+            return plan_with_regular_saves(config, plan_of)
 
         def plan_with(engine: str) -> Plan:
             return RunPlan(self, config, engine, layout, workload, approximate).make()

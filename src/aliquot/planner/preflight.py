@@ -8,7 +8,6 @@ from typing import Any
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError, PlanError, StorageError, UserError
-from aliquot.core.number_format import duration
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout, Topology
@@ -23,9 +22,6 @@ from aliquot.planner.planned_machine import Machine, measure_disks
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
 from aliquot.planner.settings_search import Search
-
-_UNSAVED_S = 3600.0  # the planned time of a run without checkpoints from which on the run warns
-_SAVE_EVERY_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,6 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         warn(f"this run may not fit: {with_few}")
     for concern in plan.concerns:
         warn(concern)
-    if (unsaved := unsaved_work(config, plan)) is not None:
-        warn(unsaved)
     return plan
 
 
@@ -138,14 +132,3 @@ def _plan_with_choices(
         warn(f"torch.compile fails here, so layers stay uncompiled: {failure}")
         plan = planner.plan(with_choices(config, {**plan.choices, "train.compile": "none"}), layout, workload)
     return plan
-
-
-def unsaved_work(config: RunConfig, plan: Plan) -> str | None:
-    """Return a warning if a run of more than an hour saves only at its end; else None."""
-    if config.checkpoint.every or not plan.steps or plan.total_s < _UNSAVED_S:
-        return None
-    every = max(1, round(_SAVE_EVERY_S / plan.step_s))
-    return (
-        f"this run takes about {duration(plan.total_s)} and saves a checkpoint only at its end: a crash loses every"
-        f" step. Set checkpoint.every, for example to {every} (half an hour)"
-    )

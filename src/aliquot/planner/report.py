@@ -158,6 +158,7 @@ def _run_lines(plan: Plan) -> list[str]:
         count_of(uncounted, "evaluation that is", "evaluations that are") + " not counted" if uncounted else "",
         f"{count_of(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
         f"{count_of(plan.saves, 'save')} of {_seconds(plan.save_s)}",
+        f"a save every {count_of(plan.save_steps, 'step')}" if 0 < plan.save_steps < plan.steps else "",
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
     rate = plan.storage_bytes_per_s

@@ -171,6 +171,7 @@ class RunPlan:
             uncounted_evaluations=evaluations if evaluates(config) and not evaluated else 0,
             evaluation_s=evaluation_time(setting, self.whole_micro_batch, evaluated, moved, self.rates),
             reference_s=evaluation_time(setting, self.whole_micro_batch, compared, moved, self.rates),
+            save_steps=config.checkpoint.save_steps,
             saves=saves.blocking,
             saves_beside=saves.overlapped,
             stall_s=saves.stall_s,

@@ -256,8 +256,13 @@ def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
 
 
 def recorded_choices(state: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values in the state of a checkpoint of the settings of `train` that may be `auto`."""
-    return {key: value for name, value in state["config"]["train"].items() if (key := f"train.{name}") in NO_CHOICES}
+    """Return the values in the state of a checkpoint of the settings that may be `auto`, except those of `shard`.
+
+    0 steps between checkpoints are no choice: a run that was begun with 0 may resume with `auto`.
+    """
+    recorded = [(section, name, value) for section in ("train", "checkpoint")
+                for name, value in state["config"].get(section, {}).items() if value]  # fmt: skip
+    return {key: value for section, name, value in recorded if (key := f"{section}.{name}") in NO_CHOICES}
 
 
 def resumed_state(root: Path, resume: str) -> dict[str, Any]:

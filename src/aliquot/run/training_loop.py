@@ -263,7 +263,7 @@ class TrainingLoop:
         if stop_signal and is_unsaved and checkpoints.current_step is not None and checkpoints.finish_if_late():
             raise self._stopped(stop_signal, "checkpoint.grace_s was too short for another")
         is_wanted = (is_last and settings.last) or stop_signal or failure or is_best
-        if is_unsaved and (is_wanted or is_due(settings.every, progress.step)):
+        if is_unsaved and (is_wanted or is_due(settings.save_steps, progress.step)):
             checkpoints.save()
         if stop_signal and not is_last:
             checkpoints.finish()
