@@ -361,7 +361,9 @@ def test_final_export_alone_adds_no_save_time() -> None:
 
 
 def test_remaining_time_is_unknown_without_a_plan() -> None:
-    config = RunConfig.model_validate({"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}})
+    config = RunConfig.model_validate(
+        {"model": {"config": {"model_type": "llama"}}, "data": {"path": "x"}, "checkpoint": {"every": 0}}
+    )
     assert RemainingWork(config, 10, {}).seconds(0) == 0
 
 

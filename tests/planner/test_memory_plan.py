@@ -208,7 +208,7 @@ def test_train_names_disks_that_are_too_small(tmp_path: Path) -> None:
     made = plan(config, MACHINE)
     assert full_disks(config, made) == []
     huge = vars(made) | {"checkpoint_bytes": 1 << 60}
-    only_export = config.model_copy(update={"checkpoint": type(config.checkpoint)(last=False)})
+    only_export = config.model_copy(update={"checkpoint": type(config.checkpoint)(every=0, last=False)})
     assert full_disks(only_export, type(made)(**huge)) == []
     (line,) = full_disks(config, type(made)(**huge))
     assert line.startswith(f"{tmp_path}/runs/name has ") and "3 checkpoints take 3458764513.82 GB" in line
