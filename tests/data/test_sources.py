@@ -207,6 +207,7 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
     for wrong, message in {
         "split": (section.model_copy(update={"split": "nope"}), r"split nope: cannot load the dataset: .*nope"),
         "field": (section.model_copy(update={"text_field": "body"}), "no field 'body'; there are text: set"),
+        "unused": (section.model_copy(update={"unused_fields": ["tex"]}), "no field 'tex'; there are text .*: set"),
         "unit": (section.model_copy(update={"document": "line"}), "document: line is for plain text"),
         "name": (section.model_copy(update={"dataset": str(tmp_path / "absent")}), "cannot load the dataset"),
     }.values():
@@ -259,6 +260,15 @@ def test_a_dataset_by_name_is_the_same_documents(tmp_path: Path) -> None:
         ),
         ("mixed.jsonl", {}, "mixed.jsonl:2: no field 'messages', which the first record has, but 'prompt': give"),
         ("empty.csv", {}, "empty.csv: no fields: an empty file, or no header"),
+        *(
+            (
+                f"unused.{kind}",
+                {"unused_fields": ["title", "titel"]},
+                rf"^data.path unused.{kind}: no field 'titel'; there are .*text.* \(did you mean 'title'\?\): set"
+                " data.unused_fields$",
+            )
+            for kind in ("jsonl", "csv", "parquet")
+        ),
         ("table.tsv", {}, "table.tsv: tables of this format are not read: convert the file into one of .jsonl"),
     ],
 )
@@ -290,9 +300,13 @@ def test_bad_input_gets_one_line(
         "mixed.jsonl": b'{"messages": []}\n{"prompt": "a", "completion": "b"}\n',
         "packed.parquet.gz": gzip.compress(b"PAR1"),
         "empty.csv": b"",
+        "unused.jsonl": b'{"text": "one"}\n{"title": "two", "text": "three"}\n',  # a field may be optional
+        "unused.csv": b"text,title\none,two\n",
         "table.tsv": b"a\tb\n",
     }.items():
         (tmp_path / name).write_bytes(content)
+    rows = pyarrow.table({"text": ["one"], "title": ["two"]})
+    pyarrow.parquet.write_table(rows, tmp_path / "unused.parquet")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message) as caught:
         texts(path, **settings)
@@ -307,6 +321,14 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
         list(found.documents())
     with pytest.raises(UserError, match=r"a\.txt: cannot be read \(No such file"):
         print(found.digest)
+
+
+def test_evaluation_data_may_lack_the_unused_fields_of_training_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "title": "two"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "three"}\n')
+    section = DataSection(path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "b.jsonl"), unused_fields=["title"])
+    for sources in sources_of(section, tmp_path):
+        assert len(list(sources[""].documents())) == 1
 
 
 def test_eval_path_must_exist(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -50,6 +50,7 @@ class Document(NamedTuple):
     reason: str | None = None  # why a blank document is left out
     notes: tuple[tuple[str, str], ...] = ()  # (remark on a document that is used, details), which are counted
     where: str = ""  # the record's file and line, or row; for an unreadable record, its error message
+    fields: Collection[str] = ()  # names of the fields of a readable record, or of the columns of its table
 
     @property
     def blank(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -17,6 +17,7 @@ from aliquot.core.errors import ConfigError, DataError
 from aliquot.data.cache import digests, sampled_digest
 from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
 from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_documents
+from aliquot.data.formats import refuse_unknown
 from aliquot.data.json_records import json_documents, jsonl_documents
 from aliquot.data.remote_files import NamedProgress, RemoteFile, find_remote
 from aliquot.data.table_records import arrow_documents, csv_documents, parquet_documents
@@ -56,6 +57,7 @@ class FileSource:
     left_out: Mapping[str, int] = field(default_factory=dict)  # reason -> number of files that are not read
     remote: Mapping[Path, RemoteFile] = field(default_factory=dict)  # copy -> file in an object store
     report: NamedProgress = no_report  # called while files are copied
+    names_own_fields: bool = True  # False: a record of another source may have the fields that the section names
 
     @classmethod
     def find(cls, section: RecordsSection, cache: Path, key: str, report: NamedProgress = no_report) -> FileSource:
@@ -124,9 +126,18 @@ class FileSource:
     def documents(self) -> Iterator[Document]:
         """Yield all documents.
 
-        Raises UserError if no record can be read, in all files or in one file with several records.
+        Raises UserError if no record can be read, in all files or in one file with several records, and at the end if
+        no record has one of data.unused_fields, because single records may lack a field.
         """
-        return refuse_bad_alone(chain(self.left_out_files(), (document for _, document in self.documents_after())))
+        unknown = set(self.section.unused_fields) if self.names_own_fields else set()
+        fields: Collection[str] = ()
+        documents = chain(self.left_out_files(), (document for _, document in self.documents_after()))
+        for document in refuse_bad_alone(documents):
+            yield document
+            unknown.difference_update(document.fields)
+            fields = document.fields or fields
+        if fields:
+            refuse_unknown(unknown, fields, self.label)
 
     def left_out_files(self) -> Iterator[Document]:
         """Yield a blank document with a reason for each file that is not read."""

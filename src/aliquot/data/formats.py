@@ -92,11 +92,8 @@ class Format:
                 " formats sources of their own, data.sources",
                 where,
             )
-        near = get_close_matches(missing, map(str, present), 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
-        keys = "" if self.elsewhere else f": set {_KEYS[self.kind]}"  # the first record of a detected format has it
-        message = f"no field {missing!r}; there are {', '.join(map(str, present))}{meant}{keys}"
-        raise BadRecordError(message, where, MISSING_FIELD)
+        keys = "" if self.elsewhere else _KEYS[self.kind]  # the first record of a detected format has the field
+        raise _missing_field(missing, present, keys, where)
 
     def read(self, record: Mapping[str, Any], where: str) -> Document:
         """Return the document of a record; it is blank if the record is empty.
@@ -128,7 +125,7 @@ class Format:
         unread = [name for name in unread if spelled(record[name]) not in text]
         if unread and text:
             notes.append((UNREAD, ", ".join(unread)))
-        return Document(text, kind, 0, notes=tuple(notes), where=where)
+        return Document(text, kind, 0, notes=tuple(notes), where=where, fields=record.keys())
 
     def _prompt(self, record: Mapping[str, Any], where: str) -> str | None:
         """Return the field of the record's prompt; None for a pair without one."""
@@ -185,6 +182,7 @@ class RecordReader:
 
     section: RecordsSection
     form: Format | None = None
+    columns: Collection[str] = ()  # all columns of a table, of which a record has only those that are read
     unread_columns: Sequence[str] = ()  # columns of text, of a table, that are not part of the records
 
     def document(self, record: Callable[[], object], where: str, done_bytes: int) -> Document:
@@ -201,7 +199,7 @@ class RecordReader:
         if self.unread_columns and not document.blank:
             notes += ((UNREAD_COLUMNS, ", ".join(self.unread_columns)),)
             self.unread_columns = ()
-        return document._replace(done_bytes=done_bytes, notes=notes)
+        return document._replace(done_bytes=done_bytes, notes=notes, fields=self.columns or document.fields)
 
     def _read(self, record: object, where: str) -> Document:
         if not isinstance(record, dict):
@@ -319,6 +317,21 @@ def _answer_format(kind: Kind, prompts: tuple[str, ...], answers: tuple[str, ...
     if kind == "preference":
         return Format(kind, answers, (*prompts, *optional), prompts, answers)
     return Format(kind, (*prompts, *answers), optional, prompts, answers)
+
+
+def refuse_unknown(fields: Collection[str], names: Collection[str], where: str) -> None:
+    """Raise DataError for one of `fields` (data.unused_fields) that is not in `names`, the fields of the records."""
+    for field_name in sorted(set(fields) - set(names)):
+        raise _missing_field(field_name, names, "data.unused_fields", where)
+
+
+def _missing_field(missing: str, names: Iterable[str], keys: str, where: str | Path) -> BadRecordError:
+    """Return the error for a field that is not in `names`; `keys` of the configuration may name another field."""
+    present = list(map(str, names))
+    near = get_close_matches(missing, present, 1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    message = f"no field {missing!r}; there are {', '.join(present)}{meant}{keys and f': set {keys}'}"
+    return BadRecordError(message, where, MISSING_FIELD)
 
 
 def _unknown_format(names: Sequence[str], where: str | Path) -> DataError:

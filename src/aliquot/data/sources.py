@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,7 +19,7 @@ from aliquot.core.small_files import hub_advice, limit_hub_time, read_small_file
 from aliquot.data.cache import digests
 from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
-from aliquot.data.formats import Format, RecordReader, format_of
+from aliquot.data.formats import Format, RecordReader, format_of, refuse_unknown
 from aliquot.data.remote_files import NamedProgress
 from aliquot.data.table_records import as_written, rows_at_once, unread_columns
 
@@ -59,7 +59,8 @@ def sources_of(
     held_out: dict[str, Source] = {}
     if section.eval_path is not None:
         eval_section = section.model_copy(update={"path": section.eval_path, "dataset": None})
-        held_out[""] = FileSource.find(eval_section, cache, "data.eval_path", report)
+        found = FileSource.find(eval_section, cache, "data.eval_path", report)
+        held_out[""] = replace(found, names_own_fields=False)
     elif section.eval_split is not None:
         held_out[""] = HubSource.load(section.model_copy(update={"split": section.eval_split}), cache, "data.dataset")
     elif (fraction := section.eval_fraction) > 0:
@@ -123,6 +124,7 @@ class HubSource:
             advice = "" if Path(section.dataset).exists() else f". {hub_advice(section.dataset, 'dataset')}"
             raise DataError(f"cannot load the dataset: {reason}{advice}", label) from error
         local = Path(section.dataset).exists()
+        refuse_unknown(section.unused_fields, dataset.column_names, label)
         return cls(
             dataset=dataset,
             section=section,
@@ -150,7 +152,7 @@ class HubSource:
         names = self.form.columns(self.dataset.column_names)
         columns = self.dataset.select_columns(names)
         schema = self.dataset.features.arrow_schema
-        reader = RecordReader(self.section, self.form, unread_columns(schema, names, self.section))
+        reader = RecordReader(self.section, self.form, schema.names, unread_columns(schema, names, self.section))
         try:
             for batch in columns.iter(batch_size=at_once):
                 for values in zip(*batch.values(), strict=True):

@@ -99,7 +99,7 @@ def _table_documents(
             _refuse_repeated(table.schema.names, path)
             form = format_of(section, table.schema.names, path)
             columns = form.columns(table.schema.names)
-            reader = RecordReader(section, form, unread_columns(table.schema, columns, section))
+            reader = RecordReader(section, form, table.schema.names, unread_columns(table.schema, columns, section))
             for batch, share in table.read(columns):
                 for record in _rows(batch, path, row):
                     row += 1
