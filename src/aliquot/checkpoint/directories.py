@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 
-from aliquot.core.errors import DamagedCheckpoint
+from aliquot.core.errors import DamagedCheckpoint, ResumeError
 from aliquot.tensor_io.manifest import read_manifest
 from aliquot.tensor_io.parts import Kind
 
@@ -36,26 +37,29 @@ def directories(root: Path) -> list[Path]:
 
 
 def complete_directories(root: Path) -> list[Path]:
-    """List the checkpoints under `root` with a valid manifest and all files at their recorded size, oldest first."""
-    return [directory for directory in directories(root) if _damage(directory) is None]
+    """List the readable checkpoints under `root` with a valid manifest and all files at their recorded size.
+
+    The oldest checkpoint is first.
+    """
+    complete = []
+    for directory in directories(root):
+        with suppress(DamagedCheckpoint, ResumeError):
+            read_manifest(directory)
+            complete.append(directory)
+    return complete
 
 
 def newest(root: Path, below: int | None = None) -> Path | None:
     """Find the newest complete checkpoint under `root`; warn of newer checkpoints that are damaged.
 
-    With `below`, only checkpoints of earlier steps than `below` count.
+    With `below`, only checkpoints of earlier steps than `below` count. Raises ResumeError if a newer checkpoint cannot
+    be read, and therefore need not be damaged.
     """
     for directory in reversed(directories(root)):
         if below is None or step_of(directory) < below:
-            if (damage := _damage(directory)) is None:
+            try:
+                read_manifest(directory)
                 return directory
-            _log.warning("skipping a damaged checkpoint: %s", damage)
-    return None
-
-
-def _damage(directory: Path) -> DamagedCheckpoint | None:
-    try:
-        read_manifest(directory)
-    except DamagedCheckpoint as error:
-        return error
+            except DamagedCheckpoint as damage:
+                _log.warning("skipping a damaged checkpoint: %s", damage)
     return None

@@ -7,33 +7,33 @@ it, and together read each byte once.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts, values_of
 from aliquot.checkpoint.directories import STEMS, complete_directories, directories, newest, step_of
-from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, WeightsFileError
+from aliquot.core.errors import ChecksumError, DamagedCheckpoint, ResumeError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.bytemap import ByteMap, check_tensors
 from aliquot.tensor_io.checksums import BlockChecksums, BlockShares
-from aliquot.tensor_io.manifest import MANIFEST, check_read, read_manifest, read_state, verify_descriptions
+from aliquot.tensor_io.manifest import (
+    MANIFEST,
+    check_read,
+    read_manifest,
+    read_state,
+    reading_checkpoint,
+    verify_descriptions,
+)
 from aliquot.tensor_io.parts import Kind, PartStore
 from aliquot.tensor_io.transfer import fill
 
 _log = logging.getLogger(__name__)
-
-# Errors of a node that cannot reach the files. They do not mean that the checkpoint is damaged.
-_UNREACHABLE = {
-    errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
-    errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-}  # fmt: skip
 
 ExplainMismatch = Callable[[Mapping[str, Any]], str]  # state of a checkpoint -> changed settings that explain it, or ""
 
@@ -57,16 +57,20 @@ def restore_newest(
     only damaged checkpoints, and as `restore` does.
     """
     below: int | None = None
-    replaced: set[Path] = set()
+    replaced, wrong = set[Path](), set[Path]()
     while directory := _newest_on_rank_0(root, below, ranks):
         try:
-            return directory, restore(directory, store, spec, ranks, explain_mismatch)
+            state = restore(directory, store, spec, ranks, explain_mismatch)
+            run_on_rank_0(ranks, lambda: _set_aside(wrong))
+            return directory, state
         except DamagedCheckpoint as error:
             if ranks.rank == 0:
                 _log.warning("skipping a damaged checkpoint: %s", error)
+            wrong.update([directory] if isinstance(error, ChecksumError) else [])
         below = step_of(directory)
         if directory not in replaced and (replacement := replace_damaged(directory)) is not None:
             replaced.add(replacement)
+            wrong.discard(replacement)
             below = step_of(replacement) + 1
     return None
 
@@ -91,7 +95,7 @@ def restore(
 
     def read() -> BlockShares:
         checksums = BlockChecksums()
-        with _as_damage():
+        with reading_checkpoint():
             byte_maps = _byte_maps(directory)
             sizes = read_manifest(directory).sizes(_header_bytes(byte_maps))
             entries = {kind: byte_map.entries for kind, byte_map in byte_maps.items()}
@@ -101,7 +105,7 @@ def restore(
                 tensors = spec.tensors_of(kind)
                 check_tensors(tensors, values, directory, set(values) - {name for name, _ in tensors})
         scales_and_values = StoredParts(store, entries).scales_and_values()
-        with _as_damage():
+        with reading_checkpoint():
             for parts in scales_and_values:
                 fill(parts, entries, checksums)
         return checksums.shares(sizes)
@@ -112,16 +116,23 @@ def restore(
     return run_on_rank_0(ranks, lambda: _verified_state(directory, shares))
 
 
+def _set_aside(wrong: Iterable[Path]) -> None:
+    """Make checkpoints with wrong bytes incomplete, because retention would keep them instead of good ones."""
+    for directory in wrong:
+        with suppress(OSError):
+            (directory / MANIFEST).rename(directory / f"{MANIFEST}.damaged")
+
+
 def _verify_descriptions(directory: Path) -> str:
     """Verify the headers of all weight files, and all small files; return the digest of the manifest."""
-    with _as_damage():
-        manifest = read_manifest(directory)
-        verify_descriptions(directory, manifest, manifest.files)
-        return _digest(directory)
+    manifest = read_manifest(directory)
+    verify_descriptions(directory, manifest, manifest.files)
+    return _digest(directory)
 
 
 def _digest(directory: Path) -> str:
-    return hashlib.sha256(read_small_file(directory / MANIFEST)).hexdigest()
+    with reading_checkpoint():
+        return hashlib.sha256(read_small_file(directory / MANIFEST)).hexdigest()
 
 
 def _check_visible(directory: Path, digest: str) -> None:
@@ -134,7 +145,7 @@ def _check_visible(directory: Path, digest: str) -> None:
         if _digest(directory) == digest:
             return
         reason = "another checkpoint is here"
-    except (DamagedCheckpoint, OSError) as error:
+    except DamagedCheckpoint as error:
         reason = str(error)
     raise ResumeError(
         f"{platform.node()} does not see the checkpoint that rank 0 sees ({reason}). Mount the same directory on all"
@@ -145,7 +156,7 @@ def _check_visible(directory: Path, digest: str) -> None:
 
 def _verified_state(directory: Path, shares: BlockShares) -> dict[str, Any]:
     """Compare the checksums of all ranks with the manifest; return the state, which was verified earlier."""
-    with _as_damage():
+    with reading_checkpoint():
         check_read(directory, read_manifest(directory), _header_bytes(_byte_maps(directory)), shares)
         return read_state(directory)
 
@@ -159,38 +170,16 @@ def _byte_maps(directory: Path) -> dict[Kind, ByteMap]:
     return {kind: ByteMap.from_directory(directory, stem) for kind, stem in STEMS.items()}
 
 
-@contextlib.contextmanager
+@contextmanager
 def _mismatch_explained(directory: Path, explain_mismatch: ExplainMismatch) -> Iterator[None]:
     """Add changed settings to errors about tensors, because users know their settings, but not the tensors."""
     try:
         yield
     except WeightsFileError as error:
-        with _as_damage():
-            changed = explain_mismatch(read_state(directory))
+        changed = explain_mismatch(read_state(directory))
         if not changed:
             raise
         raise ResumeError(f"{error}. {changed}: undo the change, or start a new run under another run.name") from None
-
-
-@contextlib.contextmanager
-def _as_damage() -> Iterator[None]:
-    """Turn errors of reading files into DamagedCheckpoint; raise ResumeError if the node cannot reach the files."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        if _errno(error) in _UNREACHABLE:
-            reason = f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}"
-            raise ResumeError(f"{reason}; repair the access and start again") from error
-        if isinstance(error, DamagedCheckpoint):
-            raise
-        raise DamagedCheckpoint(str(error)) from error
-
-
-def _errno(error: BaseException | None) -> int | None:
-    """Return the errno of the operating system error that caused `error`, or None."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return None if error is None else error.errno
 
 
 def _newest_on_rank_0(root: Path, below: int | None, ranks: RankGroup) -> Path | None:

@@ -83,7 +83,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     import json
     from contextlib import closing, suppress
 
-    from aliquot.checkpoint.directories import newest, step_of
+    from aliquot.checkpoint.directories import complete_directories, step_of
     from aliquot.core.errors import LaunchError, StorageError
     from aliquot.distributed.config_consistency import common_settings
     from aliquot.distributed.elastic import start_elastic_ranks
@@ -103,8 +103,8 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     directory = RunDirectory(settings.run.directory)
 
     def progress() -> tuple[int, int]:
-        saved = newest(directory.checkpoints)
-        return (step_of(saved) if saved is not None else 0), last_step(directory.metrics)
+        saved = complete_directories(directory.checkpoints)
+        return (step_of(saved[-1]) if saved else 0), last_step(directory.metrics)
 
     def report(text: str) -> None:
         print(f"aliquot: {text}", file=sys.stderr, flush=True)

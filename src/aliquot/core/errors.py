@@ -178,6 +178,10 @@ class DamagedCheckpoint(UserError, id="damaged-checkpoint"):
     """A checkpoint is incomplete or its checksums do not match. An older checkpoint may be good."""
 
 
+class ChecksumError(DamagedCheckpoint, id="damaged-checkpoint"):
+    """A file of a checkpoint was read, and its bytes differ from the saved bytes."""
+
+
 class CallbackError(UserError, id="callback"):
     """A callback of `aliquot.train` raised an exception."""
 
@@ -273,7 +277,7 @@ def reading(path: Path | None) -> Iterator[None]:
     except UnfitFileError as error:
         raise WeightsFileError(str(error), path) from error
     except OSError as error:
-        raise storage_error(f"cannot read: {error.strerror or error}", error, path) from error
+        raise storage_error(f"cannot read: {error.strerror or error}", error, path or error.filename) from error
 
 
 @contextmanager

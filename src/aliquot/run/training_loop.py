@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from aliquot.checkpoint.directories import newest
+from aliquot.checkpoint.directories import complete_directories
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.core.errors import DivergedError, RunDirectoryError, UserError
 from aliquot.core.intervals import is_due
@@ -313,6 +313,6 @@ class TrainingLoop:
         """Return the error that ends the run on every rank. Finish the save in progress first: its weights are good."""
         step = self._progress.step + 1
         self._checkpoints.finish()
-        checkpoint = newest(self._trainer.directory.checkpoints)
-        where = f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+        checkpoints = complete_directories(self._trainer.directory.checkpoints)
+        where = f"the last checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
         return DivergedError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")

@@ -5,19 +5,22 @@ A checkpoint directory is complete if and only if it has a valid manifest, becau
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import platform
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from aliquot.core.decode import has_checksum, parse_json, read_json, read_small, with_checksum
-from aliquot.core.errors import DamagedCheckpoint, UserError
-from aliquot.core.small_files import open_regular
+from aliquot.core.decode import has_checksum, parse_json, read_json, with_checksum
+from aliquot.core.errors import ChecksumError, DamagedCheckpoint, ResumeError, UserError, reading
+from aliquot.core.small_files import open_regular, read_small_file
 from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, BlockShares
 from aliquot.tensor_io.publish import is_plain_name
 
@@ -29,6 +32,12 @@ _STATE_FIELDS: dict[str, Any] = {
     "evaluations": dict, "evaluations.best_step": int | None, "evaluations.best_value": float | int | None,
     "model.config": dict, "model.transformers": str, "config.data": dict, "config.model.dtype": str,
     "config.train.precision": str, "sizes": dict | None, "hub_ids": list | None,
+}  # fmt: skip
+
+# Errors of a node that cannot reach the files. They do not mean that the checkpoint is damaged.
+_UNREACHABLE = {
+    errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
+    errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 }  # fmt: skip
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -81,16 +90,41 @@ def manifest_bytes(files: Mapping[str, FileRecord], config_files: Sequence[str])
     return json.dumps(with_checksum(fields), indent=1).encode()
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a complete checkpoint and check the sizes of its files. Raises DamagedCheckpoint."""
-    path = directory / MANIFEST
-    if not path.exists():
-        raise DamagedCheckpoint(f"not a complete checkpoint: it has no {MANIFEST}", directory)
+@contextmanager
+def reading_checkpoint(path: Path | None = None) -> Iterator[None]:
+    """Turn errors of reading files into DamagedCheckpoint; raise ResumeError if the node cannot reach the files.
+
+    A run would otherwise go back to an older checkpoint, and replace a good one. `path`: as for `reading`.
+    """
     try:
-        data = read_small(path)
+        with reading(path):
+            yield
+    except (DamagedCheckpoint, ResumeError):
+        raise
     except UserError as error:
+        if _errno(error) in _UNREACHABLE:
+            reason = f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}"
+            raise ResumeError(f"{reason}; repair the access and start again") from error
         raise DamagedCheckpoint(str(error)) from error
-    manifest = parse_manifest(data, path)
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """Return the errno of the operating system error that caused `error`, or None."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return None if error is None else error.errno
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a complete checkpoint and check the sizes of its files.
+
+    Raises DamagedCheckpoint, and ResumeError as `reading_checkpoint` does.
+    """
+    path = directory / MANIFEST
+    with reading_checkpoint(path):
+        if not path.exists():
+            raise DamagedCheckpoint(f"not a complete checkpoint: it has no {MANIFEST}", directory)
+        manifest = parse_manifest(read_small_file(path), path)
     for name, record in manifest.files.items():
         _check_size(directory / name, record)
     return manifest
@@ -149,10 +183,8 @@ def verify_descriptions(directory: Path, manifest: Manifest, names: Iterable[str
 
 def verify_file(directory: Path, manifest: Manifest, name: str, only_header: bool = False) -> None:
     """Verify a file of a checkpoint, or only the blocks with its safetensors header. Raises DamagedCheckpoint."""
-    try:
+    with reading_checkpoint(directory / name):
         blocks = _checksums_of_blocks(directory / name, only_header)
-    except OSError as error:
-        raise DamagedCheckpoint(f"cannot read: {error.strerror or error}", directory / name) from error
     if only_header:
         blocks += manifest.record(name).crc32[len(blocks) :]
     check_blocks(directory, manifest, {name: blocks})
@@ -189,14 +221,12 @@ def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[
             pairs = enumerate(zip(actual, recorded, strict=False))
             damaged = next((i for i, (crc, saved) in pairs if crc != saved), min(len(actual), len(recorded)))
             message = f"damaged: the block at byte {damaged * BLOCK_BYTES} differs from the saved block"
-            raise DamagedCheckpoint(message, directory / name)
+            raise ChecksumError(message, directory / name)
 
 
 def _check_size(path: Path, record: FileRecord) -> None:
-    try:
+    with reading_checkpoint(path):
         size = path.stat().st_size if path.is_file() else None
-    except OSError as error:
-        raise DamagedCheckpoint(f"cannot read: {error.strerror}", path) from error
     if size is None:
         raise DamagedCheckpoint("missing from the checkpoint", path)
     if size != record.bytes:
