@@ -11,7 +11,7 @@ import pytest
 from aliquot.stores.store import open_store
 from tests import runs
 from tests.data.stores import byte_level
-from tests.stores.s3_server import BUCKET, S3Server
+from tests.stores.s3_server import BUCKET, STALL, S3Server
 
 
 def corpus(folder: Path, files: int = 12, lines: int = 20) -> Path:
@@ -52,9 +52,17 @@ def test_streamed_run_at_two_ranks(tmp_path: Path) -> None:
     assert sorted(runs.curve(tmp_path / "runs/run")) == list(range(1, 10))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_store_that_fails_in_mid_stream_ends_the_run_saved(s3: S3Server, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason", "ranks"),
+    [
+        ("503 Slow Down", "GetObject: ", 1),
+        pytest.param("503 Slow Down", "GetObject: ", 2, marks=pytest.mark.long),
+        pytest.param(STALL, "cannot be reached: Read timeout on endpoint URL", 2, marks=pytest.mark.long),
+    ],
+)
+def test_store_that_fails_in_mid_stream_ends_the_run_saved(
+    s3: S3Server, tmp_path: Path, fault: str, reason: str, ranks: int
+) -> None:
     path = corpus(tmp_path, files=2, lines=60)  # the first file has more than the 64 sequences of a plan
     store = open_store(f"s3://{BUCKET}/corpus")
     for file in path.iterdir():
@@ -66,11 +74,11 @@ def test_store_that_fails_in_mid_stream_ends_the_run_saved(s3: S3Server, tmp_pat
         )
         for where, url in (("remote", f"s3://{BUCKET}/corpus/"), ("local", str(path)))
     )  # fmt: skip
-    s3.fault = lambda environ: "503 Slow Down" if environ["PATH_INFO"].endswith("01.txt") else None
+    s3.fault = lambda environ: fault if environ["PATH_INFO"].endswith("01.txt") else None
     ended = runs.command("train", remote, environment={"AWS_MAX_ATTEMPTS": "2"})
     assert ended.returncode == 1, ended.stdout + ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "is saved: start again to continue" in line]
-    assert line.startswith(f"aliquot: s3://{BUCKET}: GetObject: ") and line.endswith("[storage]")
+    assert line.startswith(f"aliquot: s3://{BUCKET}/corpus/01.txt: {reason}") and line.endswith("[storage]")
     (saved,) = (tmp_path / "remote/run/checkpoints").glob("step-*")
     assert f"step {int(saved.name.removeprefix('step-'))} is saved" in line
     s3.fault = lambda environ: None

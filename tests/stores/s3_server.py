@@ -12,6 +12,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import make_server
 
 BUCKET = "models"
+STALL = "stall"  # half of the answer is sent, and then nothing
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_MAX_ATTEMPTS": "2",
@@ -21,7 +22,10 @@ Environ = dict[str, Any]
 
 
 class S3Server:
-    """`fault` is asked before each request: a status such as "500 Oops" to answer, or None. `seen`: all requests."""
+    """`fault` is asked before each request: a status such as "500 Oops" to answer, STALL, or None.
+
+    `seen`: all requests.
+    """
 
     def __init__(self) -> None:
         self.fault: Callable[[Environ], str | None] = lambda environ: None
@@ -32,15 +36,21 @@ class S3Server:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         self.running = True
+        self._ends = threading.Event()
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
         self.seen.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
         status = self.fault(environ)
-        if status is None:
-            return self._app(environ, start_response)  # type: ignore[no-any-return]
+        if status in (None, STALL):
+            answer: Iterable[bytes] = self._app(environ, start_response)
+            return answer if status is None else self._half(b"".join(answer))
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start_response(status, [("Content-Type", "application/xml")])
         return [b"<Error><Code>InternalError</Code><Message>injected</Message></Error>"]
+
+    def _half(self, body: bytes) -> Iterator[bytes]:
+        yield body[: len(body) // 2]
+        self._ends.wait()
 
     def empty(self, client: Any) -> None:
         """moto keeps buckets for the whole process."""
@@ -54,6 +64,7 @@ class S3Server:
         self.running = False
         self._server.shutdown()
         self.fault = lambda environ: "503 Gone"  # to connections that are open
+        self._ends.set()
         self._server.server_close()
         self._thread.join()
 

@@ -14,7 +14,7 @@ import pytest
 from aliquot.core.errors import StorageError, UserError
 from aliquot.stores.s3_store import S3Store
 from aliquot.stores.store import FileChangedError, FsspecStore, LocalStore, Store, open_store
-from tests.stores.s3_server import BUCKET, S3Server, is_part
+from tests.stores.s3_server import BUCKET, STALL, S3Server, is_part
 
 MIB = 1 << 20
 
@@ -111,10 +111,15 @@ def test_s3_refusal_or_dead_server_is_one_line(s3: S3Server, monkeypatch: pytest
     s3.fault = lambda environ: "503 Slow Down"
     with pytest.raises(StorageError, match=r"^s3://models/x: ListObjectsV2: ") as failed:
         open_store(f"s3://{BUCKET}/x").list()
+    monkeypatch.setattr("aliquot.stores.s3_store._SILENT_S", 0.05)
+    s3.fault = lambda environ: STALL if environ["REQUEST_METHOD"] == "GET" else None
+    open_store(f"s3://{BUCKET}/x").put("part", b"data")
+    with pytest.raises(StorageError, match=r"^s3://models/x/part: cannot be reached: Read timeout on ") as stalled:
+        open_store(f"s3://{BUCKET}/x").read("part", 0, 4)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match=r"^s3://models/x: cannot be reached: .*127\.0\.0\.1:9") as gone:
         open_store("s3://models/x").put("a", b"")
-    assert [each.value.exit_code for each in (failed, gone)] == [1, 1]  # a job tries again
+    assert [each.value.exit_code for each in (failed, stalled, gone)] == [1, 1, 1]  # a job tries again
     with pytest.raises(UserError, match=r"^nowhere://x: Protocol not known: nowhere"):
         open_store("nowhere://x")
 

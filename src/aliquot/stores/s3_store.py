@@ -9,6 +9,7 @@ import base64
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import boto3
 from botocore.config import Config
@@ -18,6 +19,7 @@ from botocore.exceptions import (
     ConnectionError,
     HTTPClientError,
     IncompleteReadError,
+    ReadTimeoutError,
     ResponseStreamingError,
 )
 
@@ -25,7 +27,9 @@ from aliquot.core.errors import StorageError, StorageFailureError
 from aliquot.stores.store import FileChangedError, FileVersion, Store
 
 _PART_BYTES, _MAX_PARTS = 16 << 20, 10_000
-_READ_ATTEMPTS = 3  # botocore does not retry if the connection breaks while a body is read
+# botocore does not retry if the connection breaks, or nothing comes any more, while a body is read.
+_READ_ATTEMPTS, _BROKEN = 3, (ResponseStreamingError, IncompleteReadError, ReadTimeoutError)
+_SILENT_S = 12  # seconds without an answer, or without further bytes of a body
 _DELETE_BATCH = 1000  # objects that one request deletes
 # S3 error codes, with HTTP status below 500, of valid requests that were too fast, too slow, or had expired keys.
 _TEMPORARY = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestTimeout", "ExpiredToken"}
@@ -39,7 +43,7 @@ class S3Store(Store):
         self._bucket, _, prefix = url.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         # boto3 gives up on a dead server after about a minute; AWS_MAX_ATTEMPTS sets the number of attempts.
-        timeouts = Config(connect_timeout=10, read_timeout=12)
+        timeouts = Config(connect_timeout=10, read_timeout=_SILENT_S)
         with self._request():
             self._s3 = boto3.client("s3", config=timeouts)
 
@@ -63,11 +67,12 @@ class S3Store(Store):
         query = {**self._address(name), "Range": f"bytes={start}-{stop - 1}"}
         if version is not None:
             query["IfMatch"] = version.version  # the ETag
-        for _ in range(_READ_ATTEMPTS - 1):
-            with suppress(ResponseStreamingError, IncompleteReadError):
-                return self._read(query)
-        with self._request():
-            return self._read(query)
+        with self._request(name):
+            for _ in range(_READ_ATTEMPTS - 1):
+                body = self._body(query)
+                with suppress(*_BROKEN):
+                    return bytes(body.read())
+            return bytes(self._body(query).read())
 
     def put(self, name: str, data: bytes) -> None:
         with self._request():
@@ -114,32 +119,32 @@ class S3Store(Store):
             for upload in [entry for page in pages for entry in page.get("Uploads", ())]:
                 self._s3.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
-    def _read(self, query: dict[str, str]) -> bytes:
+    def _body(self, query: dict[str, str]) -> Any:
         try:
-            return bytes(self._s3.get_object(**query)["Body"].read())
+            return self._s3.get_object(**query)["Body"]
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code")
             states = {"NoSuchKey": FileNotFoundError(query["Key"]), "PreconditionFailed": FileChangedError()}
-            raise states.get(code) or self._error(error) from None
+            raise states.get(code) or error from None
 
     def _address(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
 
     @contextmanager
-    def _request(self) -> Iterator[None]:
+    def _request(self, name: str = "") -> Iterator[None]:
+        """Turn errors of boto3 in the block into a StorageError, which names the URL, or the file `name` below it."""
+        url = f"{self._url.rstrip('/')}/{name}" if name else self._url
         try:
             yield
         except ClientError as error:
-            raise self._error(error) from None
+            details = error.response.get("Error", {})
+            failed = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
+            error_type = StorageFailureError if failed or details.get("Code") in _TEMPORARY else StorageError
+            message = f"{error.operation_name}: {details.get('Code')}: {details.get('Message')}"
+            raise error_type(message, url) from None
         except BotoCoreError as error:  # no answer, no credentials or no region
             error_type = StorageFailureError if isinstance(error, (ConnectionError, HTTPClientError)) else StorageError
-            raise error_type(f"cannot be reached: {' '.join(str(error).split())}", self._url) from None
-
-    def _error(self, error: ClientError) -> StorageError:
-        details = error.response.get("Error", {})
-        failed = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
-        error_type = StorageFailureError if failed or details.get("Code") in _TEMPORARY else StorageError
-        return error_type(f"{error.operation_name}: {details.get('Code')}: {details.get('Message')}", self._url)
+            raise error_type(f"cannot be reached: {' '.join(str(error).split())}", url) from None
 
 
 def _crc32(data: bytes) -> str:
