@@ -112,6 +112,22 @@ def test_long_rows_of_parquet_are_read_a_few_at_once(tmp_path: Path) -> None:
     assert most < 36 << 20
 
 
+def test_dictionary_that_the_metadata_of_parquet_denies(tmp_path: Path) -> None:
+    """Kilobytes that repeat a long text stay references, as if the metadata were true."""
+    file, row = tmp_path / "p.parquet", "x" * 40_000
+    pyarrow.parquet.write_table(pyarrow.table({"text": [row] * 512}), file, compression="zstd", write_statistics=False)
+    column, data = pyarrow.parquet.read_metadata(file).row_group(0).column(0), file.read_bytes()
+    # Thrift's fields 9 and 11, the offsets of the data pages and of the dictionary, become 9 and an unknown field.
+    at = data.rindex(bytes((0x26, 2 * column.data_page_offset, 0x26, 2 * column.dictionary_page_offset)))
+    file.write_bytes(data[:at] + bytes((0x26, 2 * column.dictionary_page_offset, 0x16)) + data[at + 3 :])
+    assert not pyarrow.parquet.read_metadata(file).row_group(0).column(0).has_dictionary_page
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for document in source(file).documents():
+        assert document.text == row
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < 1 << 20
+
+
 def test_invalid_utf_8_in_parquet_is_named(tmp_path: Path) -> None:
     column = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "p.parquet")
@@ -414,13 +430,16 @@ def test_dangling_link_is_missing_data(tmp_path: Path) -> None:
             source(path)
 
 
-def test_saved_dataset_loads_through_data_dataset(tmp_path: Path) -> None:
+def test_saved_dataset_loads_through_data_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
     rows.save_to_disk(tmp_path / "saved", num_shards=2)
     with pytest.raises(UserError, match=r"saved: a dataset that save_to_disk has written: .* data.dataset$"):
         source(tmp_path)
     section = DataSection(dataset=str(tmp_path / "saved"), split="train")
     assert [document.text for document in source_of(section, tmp_path).documents()] == ["one", "two", "three"]
+    monkeypatch.setattr("aliquot.data.table_records.LONGEST_RECORD", 4)
+    with pytest.raises(UserError, match=r"saved, split train, row 3: a record of more than"):
+        list(source_of(section, tmp_path).documents())
 
 
 @pytest.mark.parametrize("name", ["{outside}", "../outside.jsonl", "http://127.0.0.1:9/a.jsonl"])

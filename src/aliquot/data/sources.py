@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,9 +19,9 @@ from aliquot.core.small_files import hub_advice, limit_hub_time, read_small_file
 from aliquot.data.cache import digests
 from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
-from aliquot.data.formats import Format, RecordReader, format_of, refuse_unknown
+from aliquot.data.formats import Format, format_of, refuse_unknown
 from aliquot.data.remote_files import NamedProgress
-from aliquot.data.table_records import as_written, rows_at_once, unread_columns
+from aliquot.data.table_records import Table, rows_at_once, table_documents
 
 
 class Source(Protocol):
@@ -145,23 +145,19 @@ class HubSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents. Raises UserError if no record can be read."""
-        return refuse_bad_alone(self._documents())
+        table = Table(self.dataset.features.arrow_schema, self._read, self._rows)
+        return refuse_bad_alone(table_documents(table, self.section, self.form, self.label, self.total_bytes))
 
-    def _documents(self) -> Iterator[Document]:
-        row, at_once = 0, rows_at_once(self.total_bytes, len(self.dataset))
-        names = self.form.columns(self.dataset.column_names)
-        columns = self.dataset.select_columns(names)
-        schema = self.dataset.features.arrow_schema
-        reader = RecordReader(self.section, self.form, schema.names, unread_columns(schema, names, self.section))
-        try:
-            for batch in columns.iter(batch_size=at_once):
-                for values in zip(*batch.values(), strict=True):
-                    row += 1
-                    record = partial(as_written, dict(zip(batch, values, strict=True)))
-                    done_bytes = self.total_bytes * row // len(self.dataset)
-                    yield reader.document(record, f"{self.label}, row {row}", done_bytes)
-        except UnicodeDecodeError as error:
-            raise DataError(f"not UTF-8 text ({error.reason})", f"{self.label}, after row {row}") from error
+    def _read(self, columns: list[str]) -> Iterator[tuple[Any, float]]:
+        rows, selected = 0, self.dataset.select_columns(columns).with_format("arrow")
+        for table in selected.iter(batch_size=rows_at_once(self.total_bytes, len(self.dataset))):
+            for batch in table.to_batches():
+                rows += len(batch)
+                yield batch, rows / len(self.dataset)
+
+    def _rows(self, batch: Any) -> Iterator[dict[str, Any]]:
+        values = self.dataset.features.decode_batch(batch.to_pydict())
+        return (dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True))
 
 
 def _saved_tables(directory: Path) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -33,9 +33,10 @@ from aliquot.data.documents import (
     Document,
     repeated_name,
 )
-from aliquot.data.formats import RecordReader, format_of
+from aliquot.data.formats import Format, RecordReader, format_of
 
 _ARROW_FILE = b"ARROW1"  # the beginning of an IPC file; a stream has none
+_DICTIONARY_PAGE = b"\x15\x04"  # the beginning of the header of a page: its type, in Thrift's compact protocol
 _ROWS, _BATCH_BYTES = 512, 16 << 20  # limits of what is read from a table at once
 
 
@@ -69,56 +70,66 @@ def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, st
 
 def parquet_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
     """Yield the document of each row of a parquet file."""
-    return _table_documents(path, section, "parquet", _open_parquet)
+    return _file_documents(path, section, "parquet", _open_parquet)
 
 
 def arrow_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
     """Yield the document of each row of an Arrow file: an IPC file, or an IPC stream as in the cache of `datasets`."""
-    return _table_documents(path, section, "Arrow", _open_arrow)
+    return _file_documents(path, section, "Arrow", _open_arrow)
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
     """An open table."""
 
     schema: Any  # a pyarrow schema
     # Yields all rows with only the given columns, each batch with the share of the table that has been read.
     read: Callable[[list[str]], Iterator[tuple[Any, float]]]
+    rows: Callable[[Any], Iterable[dict[str, Any]]] = lambda batch: batch.to_pylist()
 
 
-def _table_documents(
-    path: Path, section: RecordsSection, title: str, open_table: Callable[[Path], AbstractContextManager[_Table]]
+def table_documents(
+    table: Table, section: RecordsSection, form: Format, where: str | Path, size_bytes: int
+) -> Iterator[Document]:
+    """Yield the document of each row of a table of `size_bytes` bytes. `where`: its name in error messages."""
+    columns, row = form.columns(table.schema.names), 0
+    reader = RecordReader(section, form, table.schema.names, _unread_columns(table.schema, columns, section))
+    try:
+        for batch, share in table.read(columns):
+            for part in _parts(batch, where, row):
+                for record in table.rows(part):
+                    row += 1
+                    yield reader.document(partial(as_written, record), f"{where}, row {row}", int(size_bytes * share))
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text ({error.reason})", f"{where}, after row {row}") from error
+
+
+def _file_documents(
+    path: Path, section: RecordsSection, title: str, open_table: Callable[[Path], AbstractContextManager[Table]]
 ) -> Iterator[Document]:
     import pyarrow
 
     if path.suffix.lower() in COMPRESSED:
         raise DataError(f"{title} is read in any order, which an archive is not: unpack it first", path)
-    size_bytes, row = path.stat().st_size, 0
     refuse_pointer(path)
     try:
         with open_table(path) as table:
             _refuse_repeated(table.schema.names, path)
             form = format_of(section, table.schema.names, path)
-            columns = form.columns(table.schema.names)
-            reader = RecordReader(section, form, table.schema.names, unread_columns(table.schema, columns, section))
-            for batch, share in table.read(columns):
-                for record in _rows(batch, path, row):
-                    row += 1
-                    yield reader.document(partial(as_written, record), f"{path}, row {row}", int(size_bytes * share))
+            yield from table_documents(table, section, form, path, path.stat().st_size)
     except pyarrow.ArrowException as error:
         raise DataError(f"not a readable {title} file ({error})", path) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text ({error.reason})", f"{path}, after row {row}") from error
 
 
 @contextmanager
-def _open_parquet(path: Path) -> Iterator[_Table]:
+def _open_parquet(path: Path) -> Iterator[Table]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+    metadata = pyarrow.parquet.read_metadata(path)
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     leaves = (group.column(index) for group in groups for index in range(group.num_columns))
     # A repeated text stays a reference into the dictionary: kilobytes may repeat a long text in thousands of rows.
-    texts = {leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.has_dictionary_page}
+    with path.open("rb") as pages:
+        texts = {leaf.path_in_schema for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and _repeats(leaf, pages)}
 
     def read(columns: list[str]) -> Iterator[tuple[Any, float]]:
         """The uncompressed size of a row group limits how many rows are read at once."""
@@ -131,11 +142,17 @@ def _open_parquet(path: Path) -> Iterator[_Table]:
                 yield batch, rows_before / rows
 
     with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(texts)) as file:
-        yield _Table(file.schema_arrow, read)
+        yield Table(file.schema_arrow, read)
+
+
+def _repeats(leaf: Any, pages: BinaryIO) -> bool:
+    """Return whether a column of a row group has a dictionary, although its metadata may deny it."""
+    pages.seek(max(0, leaf.data_page_offset))
+    return leaf.has_dictionary_page or pages.read(len(_DICTIONARY_PAGE)) == _DICTIONARY_PAGE
 
 
 @contextmanager
-def _open_arrow(path: Path) -> Iterator[_Table]:
+def _open_arrow(path: Path) -> Iterator[Table]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file:
@@ -152,10 +169,10 @@ def _open_arrow(path: Path) -> Iterator[_Table]:
                 done_bytes += batch.nbytes
                 yield batch.select(columns), min(1.0, done_bytes / file.size())
 
-        yield _Table(reader.schema, read)
+        yield Table(reader.schema, read)
 
 
-def unread_columns(schema: Any, columns: list[str], section: RecordsSection) -> list[str]:
+def _unread_columns(schema: Any, columns: list[str], section: RecordsSection) -> list[str]:
     """Return the columns of text, of a table with a pyarrow schema, that are neither in `columns` nor meant to be."""
     types = zip(schema.names, map(str, schema.types), strict=True)
     texts = [
@@ -164,18 +181,18 @@ def unread_columns(schema: Any, columns: list[str], section: RecordsSection) -> 
     return [name for name in texts if name not in columns and name not in section.unused_fields]
 
 
-def _rows(batch: Any, path: Path, row: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a record batch, of which only a few megabytes are in memory as Python objects at once.
+def _parts(batch: Any, where: str | Path, row: int) -> Iterator[Any]:
+    """Yield parts of a record batch, each a few megabytes as Python objects.
 
     `row`: number of rows before the batch. Raises DataError for a row of more than LONGEST_RECORD bytes.
     """
     sizes = sum(map(_row_bytes, batch.columns), np.zeros(len(batch), np.int64))
     if (long := np.flatnonzero(sizes > LONGEST_RECORD)).size:
-        raise too_long(f"{path}, row {row + int(long[0]) + 1}")
+        raise too_long(f"{where}, row {row + int(long[0]) + 1}")
     parts = np.flatnonzero(np.diff(np.cumsum(sizes) // _BATCH_BYTES)) + 1
     for start, stop in pairwise([0, *parts.tolist(), len(batch)]):
         for first in range(start, stop, _ROWS):
-            yield from batch.slice(first, min(_ROWS, stop - first)).to_pylist()
+            yield batch.slice(first, min(_ROWS, stop - first))
 
 
 def _row_bytes(array: Any) -> Any:
@@ -183,6 +200,7 @@ def _row_bytes(array: Any) -> Any:
     import pyarrow
     from pyarrow import compute, types
 
+    array = getattr(array, "storage", array)  # of an extension type, such as JSON
     kind = array.type
     if types.is_dictionary(kind):
         return np.append(_row_bytes(array.dictionary), 0)[compute.fill_null(array.indices, -1).to_numpy(False)]
