@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import os
 import resource
 import socket
+import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
 
-from aliquot.core.errors import LaunchError, RendezvousError, resource_error
+from aliquot.core.errors import LaunchError, RendezvousError, UserError, resource_error
 from aliquot.distributed.gloo_interface import (
     address_here,
     address_of,
@@ -45,6 +50,37 @@ def test_listening_address_is_the_one_that_others_use(monkeypatch: pytest.Monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     with pytest.raises(RendezvousError, match="GLOO_SOCKET_IFNAME is eth77"):
         group_address()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network namespace")
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        ([], "cannot reach itself at 127.0.0.1: Network is unreachable. Bring up its loopback interface"),
+        (["link set lo up"], "127.0.0.1"),
+        (
+            [
+                "link set lo up", "link add v0 type veth peer name v1", "link set v1 up", "link set v0 up",
+                "address add fd00::1/64 dev v0 nodad",
+            ],
+            "fd00::1",
+        ),
+    ],
+)  # fmt: skip
+def test_address_of_a_node_without_ipv4_or_loopback(tmp_path: Path, commands: list[str], expected: str) -> None:
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
+            for command in commands:
+                subprocess.run(["ip", *command.split()], check=False)
+            try:
+                answer = group_address()
+            except UserError as error:
+                answer = str(error)
+            (tmp_path / "answer").write_text(answer)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert expected in (tmp_path / "answer").read_text()
 
 
 def test_machine_that_no_rank_can_run_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
 
 import psutil
 
@@ -13,7 +12,9 @@ from aliquot.core.errors import LaunchError, RendezvousError
 from aliquot.distributed.topology import Topology
 
 _LONGEST_HOST_NAME = 63  # gloo and the resolver fail with the 64 characters that Linux allows
-_ANYWHERE = "192.0.2.1"  # an address reserved for documentation, used to find the default route
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses reserved for documentation, used to find the default route
+_NO_ADDRESS = "no address"
+_LINK_LOCAL = "fe80:"  # the beginning of addresses that say nothing without an interface
 
 
 def interface_towards(address: str) -> str | None:
@@ -71,15 +72,14 @@ def group_address() -> str:
     otherwise to the first interface that is up.
     """
     check_network()
-    interface = gloo_interface() or interface_towards(_ANYWHERE) or next(_active_interfaces(), None)
-    return "127.0.0.1" if interface is None else address_of(interface)
+    candidates = [gloo_interface(), *map(interface_towards, _ANYWHERE), *active_interfaces(), "lo"]
+    return address_of(next(name for name in candidates if name is not None))
 
 
-def _active_interfaces() -> Iterator[str]:
-    addresses = psutil.net_if_addrs()
-    for name, state in psutil.net_if_stats().items():
-        if state.isup and name != "lo" and any(entry.family == socket.AF_INET for entry in addresses.get(name, [])):
-            yield name
+def active_interfaces() -> list[str]:
+    """Return the interfaces that are up and that other machines may reach at an IPv4 or IPv6 address."""
+    up = (name for name, state in psutil.net_if_stats().items() if state.isup)
+    return [name for name in up if not address_of(name).startswith(("127.", "::1", _LINK_LOCAL, _NO_ADDRESS))]
 
 
 def _is_loopback(address: str) -> bool:
@@ -104,12 +104,23 @@ def choose_interface(topology: Topology) -> None:
 
 
 def check_network() -> None:
-    """Raise an error for a host name that gloo cannot read, or for an unknown interface in GLOO_SOCKET_IFNAME."""
+    """Raise an error if gloo cannot run here.
+
+    The reason is a host name that gloo cannot read, no loopback, or an unknown interface in GLOO_SOCKET_IFNAME.
+    """
     if len(host := socket.gethostname()) > _LONGEST_HOST_NAME:
         raise LaunchError(
             f"the name of this host, {host}, has {len(host)} characters: torch reads at most {_LONGEST_HOST_NAME}. Give"
             " the machine or the container a shorter name"
         )
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 1))  # connecting a UDP socket sends nothing
+    except OSError as error:
+        raise LaunchError(
+            f"this machine cannot reach itself at 127.0.0.1: {error.strerror}. Bring up its loopback interface (ip link"
+            " set lo up; ip address add 127.0.0.1/8 dev lo)"
+        ) from None
     name, known = gloo_interface(), sorted(psutil.net_if_addrs())
     if name is not None and name not in known:
         raise RendezvousError(
@@ -126,10 +137,10 @@ def address_of(interface: str | None) -> str:
         try:
             return socket.gethostbyname(socket.gethostname())
         except OSError:
-            return "no address"
+            return _NO_ADDRESS
     addresses = sorted(
         (entry.family != socket.AF_INET, entry.address.partition("%")[0])
         for entry in psutil.net_if_addrs().get(interface, [])
         if entry.family in (socket.AF_INET, socket.AF_INET6)
     )
-    return addresses[0][1] if addresses else "no address"
+    return addresses[0][1] if addresses else _NO_ADDRESS
