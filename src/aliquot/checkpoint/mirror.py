@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.background_task import BackgroundTask, PhasedWork, SaveEvents
-from aliquot.checkpoint.directories import complete_directories, directory_of, newest, step_of
+from aliquot.checkpoint.directories import directory_of, newest, step_of
 from aliquot.checkpoint.remote_checkpoint import Receipt, Upload, complete_steps, fetch, split_url
 from aliquot.checkpoint.retention import Retention, name_best, retain
 from aliquot.config.schema import CheckpointSection
@@ -122,8 +122,7 @@ class Uploader(PhasedWork):
         self._task = self._upload = self._step = None
         if self._ranks.rank == 0:
             try:
-                for last in complete_directories(self._root)[-1:]:
-                    retain(self._root, last, Retention(self._settings.keep, self._best, self.protected_steps))
+                retain(self._root, None, Retention(self._settings.keep, self._best, self.protected_steps))
             except OSError as error:  # the end of the next upload tries again
                 _log.warning("leftovers of earlier saves could not be removed: %s", error)
         if self._waiting:

@@ -96,7 +96,7 @@ class Retention:
     protected_steps: Collection[int] = ()
 
 
-def retain(root: Path, current: Path, retention: Retention) -> None:
+def retain(root: Path, current: Path | None, retention: Retention) -> None:
     """Remove the older checkpoints that `retention` does not keep, except `current`, just published or restored."""
     complete, keep = complete_directories(root), retention.keep
     protected = {retention.best, *retention.protected_steps}

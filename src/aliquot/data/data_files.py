@@ -58,7 +58,7 @@ def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
         modules = (
             file for file in _walk(root, {".py"}, Counter()) if not NOT_OF_STDLIB & set(file.relative_to(root).parts)
         )
-        return [file for file in modules if _is_utf8(file)]
+        return [file for file in modules if _decodes(file.read_bytes(), final=True)]
     path = Path(entry)
     if path.is_file():
         return [path]
@@ -148,9 +148,10 @@ def count_unread(file: PurePath, left_out: Counter[str]) -> None:
     left_out[f"a file of a kind that is not read ({file.suffix.lower() or 'no suffix'}), left out"] += 1
 
 
-def _is_utf8(file: Path) -> bool:
+def _decodes(data: bytes, final: bool) -> bool:
+    """Return whether `data` are UTF-8. If they are not `final`, they may end within a character."""
     try:
-        file.read_bytes().decode("utf-8")
+        codecs.getincrementaldecoder("utf-8")().decode(data, final)
     except UnicodeDecodeError:
         return False
     return True
@@ -233,7 +234,8 @@ def _refuse_no_text(start: bytes, path: Path) -> None:
 
 def _name_of_format(start: bytes) -> str | None:
     """Return an error message that names the format of a file that begins with `start`; None if it may be text."""
-    if not start.startswith(b"%PDF-") and not _is_binary(start):
+    is_text = _decodes(start, final=False) and b"\0" not in start
+    if is_text and not start.startswith(b"%PDF-"):
         return None
     for suffix, codec in COMPRESSED.items():
         if start.startswith(_ARCHIVES[codec]):
@@ -247,14 +249,6 @@ def _name_of_format(start: bytes) -> str | None:
 
 def _named(formats: dict[str, bytes], start: bytes) -> str | None:
     return next((name for name, magic in formats.items() if start.startswith(magic)), None)
-
-
-def _is_binary(start: bytes) -> bool:
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # incremental: `start` may end within a character
-    except UnicodeDecodeError:
-        return True
-    return b"\0" in start
 
 
 def not_text(error: UnicodeDecodeError, where: str, before: int = 0) -> DataError:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -20,13 +20,14 @@ from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_docume
 from aliquot.data.formats import refuse_unknown
 from aliquot.data.json_records import json_documents, jsonl_documents
 from aliquot.data.remote_files import NamedProgress, RemoteFile, find_remote
-from aliquot.data.table_records import arrow_documents, csv_documents, parquet_documents
+from aliquot.data.table_records import binary_documents, csv_documents, open_arrow, open_parquet
 from aliquot.stores.store import is_url
 
 _NOT_READ = {".tsv", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
 _DOCUMENTS_BY_SUFFIX: dict[str, Callable[[Path, RecordsSection], Iterator[Document]]] = {
-    ".jsonl": jsonl_documents, ".json": json_documents, ".csv": csv_documents, ".parquet": parquet_documents,
-    ".arrow": arrow_documents,
+    ".jsonl": jsonl_documents, ".json": json_documents, ".csv": csv_documents,
+    ".parquet": partial(binary_documents, "parquet", open_parquet),
+    ".arrow": partial(binary_documents, "Arrow", open_arrow),
 }  # fmt: skip
 
 
@@ -113,10 +114,9 @@ class FileSource:
             contents = read_contents()
         except OSError as error:
             raise DataError(f"cannot be read ({error.strerror or error})", error.filename or self.label) from error
-        names = [section.text_field, section.messages, section.prompt, section.completion]
-        names += [name for name in (section.chosen, section.rejected, section.label) if name is not None]
-        names += section.unused_fields
-        fields = json.dumps(names)
+        compared = (name for name in (section.chosen, section.rejected, section.label) if name is not None)
+        names = (section.text_field, section.messages, section.prompt, section.completion)
+        fields = json.dumps([*names, *compared, *section.unused_fields])
         for path, unit, content in zip(self.files, self.units, contents, strict=True):
             reader, named = (suffix_of(path), fields) if unit == "field" else ("text", "")
             packed = path.suffix if suffix_of(path) != path.suffix else ""

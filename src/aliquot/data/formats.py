@@ -220,7 +220,14 @@ def _format_of_record(section: RecordsSection, record: dict[str, Any], where: st
         return format_of(section, record, where)
     except BadRecordError as error:
         lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        key = next((key for key, value in lists.items() if all(map(_may_be_record, value))), None)
+        key = next(
+            (
+                key
+                for key, value in lists.items()
+                if all(isinstance(item, dict) and not is_message(item) for item in value)
+            ),
+            None,
+        )
         if key is None:
             raise
         raise BadRecordError(
@@ -229,10 +236,6 @@ def _format_of_record(section: RecordsSection, record: dict[str, Any], where: st
             where,
             error.reason,
         ) from error
-
-
-def _may_be_record(item: object) -> bool:
-    return isinstance(item, dict) and not is_message(item)
 
 
 def _holds_text(value: object) -> bool:

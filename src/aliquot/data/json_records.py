@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -56,15 +57,14 @@ def _record_in(line: bytes, where: str) -> object:
     except UnicodeDecodeError as error:
         raise not_text(error, where) from error
     except ValueError as error:
-        if isinstance(error, json.JSONDecodeError) and not line.endswith(b"\n") and _is_cut(error, text):
+        is_cut = isinstance(error, json.JSONDecodeError) and (
+            error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
+        )
+        if is_cut and not line.endswith(b"\n"):
             message = f"the last record is cut off ({error}): a part of the file is missing. Fetch it again"
             raise DataError(message, where) from error
         raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
     return _unambiguous(record, _repeated(keys), where)
-
-
-def _is_cut(error: json.JSONDecodeError, text: str) -> bool:
-    return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
 
 
 def _unambiguous(record: object, repeated: str, where: str) -> object:
@@ -85,7 +85,10 @@ def _whole_object(path: Path, start: bytes) -> tuple[object, str] | None:
     object. Raises DataError if the file holds several objects.
     """
     line, ended, _ = start.partition(b"\n")
-    if not ended or _is_json(line):
+    if not ended:
+        return None
+    with suppress(ValueError):
+        decode_json(line)
         return None
     with opened(path) as (file, _):
         data = file.read(LONGEST_BYTES + 1)
@@ -99,14 +102,6 @@ def _whole_object(path: Path, start: bytes) -> tuple[object, str] | None:
             ) from error
         return None
     return (value, _repeated(keys)) if isinstance(value, dict) else None
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        decode_json(line)
-    except ValueError:
-        return False
-    return True
 
 
 def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:

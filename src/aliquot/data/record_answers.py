@@ -85,10 +85,8 @@ def read_answers(
     if prompt is None and is_pair:
         question, texts = split_prompt(*texts)
     names = (INSTRUCTION, "input", "output") if prompt == INSTRUCTION else ("prompt", "completion")
-    documents: list[dict[str, Any]] = []
-    for text in texts:
-        parts = (question, more, text) if prompt == INSTRUCTION else (question, text)
-        documents.append(dict(zip(names, parts, strict=True)))
+    before = (question, more) if prompt == INSTRUCTION else (question,)
+    documents: list[dict[str, Any]] = [dict(zip(names, (*before, text), strict=True)) for text in texts]
     if not any(part.strip() for document in documents for part in document.values()):
         return []
     system = read_text(record.get("system"), "system", where)

@@ -68,16 +68,6 @@ def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, st
     return dict(zip(names, row, strict=True))
 
 
-def parquet_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """Yield the document of each row of a parquet file."""
-    return _file_documents(path, section, "parquet", _open_parquet)
-
-
-def arrow_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
-    """Yield the document of each row of an Arrow file: an IPC file, or an IPC stream as in the cache of `datasets`."""
-    return _file_documents(path, section, "Arrow", _open_arrow)
-
-
 class Table(NamedTuple):
     """An open table."""
 
@@ -103,9 +93,10 @@ def table_documents(
         raise DataError(f"not UTF-8 text ({error.reason})", f"{where}, after row {row}") from error
 
 
-def _file_documents(
-    path: Path, section: RecordsSection, title: str, open_table: Callable[[Path], AbstractContextManager[Table]]
+def binary_documents(
+    title: str, open_table: Callable[[Path], AbstractContextManager[Table]], path: Path, section: RecordsSection
 ) -> Iterator[Document]:
+    """Yield the document of each row of a file that `open_table` reads."""
     import pyarrow
 
     if path.suffix.lower() in COMPRESSED:
@@ -121,7 +112,8 @@ def _file_documents(
 
 
 @contextmanager
-def _open_parquet(path: Path) -> Iterator[Table]:
+def open_parquet(path: Path) -> Iterator[Table]:
+    """Open a parquet file."""
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(path)
@@ -152,7 +144,8 @@ def _repeats(leaf: Any, pages: BinaryIO) -> bool:
 
 
 @contextmanager
-def _open_arrow(path: Path) -> Iterator[Table]:
+def open_arrow(path: Path) -> Iterator[Table]:
+    """Open an IPC file, or an IPC stream as in the cache of `datasets`."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as file:

@@ -68,7 +68,12 @@ class SegmentMaker:
     encoders: EncoderPool
     layout: tuple[int, int, bool]  # documents of a segment, data.sequence_length, data.packing
     check: Callable[[Path], None] = lambda directory: None  # raises UserError for tokens that the model does not have
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: _unpinned_thread(os.sched_getaffinity(0)))
+    # The thread may begin after this rank has been pinned to few cores, but its encoders use all of them.
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(
+            1, "aliquot-segments", os.sched_setaffinity, (0, os.sched_getaffinity(0))
+        )
+    )
     _segments: dict[int, Future[None]] = field(default_factory=dict)
     _reader: Iterator[tuple[Place, Document]] | None = None
     _place: Place = BEGINNING  # of the last document that `_reader` has yielded
@@ -143,11 +148,6 @@ class SegmentMaker:
         self._is_stopped = True
         self._thread.shutdown(cancel_futures=True)
         self.encoders.__exit__()
-
-
-def _unpinned_thread(cores: set[int]) -> ThreadPoolExecutor:
-    """Return a thread whose encoders use `cores`; the thread may begin after this rank has been pinned to few cores."""
-    return ThreadPoolExecutor(1, "aliquot-segments", os.sched_setaffinity, (0, cores))
 
 
 @dataclass

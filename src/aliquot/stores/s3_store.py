@@ -64,9 +64,8 @@ class S3Store(Store):
     def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
         if start >= stop:
             return b""
-        query = {**self._address(name), "Range": f"bytes={start}-{stop - 1}"}
-        if version is not None:
-            query["IfMatch"] = version.version  # the ETag
+        condition = {} if version is None else {"IfMatch": version.version}  # the ETag
+        query = {**self._address(name), "Range": f"bytes={start}-{stop - 1}", **condition}
         with self._request(name):
             for _ in range(_READ_ATTEMPTS - 1):
                 body = self._body(query)
@@ -98,10 +97,10 @@ class S3Store(Store):
     def complete(self, name: str, token: str, receipts: Sequence[str]) -> None:
         if not token:
             return
-        parts = []
-        for index, receipt in enumerate(receipts):
-            etag, crc32 = receipt.split()
-            parts.append({"PartNumber": index + 1, "ETag": etag, "ChecksumCRC32": crc32})
+        parts = [
+            {"PartNumber": number, "ETag": etag, "ChecksumCRC32": crc32}
+            for number, (etag, crc32) in enumerate(map(str.split, receipts), 1)
+        ]
         with self._request():
             self._s3.complete_multipart_upload(**self._address(name), UploadId=token, MultipartUpload={"Parts": parts})
 
