@@ -290,24 +290,13 @@ def test_checkpoint_with_wrong_bytes_is_not_among_those_that_retention_keeps(tmp
 def test_checkpoint_that_cannot_be_read_is_not_called_damaged(
     limit: Callable[[], object], name: str, read: Callable[[Path], object], cause: str
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "error").open("w") as error_file:
-        root = Path(folder) / "checkpoints"
-        Path(folder).chmod(0o755)
+    with tempfile.TemporaryDirectory() as folder:
         for step in (5, 6):
-            save_small(root, step)
-        root.chmod(0o755)
-        (root / "step-00000006" / name).chmod(0o600)
-        if (child := os.fork()) == 0:
-            with contextlib.suppress(UserError, OSError):
-                limit()
-                try:
-                    read(root)
-                except (UserError, OSError) as error:
-                    os.write(error_file.fileno(), str(error).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        line = Path(error_file.name).read_text()
-        assert "need not be damaged" in line and cause in line, line
+            save_small(Path(folder), step)
+        Path(folder).chmod(0o755)
+        (Path(folder) / "step-00000006" / name).chmod(0o600)
+        (error,) = run_world(1, lambda _: (limit(), read(Path(folder))))
+    assert isinstance(error, ResumeError) and "need not be damaged" in str(error) and cause in str(error), error
 
 
 def test_replacement_of_a_damaged_checkpoint_is_tried_once(tmp_path: Path) -> None:

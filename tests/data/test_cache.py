@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from aliquot.core.decode import publish_checked_json, read_checked_json
-from aliquot.core.errors import UserError
 from aliquot.data.cache import cached, damage, digests
+from tests.tensor_io.world import run_world
 
 
 def make_two_files(directory: Path) -> None:
@@ -65,18 +65,11 @@ def test_damaged_directory_is_made_again_with_a_warning(
     ],
 )
 def test_cache_that_cannot_be_read_is_not_called_damaged(limit: Callable[[], object], cause: str) -> None:
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "error").open("w") as error_file:
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         directory = cached(Path(folder) / "key", make_two_files)
-        if (child := os.fork()) == 0:
-            limit()
-            try:
-                damage(directory)
-            except UserError as error:
-                os.write(error_file.fileno(), error.line.encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert Path(error_file.name).read_text() == f"{directory}/.checksums: {cause} [disk]"
+        (error,) = run_world(1, lambda _: (limit(), damage(directory)))
+        assert error.line == f"{directory}/.checksums: {cause} [disk]"
         assert damage(directory) is None
 
 

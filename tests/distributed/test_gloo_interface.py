@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
 import resource
 import socket
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
 
-from aliquot.core.errors import LaunchError, RendezvousError, UserError, resource_error
+from aliquot.core.errors import LaunchError, RendezvousError, resource_error
 from aliquot.distributed.gloo_interface import (
     address_here,
     address_of,
@@ -24,6 +22,7 @@ from aliquot.distributed.gloo_interface import (
     listening_address,
 )
 from aliquot.distributed.store_server import allow_open_files, check_connection
+from tests.tensor_io.world import run_world
 
 OTHER = next((name for name in psutil.net_if_addrs() if name != "lo" and address_of(name) != "no address"), None)
 
@@ -67,20 +66,15 @@ def test_listening_address_is_the_one_that_others_use(monkeypatch: pytest.Monkey
         ),
     ],
 )  # fmt: skip
-def test_address_of_a_node_without_ipv4_or_loopback(tmp_path: Path, commands: list[str], expected: str) -> None:
-    if (child := os.fork()) == 0:
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
-            for command in commands:
-                subprocess.run(["ip", *command.split()], check=False)
-            try:
-                answer = group_address()
-            except UserError as error:
-                answer = str(error)
-            (tmp_path / "answer").write_text(answer)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert expected in (tmp_path / "answer").read_text()
+def test_address_of_a_node_without_ipv4_or_loopback(commands: list[str], expected: str) -> None:
+    def address(_: object) -> str:
+        ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=False)
+        return group_address()
+
+    (answer,) = run_world(1, address)
+    assert expected in str(answer)
 
 
 def test_machine_that_no_rank_can_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
