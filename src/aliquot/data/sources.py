@@ -21,7 +21,7 @@ from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
 from aliquot.data.formats import Format, format_of, refuse_unknown
 from aliquot.data.remote_files import NamedProgress
-from aliquot.data.table_records import Table, rows_at_once, table_documents
+from aliquot.data.table_records import RecordTable, rows_at_once, table_documents
 
 
 class Source(Protocol):
@@ -145,7 +145,7 @@ class HubSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents. Raises UserError if no record can be read."""
-        table = Table(self.dataset.features.arrow_schema, self._read, self._rows)
+        table = RecordTable(self.dataset.features.arrow_schema, self._read, self._rows)
         return refuse_bad_alone(table_documents(table, self.section, self.form, self.label, self.total_bytes))
 
     def _read(self, columns: list[str]) -> Iterator[tuple[Any, float]]:

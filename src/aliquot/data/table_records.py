@@ -68,7 +68,7 @@ def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, st
     return dict(zip(names, row, strict=True))
 
 
-class Table(NamedTuple):
+class RecordTable(NamedTuple):
     """An open table."""
 
     schema: Any  # a pyarrow schema
@@ -78,7 +78,7 @@ class Table(NamedTuple):
 
 
 def table_documents(
-    table: Table, section: RecordsSection, form: Format, where: str | Path, size_bytes: int
+    table: RecordTable, section: RecordsSection, form: Format, where: str | Path, size_bytes: int
 ) -> Iterator[Document]:
     """Yield the document of each row of a table of `size_bytes` bytes. `where`: its name in error messages."""
     columns, row = form.columns(table.schema.names), 0
@@ -94,7 +94,7 @@ def table_documents(
 
 
 def binary_documents(
-    title: str, open_table: Callable[[Path], AbstractContextManager[Table]], path: Path, section: RecordsSection
+    title: str, open_table: Callable[[Path], AbstractContextManager[RecordTable]], path: Path, section: RecordsSection
 ) -> Iterator[Document]:
     """Yield the document of each row of a file that `open_table` reads."""
     import pyarrow
@@ -112,7 +112,7 @@ def binary_documents(
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[Table]:
+def open_parquet(path: Path) -> Iterator[RecordTable]:
     """Open a parquet file."""
     import pyarrow.parquet
 
@@ -134,7 +134,7 @@ def open_parquet(path: Path) -> Iterator[Table]:
                 yield batch, rows_before / rows
 
     with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(texts)) as file:
-        yield Table(file.schema_arrow, read)
+        yield RecordTable(file.schema_arrow, read)
 
 
 def _repeats(leaf: Any, pages: BinaryIO) -> bool:
@@ -144,7 +144,7 @@ def _repeats(leaf: Any, pages: BinaryIO) -> bool:
 
 
 @contextmanager
-def open_arrow(path: Path) -> Iterator[Table]:
+def open_arrow(path: Path) -> Iterator[RecordTable]:
     """Open an IPC file, or an IPC stream as in the cache of `datasets`."""
     import pyarrow
 
@@ -162,7 +162,7 @@ def open_arrow(path: Path) -> Iterator[Table]:
                 done_bytes += batch.nbytes
                 yield batch.select(columns), min(1.0, done_bytes / file.size())
 
-        yield Table(reader.schema, read)
+        yield RecordTable(reader.schema, read)
 
 
 def _unread_columns(schema: Any, columns: list[str], section: RecordsSection) -> list[str]:
