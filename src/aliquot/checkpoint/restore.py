@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec, StoredParts, values_of
 from aliquot.checkpoint.directories import STEMS, complete_directories, directories, newest, step_of
-from aliquot.core.errors import ChecksumError, DamagedCheckpoint, ResumeError, WeightsFileError
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results, run_on_all_ranks, run_on_rank_0
 from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.bytemap import ByteMap, check_tensors
@@ -57,20 +57,16 @@ def restore_newest(
     only damaged checkpoints, and as `restore` does.
     """
     below: int | None = None
-    replaced, wrong = set[Path](), set[Path]()
+    replaced: set[Path] = set()
     while directory := _newest_on_rank_0(root, below, ranks):
         try:
-            state = restore(directory, store, spec, ranks, explain_mismatch)
-            run_on_rank_0(ranks, lambda: _set_aside(wrong))
-            return directory, state
+            return directory, restore(directory, store, spec, ranks, explain_mismatch)
         except DamagedCheckpoint as error:
             if ranks.rank == 0:
                 _log.warning("skipping a damaged checkpoint: %s", error)
-            wrong.update([directory] if isinstance(error, ChecksumError) else [])
         below = step_of(directory)
         if directory not in replaced and (replacement := replace_damaged(directory)) is not None:
             replaced.add(replacement)
-            wrong.discard(replacement)
             below = step_of(replacement) + 1
     return None
 
@@ -114,13 +110,6 @@ def restore(
     gather_results(ranks, lambda: _check_visible(directory, digest))
     shares = run_on_all_ranks(ranks, read).combine(ranks)
     return run_on_rank_0(ranks, lambda: _verified_state(directory, shares))
-
-
-def _set_aside(wrong: Iterable[Path]) -> None:
-    """Make checkpoints with wrong bytes incomplete, because retention would keep them instead of good ones."""
-    for directory in wrong:
-        with suppress(OSError):
-            (directory / MANIFEST).rename(directory / f"{MANIFEST}.damaged")
 
 
 def _verify_descriptions(directory: Path) -> str:

@@ -105,7 +105,11 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
     if config.adapter is not None and config.adapter.path is not None:
         names.append(("adapter.path", str(config.adapter.path)))
     # A name that could also be a hub id counts as a path if the path exists on this machine, as in a local run.
-    local += [(key, value) for key, value in names if value is not None and _is_path(value)]
+    local += [
+        (key, value)
+        for key, value in names
+        if value is not None and (value.startswith(("/", ".", "~")) or value.count("/") > 1 or Path(value).exists())
+    ]
     made = [("run.directory", config.run.directory), ("data.cache_directory", config.data.cache_directory)]
     # `shipped_config` moves these two directories below the mount path.
     written = [(key, str(mount / path.as_posix())) for key, path in made if path is not None]
@@ -119,7 +123,3 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
         else:
             fix = f"copy it to the file system and give {mount / PurePosixPath(value.lstrip('./~'))}"
             yield finding("not-shared", key, f"{value} is relative: the pods start in their image's directory", fix)
-
-
-def _is_path(value: str) -> bool:
-    return value.startswith(("/", ".", "~")) or value.count("/") > 1 or Path(value).exists()

@@ -43,7 +43,10 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
         plan: the plan of the run.
         grace_s: `checkpoint.grace_s` of the run's config.
     """
-    yield from _name(job)
+    name, most = job.manifest.name, max_job_name_length(job.nodes)
+    if len(name) > most:
+        message = f"{len(name)} letters, and with {job.nodes} nodes it may have {most}"
+        yield finding("name-too-long", job.manifest, message, "a shorter metadata.name")
     yield from _trainer(job, trainer)
     yield from _processes(job, plan)
     yield from _resources(job, plan)
@@ -53,13 +56,6 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     yield from _restarting(job)
     yield from _gang(job)
     yield from _ending(job, plan)
-
-
-def _name(job: JobView) -> Iterator[RuleFinding]:
-    name, most = job.manifest.name, max_job_name_length(job.nodes)
-    if len(name) > most:
-        message = f"{len(name)} letters, and with {job.nodes} nodes it may have {most}"
-        yield finding("name-too-long", job.manifest, message, "a shorter metadata.name")
 
 
 def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:

@@ -178,10 +178,6 @@ class DamagedCheckpoint(UserError, id="damaged-checkpoint"):
     """A checkpoint is incomplete or its checksums do not match. An older checkpoint may be good."""
 
 
-class ChecksumError(DamagedCheckpoint, id="damaged-checkpoint"):
-    """A file of a checkpoint was read, and its bytes differ from the saved bytes."""
-
-
 class CallbackError(UserError, id="callback"):
     """A callback of `aliquot.train` raised an exception."""
 

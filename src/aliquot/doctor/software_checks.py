@@ -70,7 +70,8 @@ def judge_versions(versions: Mapping[str, str]) -> Verdict:
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
     observed = f"Python {sys.version.split()[0]}, {shown}"
     for package, fixed, level, meaning, version_to_install in _TRAPS:
-        if package in versions and _numbers(versions[package]) < fixed:
+        numbers = re.findall(r"\d+", versions.get(package, "").partition("+")[0])[:2]
+        if numbers and tuple(map(int, numbers)) < fixed:
             return level, observed, meaning, f"install {version_to_install}"
     for package, meaning in _GONE.items():
         if package in versions:
@@ -108,10 +109,6 @@ def installed(*packages: str) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:2])
 
 
 def _compile(name: str, program: str, *flags: str) -> str | None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aliquot.core.decode import has_checksum, parse_json, read_json, with_checksum
-from aliquot.core.errors import ChecksumError, DamagedCheckpoint, ResumeError, UserError, reading
+from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, reading
 from aliquot.core.small_files import open_regular, read_small_file
 from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, BlockShares
 from aliquot.tensor_io.publish import is_plain_name
@@ -221,7 +221,7 @@ def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[
             pairs = enumerate(zip(actual, recorded, strict=False))
             damaged = next((i for i, (crc, saved) in pairs if crc != saved), min(len(actual), len(recorded)))
             message = f"damaged: the block at byte {damaged * BLOCK_BYTES} differs from the saved block"
-            raise ChecksumError(message, directory / name)
+            raise DamagedCheckpoint(message, directory / name)
 
 
 def _check_size(path: Path, record: FileRecord) -> None:
