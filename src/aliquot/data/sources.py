@@ -59,8 +59,7 @@ def sources_of(
     held_out: dict[str, Source] = {}
     if section.eval_path is not None:
         eval_section = section.model_copy(update={"path": section.eval_path, "dataset": None})
-        found = FileSource.find(eval_section, cache, "data.eval_path", report)
-        held_out[""] = replace(found, names_own_fields=False)
+        held_out[""] = replace(FileSource.find(eval_section, cache, "data.eval_path", report), names_own_fields=False)
     elif section.eval_split is not None:
         held_out[""] = HubSource.load(section.model_copy(update={"split": section.eval_split}), cache, "data.dataset")
     elif (fraction := section.eval_fraction) > 0:
