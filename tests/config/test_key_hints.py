@@ -108,7 +108,10 @@ def test_hints_do_not_shadow_keys_of_aliquot() -> None:
         ("train.evaluation_strategy=steps", "; write train.eval_steps"),
         ("train.logging_dir=logs", "; write run.directory"),
         ("data.max_seq_length=5", "; write data.sequence_length"),
-        ("train.gradient_checkpointing=true", "gradient_checkpointing cannot be true: choose none, selective, full"),
+        (
+            "train.gradient_checkpointing=true",
+            "gradient_checkpointing cannot be true: choose auto, none,",
+        ),
         ("training.steps=5", "unknown key training; write train.max_steps for steps"),
         ("train.nobody_calls_it_so=1", "unknown key train.nobody_calls_it_so"),
         (

@@ -227,7 +227,7 @@ def test_states_go_to_disk_if_host_memory_is_short() -> None:
 
 def test_auto_communicates_once_a_step_over_slow_networks() -> None:
     """GPUs that cannot keep gradients whole reduce them with every micro-batch, unless the engine is host."""
-    train = {"global_batch_size": 64, "per_device_train_batch_size": 1}
+    train = {"global_batch_size": 64, "per_device_train_batch_size": 1, "gradient_checkpointing": "none"}
     config = planned_config(
         WIDE, launch={"device": "cuda", "ranks": 1, "threads_per_rank": 24}, train=train, data={"sequence_length": 2048}
     )

@@ -122,7 +122,8 @@ def test_frozen_layers_go_to_disk_last() -> None:
 
 
 def limited(gib: float, **train: object) -> RunConfig:
-    return planned_config(WIDE, shard={"engine": "host", "offload": "disk", "memory": gib}, train=train)
+    shard = {"engine": "host", "offload": "disk", "memory": gib}
+    return planned_config(WIDE, shard=shard, train={"gradient_checkpointing": "none", **train})
 
 
 def test_plan_states_disk_use_and_cost() -> None:

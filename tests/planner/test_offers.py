@@ -132,7 +132,7 @@ def test_offer_arguments_give_the_offered_run(found: list[Offer]) -> None:
         assert pasted.cluster is not None and pasted.cluster.instance_types == [each.plan.instance]
         assert (pasted.cluster.nodes, pasted.cluster.ranks_per_node) == (each.plan.nodes, each.plan.ranks_per_node)
         world = each.plan.nodes * each.plan.ranks_per_node
-        assert batch_size(pasted.train, world) == BatchSize(each.global_batch, each.micro_batch)
+        assert batch_size(pasted.train, world) == BatchSize(each.global_batch, each.plan.micro_batch)
         assert pasted.train.max_steps == each.plan.steps
 
 
@@ -172,7 +172,7 @@ def test_the_lines_replace_a_batch_in_tokens() -> None:
     config = read_config(CONFIG, own)
     found = offers(config, Workload.assumed(config), OfferRequest(TOKENS, "cost", SPOT, [32], [1], [2], "c7i.24xlarge"))
     pasted = read_config(CONFIG, [*own, *found[0].arguments.split()])
-    assert batch_size(pasted.train, 2) == BatchSize(32, found[0].micro_batch)
+    assert batch_size(pasted.train, 2) == BatchSize(32, found[0].plan.micro_batch)
 
 
 def test_burstable_types_are_left_out_by_name() -> None:

@@ -14,17 +14,21 @@ import pytest
 from rich.console import Console
 
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import UserError
+from aliquot.core.errors import UnsupportedModelError, UserError
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.engine_plan import Unsharded
+from aliquot.engines.engine_plan import OnDisk, Unsharded
 from aliquot.engines.host.host_memory import published_bytes
 from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check
 from aliquot.planner.advice import _plans, _set, with_advice
-from aliquot.planner.automatic_settings import plan_with_regular_saves
+from aliquot.planner.automatic_settings import (
+    plan_with_least_recomputation,
+    plan_with_regular_saves,
+    with_settings,
+)
 from aliquot.planner.memory_phases import COMPILER_BYTES
 from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.pictures import memory_svg
@@ -140,6 +144,68 @@ def test_micro_batch_surely_fits() -> None:
         assert plan(config, Machine.from_numbers(memory / GIB, 16, 10), 1, 2).micro_batch == size
 
 
+def test_recomputation_is_the_least_that_fits() -> None:
+    """It comes before larger micro-batches. A run that fits in no way is planned with all recomputation."""
+    train = {"global_batch_size": 64, "per_device_train_batch_size": "auto"}
+    config = planned_config(LLAMA, train=train, data={"sequence_length": 1024}, shard={"engine": "host"})
+    planner, layout = Planner(PlannedModel(config), SERVER), RankLayout(1, 2, 8, "cpu")
+
+    def chosen(kind: str, memory_bytes: float, micro: int | str = "auto") -> Plan:
+        settings = {"train.gradient_checkpointing": kind, "train.per_device_train_batch_size": micro}
+        planner.machine = replace(SERVER, memory_bytes=int(memory_bytes))
+        return planner.plan(with_settings(config, settings), layout, Workload.assumed(config))
+
+    found = []
+    for kind in ("none", "selective", "full"):
+        alone = chosen(kind, SERVER.memory_bytes, micro=1)
+        needed = 2 * alone.peak_bytes_per_rank + alone.beside_bytes
+        for memory_bytes in (needed, needed - 2):
+            made = chosen("auto", memory_bytes)
+            found.append((made.gradient_checkpointing, made.micro_batch, made.fits))
+    assert found == [
+        ("none", 1, True), ("selective", 1, True), ("selective", 1, True), ("full", 1, True), ("full", 1, True),
+        ("full", 1, False),
+    ]  # fmt: skip
+
+
+NOTHING = {"fits": False}
+FSDP = {"engine": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("plans", "kind"),
+    [
+        ([{}], "none"),  # no other plan is made
+        ([NOTHING, {}], "selective"),
+        ([NOTHING, NOTHING, {"step_s": 99.0}], "full"),
+        ([NOTHING, NOTHING, NOTHING], "full"),
+        ([NOTHING, None, {}], "full"),  # the model supports no selective checkpointing
+        ([NOTHING, None, None], "none"),
+        ([FSDP, {"step_s": 9.0}], "selective"),  # memory for engine host
+        ([FSDP, FSDP, {"step_s": 9.0}], "full"),
+        ([FSDP, {"step_s": 9.9}, {"step_s": 11.0}], "none"),
+        ([FSDP, NOTHING, NOTHING], "none"),
+        ([{"on_disk": OnDisk(layers=1)}, {"step_s": 9.0}], "selective"),
+    ],
+    ids=str,
+)
+def test_recomputation_saves_time_only_if_memory_is_short(plans: list[dict[str, Any] | None], kind: str) -> None:
+    remaining = iter(zip(("none", "selective", "full"), plans, strict=False))
+    base = planned(train={"gradient_checkpointing": "none"})
+
+    def plan_of(changed: RunConfig) -> Plan:
+        tried, changes = next(remaining)
+        assert changed.train.gradient_checkpointing == tried
+        if changes is None:
+            raise UnsupportedModelError("no activation checkpointing")
+        limit = base.limit_bytes_per_node if changes.get("fits", True) else 0
+        values = {name: value for name, value in changes.items() if name != "fits"}
+        return replace(base, limit_bytes_per_node=limit, gradient_checkpointing=tried, **{"step_s": 10.0, **values})
+
+    made = plan_with_least_recomputation(planned_config(LLAMA), "host", plan_of)
+    assert made.gradient_checkpointing == kind and not list(remaining)
+
+
 def test_recorded_choices_are_kept_while_they_suit() -> None:
     """A resumed run keeps its micro-batch, unless it spreads unevenly over the ranks."""
     train = {"per_device_train_batch_size": "auto", "global_batch_size": 8}
@@ -158,7 +224,8 @@ def test_recorded_choices_are_kept_while_they_suit() -> None:
 
 def test_auto_is_what_fits() -> None:
     """Eight nodes: host's copy of the weights and sums for others do not fit, shards of all of it do."""
-    config = planned_config(LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24})
+    large = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    config = planned_config(large, train={"gradient_checkpointing": "none"})
     model, layout = PlannedModel(config), RankLayout(8, 2, 2, "cpu")
     found = {}
     for memory_gib in (1.2, 2, 4, 8):

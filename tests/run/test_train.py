@@ -603,6 +603,24 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
     assert batch_size(again.train, 1) == BatchSize(8, 4)
 
 
+def test_run_recomputes_as_its_memory_requires(tmp_path: Path) -> None:
+    """The loss curve does not depend on the choice, which a resumed run keeps."""
+    llama = yaml.safe_load(write_config(tmp_path).read_text())["model"]["config"]
+    model = {"config": llama | {"num_hidden_layers": 8, "max_position_embeddings": 256}}
+
+    def chosen(name: str, steps: int, **shard: float) -> str:
+        data, train = {"sequence_length": 256}, {"max_steps": steps, "per_device_train_batch_size": 5}
+        config = write_config(tmp_path, name, model=model, data=data, train=train, shard={"engine": "host", **shard})
+        aliquot.train(aliquot.read_config(config))
+        return read_config(tmp_path / name / "config.yaml").train.gradient_checkpointing
+
+    assert chosen("free", 2) == "none"
+    needed = json.loads((tmp_path / "free" / "ledger.json").read_text())["plan"]["peak_bytes_per_rank"]
+    assert chosen("short", 1, memory=(needed - 2**20) / 2**30) == "selective"
+    assert chosen("short", 2) == "selective"
+    assert curve(tmp_path / "short") == curve(tmp_path / "free")
+
+
 def test_run_goes_on_uncompiled_if_torch_compile_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first compiler in PATH ends with an error. In so many steps, compiled layers would save minutes."""
     compiler = tmp_path / "bin" / "g++"

@@ -175,7 +175,7 @@ def command(
         if as_json:
             print(json.dumps(result.as_json(), indent=1))
         else:
-            _print(result, names, settings.train.per_device_train_batch_size == "auto")
+            _print(result, names)
         if picture is not None:
             with writing(picture):
                 picture.write_text(memory_svg(result.plan))
@@ -198,7 +198,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
     from aliquot.data.workload import Workload, batch_size
     from aliquot.planner import fit_check
     from aliquot.planner.advice import with_advice
-    from aliquot.planner.automatic_settings import with_choices, with_settings
+    from aliquot.planner.automatic_settings import with_fixed_choices, with_settings
     from aliquot.planner.machine_profile import ensure_measured
     from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
     from aliquot.planner.planned_model import PlannedModel, with_model_limits
@@ -225,7 +225,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
         ensure_measured(machine, layout)
         update("planning the run")
         plan = planner.plan(config, layout, workload)
-        config = with_choices(config, plan.choices)
+        config = with_fixed_choices(config, plan)
         search = Search(planner, config, layout, workload, names)
         plan = with_advice(plan, search)
         problems = fit_check.problems(plan, machine)
@@ -244,7 +244,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
     return _Result(plan, fewest, machine, workload.source, problems, advice, better)
 
 
-def _print(result: _Result, names: dict[str, str], chooses_micro_batch: bool) -> None:
+def _print(result: _Result, names: dict[str, str]) -> None:
     from rich.console import Console
 
     from aliquot.planner import report
@@ -253,9 +253,6 @@ def _print(result: _Result, names: dict[str, str], chooses_micro_batch: bool) ->
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal  # a program that reads the output needs unwrapped lines
     console.print(report.summary(plan, result.problems, machine.name, result.source))
-    if chooses_micro_batch and plan.micro_batch > 1:
-        chosen = f"of {plan.micro_batch} sequences (train.per_device_train_batch_size: auto)"
-        console.print(report.Lines([f"{'micro-batches':16}{chosen}"]))
     if result.plan_on_fewest_nodes is not None:
         console.print(report.Lines([report.fewest(result.plan_on_fewest_nodes)]))
     if (idle := report.idle_gpus(plan, machine.gpus, names)) is not None:

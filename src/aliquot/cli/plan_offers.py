@@ -92,8 +92,8 @@ def _print_table(results: Sequence[Offer], title: str) -> None:
         "tokens/s": [f"{offer.plan.tokens_per_s:,.0f}" for offer in shown],
         "ranks": [str(offer.plan.ranks_per_node) for offer in shown],
         "batch": [str(offer.global_batch) for offer in shown],
-        "micro": [str(offer.micro_batch) for offer in shown],
-        "checkpointing": [str(offer.checkpointing) for offer in shown],
+        "micro": [str(offer.plan.micro_batch) for offer in shown],
+        "checkpointing": [offer.plan.gradient_checkpointing for offer in shown],
         "save every": [f"{offer.every:,} steps" for offer in shown],
     }
     show_table(columns, _OPTIONAL_COLUMNS, ("type",), title)

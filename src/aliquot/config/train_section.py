@@ -189,9 +189,9 @@ class TrainSection(Section):
     adam_epsilon: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this global norm; 0: do not clip."""
-    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Activations to recompute in the backward pass. selective: all but those of linear layers and attention; full:
-    whole layers."""
+    whole layers. auto: no more than the run needs to fit into memory, by the plan; a resumed run keeps the choice."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of forward and backward pass; master weights and moments follow optimizer_states. auto: bf16 where
     matrix products are faster in bf16 (CPUs with AMX, AVX512-BF16 or ARM's BF16, GPUs from Ampere on) and with fp8,
@@ -223,6 +223,11 @@ class TrainSection(Section):
     def micro_batch_size(self) -> int:
         """The value of per_device_train_batch_size; 1 for auto, until a plan has chosen."""
         return 1 if self.per_device_train_batch_size == "auto" else self.per_device_train_batch_size
+
+    @property
+    def chosen_checkpointing(self) -> Literal["none", "selective", "full"]:
+        """The value of gradient_checkpointing; none for auto, until a plan has chosen."""
+        return "none" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     @property
     def chosen_precision(self) -> Literal["bf16", "fp32"]:

@@ -134,7 +134,7 @@ def engine_spec(
         notes.append("engine deepspeed ignores shard.reduce_dtype: set communication_data_type in its JSON")
     return EngineSpec(
         precision=train.chosen_precision,
-        gradient_checkpointing=train.gradient_checkpointing,
+        gradient_checkpointing=train.chosen_checkpointing,
         reduce_dtype=config.shard.reduce_dtype,
         micro_batches=batch_size(train, topology.world_size).micro_batches(
             topology.world_size, config.data.source_count

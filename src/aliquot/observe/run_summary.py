@@ -27,12 +27,14 @@ _MIN_TIMED_STEPS = 10  # shorter runs do not show whether the plan's speed is wr
 
 def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -> None:
     """Print model, engine and machine, then `lines`, then the plan."""
-    machine, precision = record.machine, config.train.chosen_precision
+    machine, precision, kind = record.machine, config.train.chosen_precision, config.train.chosen_checkpointing
     learned = "" if record.learned == record.parameters else f", of which {record.learned:,} learn"
     computed = f"{precision} and fp8" if config.train.fp8 else precision
     compiled = ", compiled layers" if config.train.compile == "layers" else ""
+    recomputes = "" if kind == "none" else f", {kind} activation checkpointing"
     texts = (
-        f"{record.model}, {record.parameters:,} parameters{learned}, {computed}, engine {record.engine}{compiled}",
+        f"{record.model}, {record.parameters:,} parameters{learned}, {computed}, engine {record.engine}{compiled}"
+        f"{recomputes}",
         f"{record.placement}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
         *lines,
         *(foreseen(record.plan) if record.plan else ()),

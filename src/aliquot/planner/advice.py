@@ -61,7 +61,7 @@ def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
     if plan.engine != "host" and planner.engine(config, layout) == "host":  # engine host does not fit
         series.append(_fewer_ranks(search))
     if plan.bottleneck != "compute-bound":
-        series += [_larger_batches(config, layout), _larger_micro_batches(config, layout)]
+        series += _larger_batches(config, layout)
         if plan.engine != "host":
             # On GPUs, engine host is another way to keep states in host memory.
             host = {"shard.engine": "host"} | ({"shard.offload": "none"} if config.shard.offload == "cpu" else {})
@@ -93,18 +93,19 @@ def _plans(changes: Iterator[Change], search: Search) -> Iterator[tuple[str, Pla
                 yield change.description + (f" ({arguments})" if len(settings) > 1 else ""), made
 
 
-def _larger_batches(config: RunConfig, layout: RankLayout) -> Iterator[Change]:
+def _larger_batches(config: RunConfig, layout: RankLayout) -> list[Iterator[Change]]:
+    """Return two series: larger global batches, and larger micro-batches of the present global batch."""
     size = batch_size(config.train, layout.world_size)
-    for factor in _LARGER:
-        larger = BatchSize(factor * size.total, size.micro)
-        yield _with_batch(config, layout, larger, f"a global batch of {larger.total} sequences")
-
-
-def _larger_micro_batches(config: RunConfig, layout: RankLayout) -> Iterator[Change]:
-    size = batch_size(config.train, layout.world_size)
-    for micro in (factor * size.micro for factor in _LARGER):
-        if micro * layout.world_size <= size.total:
-            yield _with_batch(config, layout, BatchSize(size.total, micro), None)
+    batches = [BatchSize(factor * size.total, size.micro) for factor in _LARGER]
+    micro_batches = [BatchSize(size.total, factor * size.micro) for factor in _LARGER]
+    return [
+        (_with_batch(config, layout, larger, f"a global batch of {larger.total} sequences") for larger in batches),
+        (
+            _with_batch(config, layout, larger, None)
+            for larger in micro_batches
+            if larger.micro * layout.world_size <= size.total
+        ),
+    ]
 
 
 def _fewer_ranks(search: Search) -> Iterator[Change]:

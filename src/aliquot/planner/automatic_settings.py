@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import EngineError
+from aliquot.core.errors import EngineError, UnsupportedModelError
 from aliquot.data.workload import BatchSize
 from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.plan import Plan
@@ -14,12 +15,12 @@ PlanOf = Callable[[RunConfig], Plan]
 
 # For each setting that may be `auto`, the value without a plan; train.precision needs none (run/resolved_run.py)
 NO_CHOICES: dict[str, object] = {
-    "train.compile": "none", "train.per_device_train_batch_size": 1, "shard.replicate": "none",
-    "checkpoint.every": 500,
+    "train.gradient_checkpointing": "none", "train.compile": "none", "train.per_device_train_batch_size": 1,
+    "shard.replicate": "none", "checkpoint.every": 500,
 }  # fmt: skip
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32)  # sequences; also tried is all that a rank has, if that is less
-_MICRO_BATCH_GAIN = 1.05  # a larger micro-batch must make a step faster by this factor, because it needs more memory
+_CLEAR_GAIN = 1.05  # a larger micro-batch, or recomputation that the run fits without, must save this factor of time
 _COMPILE_WORTH_S = 300.0  # `train.compile: auto` compiles to save this; the compilation itself takes up to two minutes
 _COMPILE_GAIN = 0.01  # of a step; decides instead if the number of steps is unknown
 _SAVE_EVERY_S = 1800.0
@@ -53,6 +54,32 @@ def with_choices(config: RunConfig, choices: Mapping[str, object]) -> RunConfig:
     return with_settings(config, {key: value for key, value in choices.items() if setting(config, key) == "auto"})
 
 
+def with_fixed_choices(config: RunConfig, plan: Plan) -> RunConfig:
+    """Return the config with the choices of its plan fixed, for a search over other settings.
+
+    Activation checkpointing stays `auto`, because with other settings another value may be the least that fits.
+    """
+    requested = {"train.gradient_checkpointing": config.train.gradient_checkpointing}
+    return with_settings(with_choices(config, plan.choices), requested)
+
+
+def plan_with_least_recomputation(config: RunConfig, engine: str, plan_of: PlanOf) -> Plan:
+    """Plan a run with `train.gradient_checkpointing: auto`: it recomputes no more than memory requires.
+
+    Memory also requires another engine than `engine`, or states on disk. If more recomputation avoids this and makes a
+    step clearly faster, the run recomputes more.
+    """
+    plan = plan_of(with_settings(config, {"train.gradient_checkpointing": "none"}))
+    for kind in ("selective", "full"):
+        if plan.fits and plan.engine == engine and not plan.on_disk:
+            break
+        with suppress(UnsupportedModelError):  # the model does not support this kind
+            more = plan_of(with_settings(config, {"train.gradient_checkpointing": kind}))
+            if not plan.fits or (more.fits and more.step_with_messages_s * _CLEAR_GAIN <= plan.step_with_messages_s):
+                plan = more
+    return plan
+
+
 def plan_with_fast_micro_batch(config: RunConfig, world_size: int, must_be_1: bool, plan_of: PlanOf) -> Plan:
     """Plan a run with `train.per_device_train_batch_size: auto`.
 
@@ -66,7 +93,7 @@ def plan_with_fast_micro_batch(config: RunConfig, world_size: int, must_be_1: bo
     for size in () if must_be_1 else _larger_micro_batches(config, world_size):
         larger = with_size(size)
         surely_fits = larger.fits and larger.peak_bytes_per_rank <= (1 - UNCERTAINTY) * larger.limit_bytes
-        if not surely_fits or larger.step_with_messages_s * _MICRO_BATCH_GAIN > plan.step_with_messages_s:
+        if not surely_fits or larger.step_with_messages_s * _CLEAR_GAIN > plan.step_with_messages_s:
             break
         plan = larger
     return plan

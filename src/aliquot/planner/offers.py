@@ -64,8 +64,6 @@ class Offer:
     plan: Plan
     capacity: Capacity
     global_batch: int
-    micro_batch: int
-    checkpointing: str
     every: int  # steps between checkpoints
     restarts: float  # expected number of restarts
     total_s: float  # expected seconds of the run, with restarts
@@ -97,15 +95,19 @@ class Offer:
         in_sequences = " train.global_batch_tokens=null" if self.in_tokens else ""
         return (
             f"{where} train.global_batch_size={self.global_batch}{in_sequences}"
-            f" train.per_device_train_batch_size={self.micro_batch} train.gradient_accumulation_steps=null"
-            f" train.gradient_checkpointing={self.checkpointing} train.max_steps={self.plan.steps}"
+            f" train.per_device_train_batch_size={self.plan.micro_batch} train.gradient_accumulation_steps=null"
+            f" train.gradient_checkpointing={self.plan.gradient_checkpointing} train.max_steps={self.plan.steps}"
             f" checkpoint.every={self.every}"
         )
 
     def as_json(self) -> dict[str, Any]:
         values = {key: value for key, value in asdict(self).items() if key != "plan"}
-        keys = ("instance", "nodes", "ranks_per_node", "engine", "steps", "step_s", "tokens_per_s", "usd_per_hour")
-        return {**{key: getattr(self.plan, key) for key in keys}, **values, "set": self.arguments}
+        values |= {"checkpointing": self.plan.gradient_checkpointing, "set": self.arguments}
+        keys = (
+            "instance", "nodes", "ranks_per_node", "engine", "steps", "micro_batch", "step_s", "tokens_per_s",
+            "usd_per_hour",
+        )  # fmt: skip
+        return {key: getattr(self.plan, key) for key in keys} | values
 
     def goal_value(self, goal: Goal) -> float:
         return self.total_s if goal == "time" else self.usd
@@ -212,12 +214,12 @@ class _Search:
     def first_value(self, ec2: InstanceType) -> float:
         """Estimate the time or cost of a type from few plans; inf if none fits.
 
-        The plans use one or two ranks per node and full activation checkpointing. The fewest nodes that fit give the
-        cost, the most nodes that fit give the time.
+        The plans use one or two ranks per node. The fewest nodes that fit give the cost, the most nodes that fit give
+        the time.
         """
         goal = self.request.goal
         for count in sorted(self.request.nodes, reverse=goal == "time"):
-            offers = self._offers(ec2, [count], (1, 2), self.request.batches[-1:], product((1,), ("full",)))
+            offers = self._offers(ec2, [count], (1, 2), self.request.batches[-1:], (1,))
             value = min((offer.goal_value(goal) for offer in offers), default=math.inf)
             if value < math.inf:
                 return value
@@ -225,9 +227,7 @@ class _Search:
 
     def all_offers(self, ec2: InstanceType) -> Iterator[Offer]:
         request = self.request
-        return self._offers(
-            ec2, request.nodes, request.ranks, request.batches, product(_MICRO_BATCHES, ("none", "full"))
-        )
+        return self._offers(ec2, request.nodes, request.ranks, request.batches, _MICRO_BATCHES)
 
     def _offers(
         self,
@@ -235,22 +235,22 @@ class _Search:
         nodes: Sequence[int],
         ranks: Sequence[int],
         batches: Sequence[int],
-        ways: Iterator[tuple[int, str]],
+        micro_batches: Sequence[int],
     ) -> Iterator[Offer]:
-        """Yield the offers that fit. `ways`: micro-batches and checkpointing."""
+        """Yield the offers that fit, with the least activation checkpointing that fits."""
         machine = limit_to_pod(Machine.from_instance(ec2.name), self.config)
-        planner, pairs = Planner(self.model, machine), list(ways)
+        planner = Planner(self.model, machine)
         ranks_per_node = [machine.gpus] if machine.gpus else [count for count in ranks if count <= machine.cores]
         for count, rank_count in product(nodes, ranks_per_node):
             layout = machine.layout(self.config, count, rank_count)
             totals = batches or [batch_size(self.config.train, layout.world_size).total]
-            for total, (micro, checkpointing) in product(totals, pairs):
+            for total, micro in product(totals, micro_batches):
                 if total < layout.world_size or micro * layout.world_size > total:
                     continue
                 settings: dict[str, object] = {
                     "train.global_batch_size": total,
                     "train.per_device_train_batch_size": micro,
-                    "train.gradient_checkpointing": checkpointing,
+                    "train.gradient_checkpointing": "auto",
                     "train.max_steps": -(-self.request.tokens // round(total * self.workload.tokens)),
                     "checkpoint.every": 0,  # the best interval follows from this plan
                 }
@@ -285,9 +285,8 @@ class _Search:
         hourly = (plan.usd_per_hour if on_demand else plan.nodes * spot_usd) + plan.fees_usd_per_hour
         train = config.train
         yield Offer(
-            plan, capacity, int(train.global_batch_size or 0), train.micro_batch_size,
-            train.gradient_checkpointing, every, losses_a_second * total_s, total_s, hourly * total_s / 3600,
-            config.cluster is not None, train.global_batch_tokens is not None,
+            plan, capacity, int(train.global_batch_size or 0), every, losses_a_second * total_s, total_s,
+            hourly * total_s / 3600, config.cluster is not None, train.global_batch_tokens is not None,
         )  # fmt: skip
 
 

@@ -93,6 +93,7 @@ class Plan:
     compile: str = "none"  # layers | none
     fp8: bool = False  # linear layers multiply in fp8; memory and time are planned as for bf16
     micro_batch: int = 1  # sequences of a rank's forward pass
+    gradient_checkpointing: str = "none"  # none | selective | full
     host_phases: tuple[PhaseMemory, ...] = ()  # phases of host memory, if ranks compute on GPUs
     host_limit_bytes_per_node: int = 0
     off_by: float = 1.0  # factor by which the time of a step may be wrong, either way
@@ -134,6 +135,7 @@ class Plan:
         """The chosen value of each `section.key` that may be `auto` until a run is planned."""
         return {
             "train.precision": self.precision,
+            "train.gradient_checkpointing": self.gradient_checkpointing,
             "train.compile": self.compile,
             "train.per_device_train_batch_size": self.micro_batch,
             "shard.replicate": self.replicate,

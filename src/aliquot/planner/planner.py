@@ -13,6 +13,7 @@ from aliquot.planner.automatic_settings import (
     plan_compiled_if_it_pays,
     plan_replicated_if_faster,
     plan_with_fast_micro_batch,
+    plan_with_least_recomputation,
     plan_with_regular_saves,
     with_settings,
 )
@@ -71,6 +72,8 @@ class Planner(ModelOnMachine):
 
         if config.train.precision == "auto":
             return plan_of(with_settings(config, {"train.precision": self.machine.faster_precision(layout.device)}))
+        if config.train.gradient_checkpointing == "auto":
+            return plan_with_least_recomputation(config, self.engine(config, layout), plan_of)
         if config.train.per_device_train_batch_size == "auto":
             must_be_1 = self.shape.depends_on_micro_batches
             return plan_with_fast_micro_batch(config, layout.world_size, must_be_1, plan_of)
@@ -88,25 +91,20 @@ class Planner(ModelOnMachine):
         def fits(made: Plan) -> bool:
             return not fit_check.problems(made, self.machine)
 
-        engine, shard = self.engine(config, layout), config.shard
+        engine, shard, on_gpu = self.engine(config, layout), config.shard, layout.device == "cuda"
         made = plan_with(engine)
-        if shard.engine != "auto":
+        if on_gpu:
+            is_free = shard.collectives == "auto" and shard.replicate == "none" and not config.train.fp8
+            may_change = engine == "fsdp" and shard.offload == "none" and is_free
+        else:
+            # Engine fsdp has shared memory on a single node only, and neither compressed states nor offload to disk.
+            needs_host = shard.collectives == "shared_memory" or config.train.optimizer_states != "fp32"
+            may_change = engine == "host" and shard.offload != "disk" and not needs_host and not fits(made)
+        if shard.engine != "auto" or not may_change:
             return made
-        if layout.device == "cuda":
-            may_be_host = shard.offload == "none" and shard.collectives == "auto" and shard.replicate == "none"
-            if engine != "fsdp" or config.train.fp8 or not may_be_host:
-                return made
-            with_host = plan_with("host")
-            helps = with_host.step_with_messages_s < made.step_with_messages_s or not fits(made)
-            return with_host if helps and fits(with_host) else made
-        # Engine fsdp has shared memory on a single node only, and neither compressed states nor offload to disk.
-        needs_host = (
-            shard.collectives == "shared_memory" or config.train.optimizer_states != "fp32" or shard.offload == "disk"
-        )
-        if engine != "host" or needs_host or fits(made):
-            return made
-        with_fsdp = plan_with("fsdp")
-        return with_fsdp if fits(with_fsdp) else made
+        changed = plan_with("host" if on_gpu else "fsdp")
+        helps = changed.step_with_messages_s < made.step_with_messages_s or not fits(made)
+        return changed if helps and fits(changed) else made
 
     def plan_on_fewest_nodes(self, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan | None:
         """Plan an elastic run on its minimum number of nodes, because each node then needs the most memory.

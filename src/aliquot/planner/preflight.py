@@ -15,7 +15,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.machine.torch_compile import compilation_failure
 from aliquot.planner import fit_check
 from aliquot.planner.advice import with_advice
-from aliquot.planner.automatic_settings import with_choices
+from aliquot.planner.automatic_settings import with_choices, with_fixed_choices
 from aliquot.planner.fit_check import full_disks
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine, measure_disks
@@ -80,7 +80,7 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         )
         planner = Planner(PlannedModel(config, request.vocabulary), machine)
         plan = _plan_with_choices(planner, config, request.recorded, layout, workload, warn)
-        config = with_choices(config, plan.choices)
+        config = with_fixed_choices(config, plan)
         search = Search(planner, config, layout, workload)
         plan = with_advice(plan, search) if advise else plan
         problems = "; ".join(fit_check.problems(plan, machine))

@@ -48,18 +48,20 @@ class Lines:
 
 def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> RenderableType:
     """Format the run, whether it fits, its memory by phase, and lines for traffic, time and cost."""
-    ranks, threads = plan.ranks_per_node, plan.threads_per_rank
+    ranks, threads, kind = plan.ranks_per_node, plan.threads_per_rank, plan.gradient_checkpointing
     placement = f"{plan.nodes} x {count_of(ranks, 'rank')} x {count_of(threads, 'thread')}"
     compiled = ", compiled layers" if plan.compile == "layers" else ""
+    recomputes = "" if kind == "none" else f", {kind} activation checkpointing"
     fp8 = " and fp8 (planned as bf16)" if plan.fp8 else ""
     head = (
-        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}{fp8}, engine {plan.engine}{compiled},"
-        f" {placement} on {machine} ({plan.device})"
+        f"{plan.model}, {plan.parameters:,} parameters, {plan.precision}{fp8}, engine {plan.engine}{compiled}"
+        f"{recomputes}, {placement} on {machine} ({plan.device})"
     )
     on_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"
     lines = [
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_host} {_size(plan.local_bytes_per_step)}",
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
+        *([f"micro-batches   of {plan.micro_batch} sequences"] if plan.micro_batch > 1 else []),
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
         *([f"replicated      on {plan.nodes} nodes, which send gradients alone"] if plan.replicate == "nodes" else []),
         *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
@@ -84,10 +86,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         verdict = Text("does not fit: " + "; ".join(problems), style="red")
     else:
         where = " of GPU memory" if plan.host_phases else ""
+        of_host = f", {gib(plan.host_peak_bytes_per_rank)} of {gib(plan.host_limit_bytes)} of the machine's"
         words = f"fits: {gib(plan.peak_bytes_per_rank)} of {gib(plan.limit_bytes)}{where} a rank"
-        if plan.host_phases:
-            words += f", {gib(plan.host_peak_bytes_per_rank)} of {gib(plan.host_limit_bytes)} of the machine's"
-        verdict = Text(words, style="green")
+        verdict = Text(words + (of_host if plan.host_phases else ""), style="green")
     tables = [phases(plan, plan.phases, "GPU memory" if plan.host_phases else "")]
     tables += [phases(plan, plan.host_phases, "the machine's memory")] if plan.host_phases else []
     return Group(Text(head), verdict, *(part for table in tables for part in (Text(), table)), Text(), Lines(lines))

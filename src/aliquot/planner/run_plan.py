@@ -148,6 +148,7 @@ class RunPlan:
             compile="layers" if config.train.compile == "layers" else "none",
             fp8=config.train.fp8,
             micro_batch=size.micro,
+            gradient_checkpointing=config.train.chosen_checkpointing,
             device=layout.device,
             nodes=layout.nodes,
             ranks_per_node=layout.ranks_per_node,
@@ -202,7 +203,7 @@ class RunPlan:
         config, on_gpu = self.config, self.layout.device == "cuda"
         return Step(
             precision=config.train.chosen_precision,
-            checkpointing=config.train.gradient_checkpointing,
+            checkpointing=config.train.chosen_checkpointing,
             device=self.layout.device,
             looks_up=self.engine == "host",
             head_gradient=self.engine != "host",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -122,8 +123,6 @@ class Search:
         """
         layout, cores = self.layout, self.planner.machine.cores
         near = dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1))
-        automatic_ranks: dict[tuple[object, ...], int] = {}
-        seen = set()
         for nodes, ranks in product(node_counts or near, self._rank_counts()):
             threads = layout.threads_per_rank
             if layout.device == "cpu" and ranks != layout.ranks_per_node:
@@ -131,14 +130,10 @@ class Search:
             changed_layout = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
             for changed, settings in self._settings(changed_layout):
                 changes = settings | self._layout_changes(changed_layout)
-                if self._ranks_follow_batch and self._automatic_ranks(settings, nodes, automatic_ranks) != ranks:
+                if self._ranks_follow_batch and self._automatic_ranks(settings, nodes) != ranks:
                     changes["launch.ranks"] = ranks
-                if (key := tuple(changes.items())) not in seen:
-                    seen.add(key)
-                    try:
-                        plan = self.planner.plan(changed, changed_layout, self.workload, approximate=True)
-                    except UserError:  # settings that exclude each other
-                        continue
+                with suppress(UserError):  # settings that exclude each other
+                    plan = self.planner.plan(changed, changed_layout, self.workload, approximate=True)
                     yield Candidate(plan, changes, changed_layout, self.names)
 
     def _candidates_on_disk(self) -> Iterator[Candidate]:
@@ -171,14 +166,10 @@ class Search:
         is_automatic = self.config.launch.ranks == "auto" and self.names.get("launch.ranks") != "--ranks-per-node"
         return is_automatic and self.layout.device == "cpu"
 
-    def _automatic_ranks(self, changes: Mapping[str, object], nodes: int, cached: dict[tuple[object, ...], int]) -> int:
+    def _automatic_ranks(self, changes: Mapping[str, object], nodes: int) -> int:
         """Return the ranks per node that `launch.ranks: auto` chooses with these changes."""
         pasted = with_settings(self.config, {key: None if value == "null" else value for key, value in changes.items()})
-        sizes = pasted.train.global_batch_size, pasted.train.per_device_train_batch_size
-        key = (nodes, pasted.shard.engine, *sizes, pasted.train.gradient_accumulation_steps)
-        if key not in cached:
-            cached[key] = self.planner.machine.layout(pasted, nodes).ranks_per_node
-        return cached[key]
+        return self.planner.machine.layout(pasted, nodes).ranks_per_node
 
     def _settings(self, layout: RankLayout) -> Iterator[tuple[RunConfig, dict[str, object]]]:
         """Yield configs with the present global batch on `layout`, and the changes that lead to each."""
@@ -190,7 +181,7 @@ class Search:
         for engine, micro, checkpointing in product(
             dict.fromkeys((present_engine, "host", "fsdp")),
             dict.fromkeys((min(micros[0], share), *(size for size in micros[1:] if size <= share))),
-            dict.fromkeys((train.gradient_checkpointing, "none", "selective", "full")),
+            dict.fromkeys((train.gradient_checkpointing, "auto")),
         ):
             is_automatic = config.shard.engine == "auto" and engine == present_engine
             for states, reduce_dtype, offload in _state_settings(config, layout, engine):
