@@ -84,7 +84,7 @@ def test_configs_are_read(earlier: Path) -> None:
     for file in sorted(earlier.glob("*.yaml")):
         config, recorded = read_config(file), read_config(earlier / file.stem / "config.yaml")
         assert config.train.compile == "auto"  # a run records its choices in place of `auto`
-        keys = ("compile", "per_device_train_batch_size", "precision")
+        keys = ("compile", "gradient_checkpointing", "per_device_train_batch_size", "precision")
         assert with_settings(config, {f"train.{key}": getattr(recorded.train, key) for key in keys}) == recorded
 
 

@@ -110,7 +110,7 @@ def test_hints_do_not_shadow_keys_of_aliquot() -> None:
         ("data.max_seq_length=5", "; write data.sequence_length"),
         (
             "train.gradient_checkpointing=true",
-            "gradient_checkpointing cannot be true: choose auto, none,",
+            "cannot be true: choose auto, none, selective, full",
         ),
         ("training.steps=5", "unknown key training; write train.max_steps for steps"),
         ("train.nobody_calls_it_so=1", "unknown key train.nobody_calls_it_so"),

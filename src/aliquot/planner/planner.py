@@ -72,6 +72,8 @@ class Planner(ModelOnMachine):
 
         if config.train.precision == "auto":
             return plan_of(with_settings(config, {"train.precision": self.machine.faster_precision(layout.device)}))
+        if config.checkpoint.every == "auto":
+            return plan_with_regular_saves(config, plan_of)
         if config.train.gradient_checkpointing == "auto":
             return plan_with_least_recomputation(config, self.engine(config, layout), plan_of)
         if config.train.per_device_train_batch_size == "auto":
@@ -82,8 +84,6 @@ class Planner(ModelOnMachine):
         if config.shard.replicate == "auto":
             can_replicate = layout.nodes > 1 and layout.ranks_per_node > 1 and not config.train.fp8
             return plan_replicated_if_faster(config, can_replicate, plan_of)
-        if config.checkpoint.every == "auto":
-            return plan_with_regular_saves(config, plan_of)
 
         def plan_with(engine: str) -> Plan:
             return RunPlan(self, config, engine, layout, workload, approximate).make()

@@ -86,9 +86,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         verdict = Text("does not fit: " + "; ".join(problems), style="red")
     else:
         where = " of GPU memory" if plan.host_phases else ""
-        of_host = f", {gib(plan.host_peak_bytes_per_rank)} of {gib(plan.host_limit_bytes)} of the machine's"
+        host_words = f", {gib(plan.host_peak_bytes_per_rank)} of {gib(plan.host_limit_bytes)} of the machine's"
         words = f"fits: {gib(plan.peak_bytes_per_rank)} of {gib(plan.limit_bytes)}{where} a rank"
-        verdict = Text(words + (of_host if plan.host_phases else ""), style="green")
+        verdict = Text(words + (host_words if plan.host_phases else ""), style="green")
     tables = [phases(plan, plan.phases, "GPU memory" if plan.host_phases else "")]
     tables += [phases(plan, plan.host_phases, "the machine's memory")] if plan.host_phases else []
     return Group(Text(head), verdict, *(part for table in tables for part in (Text(), table)), Text(), Lines(lines))
