@@ -96,7 +96,7 @@ class CheckpointSection(Section):
     """Largest copy in memory of state that the next update would change before it is written; beyond it the update
     waits."""
     grace_s: PositiveFloat = Field(90.0, le=1e9)
-    """Time after SIGTERM or Ctrl-C to finish the step, save and end."""
+    """Time after SIGTERM or Ctrl-C to finish the micro-batch, save the last finished step and end."""
     on_error: Literal["stop", "warn"] = "stop"
     """What to do if a checkpoint, its copy in the mirror, metrics or events cannot be written."""
     best: bool = False
