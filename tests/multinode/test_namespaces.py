@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +14,7 @@ from types import MappingProxyType
 import pytest
 
 from tests.multinode.namespaces import Host, environment, two_hosts, why_not
-from tests.runs import curve, trained, write_config
+from tests.runs import curve, has_steps, trained, wait_for, write_config
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -78,8 +77,7 @@ def test_stop_signal_of_one_host_ends_both_within_a_step(tmp_path: Path, engine:
     with two_hosts() as hosts:
         at = f"launch.master_address={hosts[0].address}", "launch.master_port=29511"
         nodes = [start(host, config, f"launch.node_rank={number}", *at) for number, host in enumerate(hosts)]
-        while not (tmp_path / "two" / "metrics.jsonl").exists() or not curve(tmp_path / "two"):
-            time.sleep(0.02)
+        wait_for(lambda: has_steps(tmp_path / "two", 1), nodes[0])
         nodes[1].send_signal(signal.SIGTERM)
         outputs = [node.communicate(timeout=100)[0] for node in nodes]
         assert [node.returncode for node in nodes] == [143, 143], outputs

@@ -22,7 +22,7 @@ from aliquot.distributed.signals import Terminated
 from aliquot.observe.recorder import Recorder
 from aliquot.run import export_run, shutdown
 from aliquot.run.shutdown import StopPoll
-from tests.runs import curve, other_text, write_config
+from tests.runs import curve, has_steps, other_text, wait_for, write_config
 
 
 def stopped_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -89,11 +89,12 @@ def test_two_ranks_stop_within_a_long_step(tmp_path: Path, engine: str) -> None:
     sections = {"train": {"max_steps": 3, "global_batch_size": 2000}, "shard": {"engine": engine}}
     run(write_config(tmp_path, "undisturbed", **sections))
     command = ["aliquot", "train", str(write_config(tmp_path, **sections, launch={"ranks": 2}))]
-    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or not curve(tmp_path / "run"):
-        time.sleep(0.02)
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: has_steps(tmp_path / "run", 1), process)
     process.send_signal(signal.SIGTERM)
-    assert b"after step 1, which is saved" in process.communicate(timeout=60)[1] and process.returncode == 143
+    assert "after step 1, which is saved" in process.communicate(timeout=60)[1] and process.returncode == 143
     assert subprocess.run([sys.executable, "-m", *command], check=False).returncode == 0
     assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "undisturbed"), rel=1e-5)
 

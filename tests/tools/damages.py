@@ -58,7 +58,8 @@ class Run:
         is_newest, overrides = file.parent == self._newest, []
         if is_newest and draw.random() < 0.5:
             overrides = [f"checkpoint.mirror=file://{self._mirror}"]
-            shutil.copytree(self._stopped / "run/checkpoints", self._mirror / "run", dirs_exist_ok=True)
+            shutil.rmtree(self._mirror, ignore_errors=True)  # it has the last step of an earlier damage
+            shutil.copytree(self._stopped / "run/checkpoints", self._mirror / "run")
         try:
             self._train(*overrides)
         except UserError as error:
