@@ -338,7 +338,8 @@ def node(
     try:
         return warm.run("-c", NODE.format(changed=changed, ranks=ranks), "module", cold=cold, cwd=folder, timeout_s=60)
     finally:
-        left = [each for each in psutil.process_iter() if _is_in(folder, each)]
+        # On a busy machine, a process may need a moment to end after its launcher.
+        _, left = psutil.wait_procs([each for each in psutil.process_iter() if _is_in(folder, each)], timeout=5)
         for each in left:
             each.kill()
         assert not left
