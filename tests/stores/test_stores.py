@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import time
 from pathlib import Path
 
 import boto3
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 
 from aliquot.core.errors import StorageError, UserError
 from aliquot.stores.s3_store import S3Store
@@ -163,3 +166,20 @@ def test_missing_boto3_names_the_extra() -> None:
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr
     assert "s3://x needs boto3: pip install 'aliquot[s3]'" in told
+
+
+class SilentFileSystem(AsyncFileSystem):  # type: ignore[misc]
+    """A server that accepts a request and never answers."""
+
+    protocol = "silent"
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        await asyncio.sleep(600)
+        return b""
+
+
+def test_silent_server_of_an_asynchronous_file_system_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
+    monkeypatch.setattr("aliquot.stores.store._READ_LIMIT_S", 0.2)
+    with pytest.raises(StorageError, match="silent://there: FSTimeoutError"):
+        open_store("silent://there").read("corpus.txt", 0, 9)

@@ -25,6 +25,7 @@ from aliquot.core.errors import (
 from aliquot.core.small_files import publish_bytes
 
 _PART_BYTES = 64 << 20
+_READ_LIMIT_S = 600.0  # for one read of at most a part
 # Errors of fsspec's file systems that would recur if the request were repeated.
 _PERMANENT = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
 # Details of fsspec's file systems that tell one version of a file from another. Others are no sign of a change, such as
@@ -168,6 +169,8 @@ class FsspecStore(Store):
         self._fs: Any
         try:
             self._fs, self._root = url_to_fs(url)
+            # Asynchronous file systems wait for a silent server without limit.
+            self._limits = {"timeout": _READ_LIMIT_S} if self._fs.async_impl else {}
         except (ImportError, ValueError) as error:
             raise MissingToolError(f"{url}: {' '.join(str(error).split())}") from None
         except Exception as error:  # each file system raises different errors, also for an incomplete URL
@@ -184,14 +187,18 @@ class FsspecStore(Store):
             facts = {path: details or self._fs.info(path) for path, details in paths.items()}
         self._details |= facts
         return {
-            path.removeprefix(f"{self._root}/"): FileVersion(int(details["size"]), _version(details))
+            path.removeprefix(f"{self._root}/"): FileVersion(
+                # The hash covers for example the ETag, the generation or the time of change.
+                int(details["size"]),
+                hashlib.sha256(repr(sorted(details.items())).encode()).hexdigest(),
+            )
             for path, details in facts.items()
         }
 
     def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
         path = self._path(name)
         with self._request(FileNotFoundError, FileChangedError):
-            data = bytes(self._fs.cat_file(path, start=start, end=stop)) if start < stop else b""
+            data = bytes(self._fs.cat_file(path, start=start, end=stop, **self._limits)) if start < stop else b""
             if version is not None:  # checked after reading: the file had this version before, in `find`
                 self._fs.invalidate_cache()
                 _refuse_change(self._details[path], self._fs.info(path))
@@ -244,11 +251,6 @@ def _refuse_change(listed: Mapping[str, object], details: Mapping[str, object]) 
         )
         if before != now and type(before) is type(now):
             raise FileChangedError
-
-
-def _version(details: Mapping[str, object]) -> str:
-    """Return a hash of the details of a file, such as its ETag, generation or time of change."""
-    return hashlib.sha256(repr(sorted(details.items())).encode()).hexdigest()
 
 
 def is_url(text: str) -> bool:
