@@ -193,6 +193,7 @@ def test_messages_are_documents(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.long
 def test_stdlib_is_python_source_without_tests_and_packages() -> None:
     found = source("stdlib")
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -199,6 +199,7 @@ def test_rank_without_a_stack_report_is_named(tmp_path: Path) -> None:
     assert "; rank 0 stands still at gradient_exchange.py:9 in _update" in describe_stuck_ranks(own, 2)
 
 
+@pytest.mark.long
 def test_watchdog_that_is_beaten_lets_the_run_go_on(tmp_path: Path) -> None:
     program = """
 import sys, time

@@ -118,6 +118,7 @@ def test_waiting_node_ends_at_once_on_sigterm(tmp_path: Path, own: int) -> None:
         assert waiting.stderr.read() == "aliquot: stopped by SIGTERM before the nodes had met\n"
 
 
+@pytest.mark.long
 def test_a_missing_rank_is_named() -> None:
     port = free_port()
     with started([rank(3, 4, port, 200)]) as (early,):

@@ -121,6 +121,7 @@ def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True)
             assert torch.equal(left[tensor], right[tensor]), tensor
 
 
+@pytest.mark.long
 def test_host_engine_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     """Clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
     same(runs[world(HOST)], runs[world(FSDP)], "llama")

@@ -161,6 +161,7 @@ def test_disk_is_the_last_resort() -> None:
     assert told.startswith("What fits: shard.offload=disk ")
 
 
+@pytest.mark.long
 def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, machine = planned_config(WIDE), replace(Machine.from_numbers(0.8, 2, None), cpu=read_cpu())
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})

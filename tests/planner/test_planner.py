@@ -123,6 +123,7 @@ def test_micro_batch_grows_while_that_pays(model: dict[str, Any], train: dict[st
     assert planned(LLAMA | model, train=train, data=SHORT).micro_batch == size
 
 
+@pytest.mark.long
 def test_micro_batch_grows_to_save_messages() -> None:
     """Among 512 ranks, latency decides: each micro-batch of engine fsdp passes all ranks several times."""
     sizes = []

@@ -83,7 +83,7 @@ def ended(grace_s: float, how: str, *numbers: signal.Signals, program: str = RAN
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize("number", [SIGTERM, SIGINT])
+@pytest.mark.parametrize("number", [SIGTERM, pytest.param(SIGINT, marks=pytest.mark.long)])
 def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
     with started(60, "hangs") as process:
         process.send_signal(number)
@@ -111,9 +111,10 @@ def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
         (60, "saved", RANK, [SIGTERM], 143,
          ["after step 5, the last, which is saved: start again for the rest [terminated]"]),
         # The run directory does not answer.
-        (4, "hangs", RANK.replace(LOSS, "time.sleep(600)"), [SIGTERM], 1,
+        pytest.param(
+         4, "hangs", RANK.replace(LOSS, "time.sleep(600)"), [SIGTERM], 1,
          ["the run saves and stops; a second signal ends it at once, losing an unknown number of steps",
-          "not saved within checkpoint.grace_s = 4 s"]),
+          "not saved within checkpoint.grace_s = 4 s"], marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_end_says_what_is_saved_and_what_is_lost(
@@ -136,13 +137,14 @@ def test_rank_of_a_round_ignores_a_second_signal(monkeypatch: pytest.MonkeyPatch
     assert code == 1 and "not saved within checkpoint.grace_s = 1 s" in errors  # it lived until then
 
 
-@pytest.mark.parametrize("number", [SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_shutdown_restores_the_signal_handlers(number: signal.Signals) -> None:
     code, output, errors = ended(60, "obeys", number)
     assert code == 0 and "Assertion" not in errors
     assert output.splitlines() == [str(int(number)), "over", "interrupted"]
 
 
+@pytest.mark.long
 def test_shutdown_obeys_with_a_full_stderr() -> None:
     with started(0.5, "hangs") as process:
         assert process.stderr is not None
@@ -188,6 +190,7 @@ def test_signal_ends_process_whose_main_thread_blocks() -> None:
     assert output == "stopped by SIGINT\n"
 
 
+@pytest.mark.long
 def test_disarmed_shutdown_has_no_deadline() -> None:
     """Reports and dashboards may take longer than the grace period, because all is saved."""
     program = RANK.replace("    while sys.argv[2] !=", "    stop.disarm()\n    time.sleep(1)\n    while sys.argv[2] !=")

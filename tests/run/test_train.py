@@ -603,6 +603,7 @@ def test_accumulation_and_the_global_batch_fix_the_micro_batch(tmp_path: Path) -
     assert batch_size(again.train, 1) == BatchSize(8, 4)
 
 
+@pytest.mark.long
 def test_run_recomputes_as_its_memory_requires(tmp_path: Path) -> None:
     """The loss curve does not depend on the choice, which a resumed run keeps."""
     llama = yaml.safe_load(write_config(tmp_path).read_text())["model"]["config"]
