@@ -67,11 +67,11 @@ def test_signal_within_a_step_saves_the_step_before(
     run(write_config(tmp_path, "undisturbed", **sections))
     file, ask, calls = write_config(tmp_path, **sections), StopPoll.__call__, count(1)
 
-    def asked(self: StopPoll) -> int:
+    def asked(self: StopPoll, at_once: bool = False) -> int:
         if next(calls) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)  # until it is heard
-        return ask(self)
+        return ask(self, at_once)
 
     with monkeypatch.context() as signals:
         signals.setattr(StopPoll, "__call__", asked)

@@ -30,14 +30,15 @@ def evaluate(
     batches: EvalBatches,
     ranks: Ranks,
     progress: Callable[[int, int], None],
-    stop_requested: Callable[[], int],
+    stop_requested: Callable[[bool], int],
 ) -> dict[str, float] | None:
     """Evaluate the model on one evaluation set. Collective.
 
     Args:
         progress: called with the number of finished micro-batches and the total, before the first micro-batch and
             after each micro-batch.
-        stop_requested: called before each micro-batch; if its result is not 0, the evaluation is given up.
+        stop_requested: called before each micro-batch, with whether it is the first; if its result is not 0, the
+            evaluation is given up.
 
     Returns:
         Loss and perplexity per predicted token, and bits per byte if the size of the text is known; for pairs of
@@ -48,7 +49,7 @@ def evaluate(
     total = batches.count(ranks.world_size)
     progress(0, total)
     for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size)):
-        if stop_requested():
+        if stop_requested(done == 0):
             return None
         result = engine.evaluate(micro_batch)
         if objective is not None and objective.rates_answers:
@@ -223,7 +224,7 @@ def _evaluate_sets(trainer: Trainer) -> dict[str, Evaluation]:
 
     results = {}
     for name, batches in run.held_out.items():
-        result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda: 0)
+        result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda _: 0)
         assert result is not None  # because nothing stops the evaluation
         loss, perplexity, bits = result.pop("loss"), result.pop("perplexity", None), result.pop("bits_per_byte", None)
         length, documents = batches.format.length, batches.store.documents

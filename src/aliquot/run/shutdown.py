@@ -255,9 +255,12 @@ class StopPoll:
         self._interval = self._left = 1  # micro-batches between two polls, and until the next poll
         self._asked_at = time.monotonic()
 
-    def __call__(self) -> int:
-        """Return the signal that any rank has received, or 0. Collective: all ranks call it before a micro-batch."""
-        self._left -= 1
+    def __call__(self, at_once: bool = False) -> int:
+        """Return the signal that any rank has received, or 0. Collective: all ranks call it before a micro-batch.
+
+        `at_once`: ask now, because an evaluation begins, which a signal gives up.
+        """
+        self._left = 0 if at_once else self._left - 1
         if self._left:
             return 0
         now = time.monotonic()
