@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -14,10 +15,13 @@ from typing import Any
 
 import pytest
 import typer.main
+from jsonschema import Draft202012Validator
 
 import aliquot
 from aliquot.cli.main import app
-from aliquot.config.read_config import read_config
+from aliquot.config.read_config import _Loader, read_config
+from aliquot.config.starters import schema_json
+from aliquot.core.decode import load_yaml
 from aliquot.core.errors import UserError, user_error_types
 from aliquot.distributed.signals import Terminated
 from aliquot.doctor.examine import CHECKS
@@ -30,6 +34,17 @@ KOREAN = ROOT / "docs" / "ko"
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+@cache
+def json_schema() -> Any:
+    return Draft202012Validator(json.loads(schema_json()))
+
+
+def check_config(file: Path) -> None:
+    """A config that aliquot reads is valid by the JSON schema, too, which an editor checks."""
+    read_config(file)
+    json_schema().validate(json.loads(json.dumps(load_yaml(file.read_text(), _Loader)[0], default=str)))
 
 
 def runs(block: Block) -> bool:
@@ -96,7 +111,7 @@ def test_configurations_are_valid(page: Path, tmp_path: Path, monkeypatch: pytes
     names = place_configs(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in names:
-        read_config(Path(name))
+        check_config(Path(name))
 
 
 @pytest.mark.long
@@ -122,7 +137,7 @@ def test_python_names_what_exists(page: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
 def test_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    read_config(example)
+    check_config(example)
     commands = list(header(example).commands())
     assert commands, "the comment at its head names no command"
     for words in commands:

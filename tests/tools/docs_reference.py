@@ -133,7 +133,8 @@ def _commands() -> Iterator[str]:
         told = [(each, *get_args(each.annotation)[:2]) for each in parameters]  # Annotated[kind, Argument or Option]
         arguments = [info.metavar or each.name.upper() for each, _, info in told if isinstance(info, ArgumentInfo)]
         yield from [f"## `{name}`", "", f"`{' '.join([name, *arguments])}`", ""]
-        yield from [" ".join((function.__doc__ or "").split()), "", "| option | default | meaning |", "|--|--|--|"]
+        head = ["", "| option | default | meaning |", "|--|--|--|"] if len(arguments) < len(told) else []
+        yield from [" ".join((function.__doc__ or "").split()), *head]
         for each, kind, info in told:
             if isinstance(info, OptionInfo):
                 # In Annotated the first name lies where a default would.

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ import typer
 
 from aliquot import __version__
 from aliquot.cli.options import Command, ConfigCommand, ConfigFile, Debug, Overrides
-from aliquot.cli.terminal import one_line_errors, run_rank, show_table
+from aliquot.cli.terminal import one_line_errors, run_rank, show_table, start_local_ranks
 from aliquot.core.errors import ClusterError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -166,19 +165,11 @@ def proof(
     Exit code 2: a node, the network or the file system is not as planned.
     """
     from aliquot.config.read_config import read_config
-    from aliquot.distributed import launcher
-    from aliquot.distributed.auto_ranks import resolve_auto_ranks
     from aliquot.doctor.node_proof import read_expected
 
     with one_line_errors(debug):
         settings, plan = read_config(config, []), read_expected(expected)
-        placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
-        if launcher.launch_mode(placed, os.environ) == "launcher":
-            arguments, automatic = ["-m", "aliquot", *sys.argv[1:]], reason is not None
-            with tempfile.TemporaryDirectory() as logs:
-                grace_s, shared = settings.checkpoint.grace_s, settings.run.directory
-                code = launcher.start_ranks(placed, arguments, Path(logs), grace_s, automatic, shared)
-            raise typer.Exit(code)
+        start_local_ranks(settings, settings.run.directory)
     run_rank(lambda: _prove(settings, plan), debug)
 
 

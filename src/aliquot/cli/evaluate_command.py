@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from aliquot.cli.options import Debug
-from aliquot.cli.terminal import one_line_errors, run_rank
+from aliquot.cli.terminal import one_line_errors, run_rank, start_local_ranks
 from aliquot.core.errors import UsageError
 from aliquot.core.number_format import count_of
 
@@ -92,8 +90,6 @@ def command(
         if apply_chat_template or any(value is not None for value in (include_path, num_fewshot, limit, batch_size)):
             raise UsageError("--include-path, --num-fewshot, --limit, --batch-size, --apply-chat-template need --tasks")
     from aliquot.config.evaluation_config import read_evaluation_config
-    from aliquot.distributed import launcher
-    from aliquot.distributed.auto_ranks import crowding_warning, resolve_auto_ranks
     from aliquot.machine.allocator import restart_with_allocator
 
     with one_line_errors(debug):
@@ -101,14 +97,7 @@ def command(
         from_options = [f"{key}={value}" for key, value in options.items() if value is not None]
         quiet = ["observe.console=quiet"] if as_json else []
         settings = read_evaluation_config(model, data, [*(overrides or []), *from_options, *quiet], base)
-        placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
-        if launcher.launch_mode(placed, os.environ) == "launcher":
-            if reason is None and (warning := crowding_warning(placed, settings)) is not None:
-                print(f"aliquot: {warning}", file=sys.stderr, flush=True)
-            arguments, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s
-            with tempfile.TemporaryDirectory(prefix="aliquot-evaluate-") as logs:
-                code = launcher.start_ranks(placed, arguments, Path(logs), grace_s, reason is not None)
-            raise typer.Exit(code)
+        start_local_ranks(settings)
 
     restart_with_allocator()
     from aliquot.run.evaluate import evaluate_model

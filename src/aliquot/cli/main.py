@@ -23,6 +23,7 @@ from aliquot.cli import (
     evaluate_command,
     export_command,
     generate_command,
+    init_command,
     instances_command,
     plan_command,
     report_command,
@@ -34,7 +35,7 @@ from aliquot.core.errors import UsageError
 from aliquot.machine.torch_compile import set_compile_cache
 
 # Commands that run without a supported torch. `doctor` reports an unsupported version as a finding.
-_WITHOUT_TORCH = {"cluster", "doctor", "instances", "report"}
+_WITHOUT_TORCH = {"cluster", "doctor", "init", "instances", "report", "schema"}
 
 app = typer.Typer(
     name="aliquot",
@@ -43,6 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command("init", cls=Command)(init_command.init_command)
 app.command("train", cls=ConfigCommand)(train_command.command)
 app.command("plan", cls=ConfigCommand)(plan_command.command)
 app.command("doctor", cls=Command)(doctor_command.command)
@@ -52,6 +54,7 @@ app.command("evaluate", cls=ConfigCommand)(evaluate_command.command)
 app.command("chat", cls=Command)(generate_command.chat_command)
 app.command("report", cls=Command)(report_command.command)
 app.command("instances", cls=Command)(instances_command.command)
+app.command("schema", cls=Command)(init_command.schema_command)
 app.add_typer(data_command.app, name="data")
 app.add_typer(cluster_command.app, name="cluster")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import typer
@@ -17,6 +19,8 @@ from aliquot.distributed.rank_errors import ERROR_LOG
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from aliquot.config.schema import RunConfig
 
 T = TypeVar("T")
 _PATIENCE_S = 1.0  # without a terminal, longer work prints one line of progress
@@ -62,6 +66,25 @@ def run_rank(rank: Callable[[], T], debug: bool) -> T:
             return rank()
         except Exception as error:
             raise typer.Exit(report_error(error, debug=debug)) from None
+
+
+def start_local_ranks(settings: RunConfig, shared: Path | None = None) -> None:
+    """Run this command as local ranks and exit with their code; return if this process is itself a rank, or alone.
+
+    The command writes no run directory, so the logs of the ranks are temporary. `shared`: a directory of all nodes.
+    """
+    from aliquot.distributed import launcher
+    from aliquot.distributed.auto_ranks import crowding_warning, resolve_auto_ranks
+
+    placed, reason = resolve_auto_ranks(launcher.apply_environment(settings.launch, os.environ), settings)
+    if launcher.launch_mode(placed, os.environ) != "launcher":
+        return
+    if reason is None and (warning := crowding_warning(placed, settings)) is not None:
+        print(f"aliquot: {warning}", file=sys.stderr, flush=True)
+    arguments, grace_s = ["-m", "aliquot", *sys.argv[1:]], settings.checkpoint.grace_s
+    with tempfile.TemporaryDirectory(prefix="aliquot-") as logs:
+        code = launcher.start_ranks(placed, arguments, Path(logs), grace_s, reason is not None, shared)
+    raise typer.Exit(code)
 
 
 def _print_error(line: str) -> None:

@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, WithJsonSchema, model_validator
 
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
@@ -52,6 +52,9 @@ class ModelSection(Section):
         return self
 
 
+_DEEPSPEED_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
+
+
 class ShardSection(Section):
     engine: Literal["auto", "host", "fsdp", "deepspeed"] = "auto"
     """host: states in host memory, communication between hosts once per step; on CPU weights once per NUMA node in
@@ -73,7 +76,7 @@ class ShardSection(Section):
     """A directory on a fast disk of each node, for offload: disk. Default: the run directory."""
     memory: PositiveFloat | None = None
     """GiB that the ranks of a node may use together. Default: the memory of the machine or container."""
-    deepspeed_config: dict[str, Any] | None = None
+    deepspeed_config: Annotated[dict[str, Any] | None, WithJsonSchema(_DEEPSPEED_SCHEMA)] = None
     """A DeepSpeed JSON (its path, or its content), which fills the keys that are not set."""
 
 
@@ -136,8 +139,17 @@ class LaunchSection(SectionWithNodes):
     rank computes, reads or writes for this long, and on GPUs at any time when a collective takes longer."""
 
 
+Dashboard = Literal["tensorboard", "wandb", "mlflow"]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 class ObserveSection(Section):
-    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(["tensorboard"])
+    report_to: Annotated[list[Dashboard], BeforeValidator(_as_list, list[Dashboard] | Dashboard)] = Field(
+        ["tensorboard"]
+    )
     """Dashboards for the metrics in metrics.jsonl: tensorboard/ in the run directory, Weights & Biases, an MLflow
     server. The latter two read their own environment variables; no server stops or slows a run."""
     prometheus: int | None = Field(None, ge=1, le=65535)
@@ -153,17 +165,6 @@ class ObserveSection(Section):
     """Generate from this prompt at the end of the run; a chat model gets it as a user's message."""
     sample_tokens: PositiveInt = 64
     """Number of tokens to generate from sample_prompt."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def accept_one_dashboard(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "tensorboard" in values:
-            raise ValueError(
-                "observe.tensorboard has a new name: write observe.report_to: [tensorboard], or [] for false"
-            )
-        if isinstance(values, dict) and isinstance(values.get("report_to"), str):
-            values = {**values, "report_to": [values["report_to"]]}
-        return values
 
 
 class RunConfig(Section):
