@@ -39,6 +39,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize(("faster", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_are_loaded_in_the_precision_that_auto_chooses(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: str, dtype: torch.dtype
+) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr("aliquot.models.generate.faster_precision_here", lambda device: faster)
+    assert load(tmp_path).model.dtype == dtype
+
+
 def talk(model: Path, said: str, *options: str) -> subprocess.CompletedProcess[str]:
     arguments = ["-m", "aliquot", "chat", str(model), "--max-new-tokens", "12", *options]
     return subprocess.CompletedProcess(*_piped(arguments, said))

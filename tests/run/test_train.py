@@ -35,8 +35,8 @@ from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.auto_ranks import resolve_auto_ranks
 from aliquot.distributed.topology import Topology
+from aliquot.machine.matmul import faster_precision_here
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.planner.planned_machine import Machine
 from aliquot.run.resolved_run import choose_precision
 from aliquot.run.training_loop import LossWatch
 from tests import plain
@@ -524,8 +524,8 @@ def test_nodes_of_a_new_run_agree_on_a_precision(monkeypatch: pytest.MonkeyPatch
 
     def chosen(ranks: Any, setting: str, recorded: Any) -> Any:
         ranks.topology, ranks.allowed_cores = Topology(ranks.rank, 2, 0, 1, ranks.rank, 2, "cpu", 1, ()), {0}
-        isa = ("amx", "avx2")[ranks.rank]
-        monkeypatch.setattr(Machine, "local", lambda cpu: Machine.from_numbers(8, 2, None, isa))
+        faster = ("bf16", "fp32")[ranks.rank]
+        monkeypatch.setattr("aliquot.run.resolved_run.faster_precision_here", lambda device: faster)
         train = TrainSection(precision=setting)
         return choose_precision(SimpleNamespace(ranks=ranks, requested=SimpleNamespace(train=train)), recorded)
 
@@ -535,7 +535,7 @@ def test_nodes_of_a_new_run_agree_on_a_precision(monkeypatch: pytest.MonkeyPatch
     assert all("is bf16 there and fp32 here" in error and "set train.precision" in error for error in errors)
 
 
-@pytest.mark.skipif(Machine.local().faster_precision("cpu") == "bf16", reason="this CPU has instructions for bf16")
+@pytest.mark.skipif(faster_precision_here("cpu") == "bf16", reason="this CPU has instructions for bf16")
 def test_precision_of_a_cpu_without_bf16(folder: Path, alone: Path) -> None:
     """A run keeps its precision where another one would be faster, and says so."""
     for steps, setting, why in ((1, "bf16", "train.precision is bf16"), (2, "auto", "this run began in bf16")):

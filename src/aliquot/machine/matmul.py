@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from aliquot.machine.cpu import Precision, faster_precision, read_cpu
+
 _FEWEST_ROWS, _FEWEST_COLUMNS, _SMALLEST_RIGHT_SIDE = 64, 512, 1 << 19
 _MKL, _NATIVE = "MKL", "not oneDNN"
 _VERBOSE_LINE = re.compile(r"onednn_verbose,.*exec,cpu,(?:matmul|inner_product),([^,]+),")
@@ -23,6 +25,16 @@ _SIZES = {"cpu": (192, 384, 768, 1536), "cuda": (8192,)}
 # Largest number of products per timing. Timed one by one, products reach 668 TFLOP/s on an H200, whereas products in
 # training steps reach 762 TFLOP/s.
 _PRODUCTS = {"cpu": 1, "cuda": 16}
+
+
+_AMPERE = 8  # major compute capability from which GPUs multiply bf16
+
+
+def faster_precision_here(device: str) -> Precision:
+    """Return what `train.precision: auto` chooses on this machine: bf16 where it is faster than fp32."""
+    if device == "cuda":
+        return "bf16" if torch.cuda.get_device_capability()[0] >= _AMPERE else "fp32"
+    return faster_precision(read_cpu().isa)
 
 
 @functools.cache

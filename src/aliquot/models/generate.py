@@ -16,6 +16,7 @@ from transformers import StoppingCriteria, TextIteratorStreamer
 from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
 from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError, resource_error
 from aliquot.core.template_process import TemplateFailure, in_template_process, render_chat
+from aliquot.machine.matmul import faster_precision_here
 from aliquot.models.adapter import STEM
 from aliquot.models.export import export_checkpoint
 from aliquot.models.model_config import model_of_run
@@ -96,10 +97,11 @@ class Loaded:
         return generated
 
 
-def load(directory: Path, base: str | None = None) -> Loaded:
-    """Load the model in `directory`, or the adapter in `directory` with its base model.
+def load(directory: Path, base: str | None = None, device: str = "cpu") -> Loaded:
+    """Load the model in `directory`, or the adapter in `directory` with its base model, onto a device.
 
-    `base` is the directory of the base model if the base model has moved since training.
+    `base` is the directory of the base model if the base model has moved since training. On a device that multiplies
+    faster in fp32 than in bf16, the weights become fp32; otherwise their dtype stays.
 
     Raises UserError if `directory` holds no model with a tokenizer.
     """
@@ -113,7 +115,7 @@ def load(directory: Path, base: str | None = None) -> Loaded:
         # transformers does not find an adapter under the file names of a checkpoint: export the adapter first.
         with tempfile.TemporaryDirectory() as folder:
             export_checkpoint(directory, Path(folder) / "export", "float32")
-            return load(Path(folder) / "export", base)
+            return load(Path(folder) / "export", base, device)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -129,9 +131,11 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     ByteMap.from_directory(directory, STEM if adapts else "model")
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
-        model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype="auto", use_safetensors=True)
+        dtype = "auto" if faster_precision_here(device) == "bf16" else torch.float32
+        model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype=dtype, use_safetensors=True)
         if whole != directory:
             model.load_adapter(str(directory))
+        model.to(device)
         model.generation_config = _one_by_one(model.generation_config)
         if (ids := joined_ends(model.generation_config.eos_token_id, ends)) is not None:
             model.generation_config.eos_token_id = ids  # an adapter has no generation config

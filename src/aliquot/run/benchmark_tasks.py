@@ -61,11 +61,11 @@ def evaluate_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=None if options.include_path is None else str(options.include_path))
     loaded_tasks = [task for name in _names(manager, tasks) for task in _load_task(manager, name)]
-    loaded = load(local_directory(model), base)
+    loaded = load(local_directory(model), base, "cuda" if torch.cuda.is_available() else "cpu")
     try:
         results = simple_evaluate(
             model=HFLM(
-                pretrained=loaded.model.to("cuda" if torch.cuda.is_available() else "cpu"),
+                pretrained=loaded.model,
                 tokenizer=loaded.tokenizer,
                 add_bos_token=None if loaded.prefix is None else bool(loaded.prefix),
                 batch_size=options.batch_size,

@@ -25,8 +25,8 @@ from aliquot.data.workload import batch_size
 from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import Ranks
-from aliquot.machine.cpu import Precision, read_cpu
-from aliquot.machine.matmul import caches_large_kernels, matmul_rate
+from aliquot.machine.cpu import Precision
+from aliquot.machine.matmul import caches_large_kernels, faster_precision_here, matmul_rate
 from aliquot.machine.memory import memory_limit
 from aliquot.models.adapter import BASE
 from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
@@ -35,7 +35,6 @@ from aliquot.models.traits import Traits, traits
 from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
 from aliquot.planner.compute_ceiling import Ceiling, ceiling
 from aliquot.planner.plan import Plan
-from aliquot.planner.planned_machine import Machine
 from aliquot.planner.preflight import PlanRequest, plan_together
 from aliquot.tensor_io.manifest import read_state
 
@@ -131,7 +130,7 @@ def choose_precision(trainer: Trainer, recorded: Precision | None) -> Precision:
         NodesDifferError: the faster precision is not the same on all nodes, and nothing else decides.
     """
     ranks, setting, device = trainer.ranks, trainer.requested.train.precision, trainer.ranks.topology.device
-    faster = Machine.local(read_cpu(allowed=ranks.allowed_cores)).faster_precision(device)
+    faster = faster_precision_here(device)
     precision = recorded if setting == "auto" else setting
     if precision is None:
         check_equal_on_ranks(ranks, lambda: {"the faster precision (set train.precision to one for all nodes)": faster})
