@@ -12,6 +12,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from aliquot.config.data_section import fitting_templates
 from aliquot.core.errors import UserError
 from aliquot.data.chat import (
     ANSWERS_NOT_WRITTEN,
@@ -305,9 +306,10 @@ def test_records_without_labels_have_a_reason() -> None:
 
 def test_a_chat_without_a_template_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"the tokenizer has no chat template, .*\. Set data\.chat_template .* zephyr, which suits"
+        UserError, match=r"the tokenizer has no chat template, .*\. Set data\.chat_template to zephyr, whose"
     ):
         learned({"messages": TALK, "context": 0})
+    assert fitting_templates(["<|im_start|>", "<|im_end|>", "<|eot_id|>"]) == "chatml or qwen or zephyr"
 
 
 GREETING = {"role": "assistant", "content": "dog"}

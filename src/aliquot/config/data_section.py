@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -20,6 +20,13 @@ CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {
     "qwen": ("<|im_start|>", "<|im_end|>"),
     "zephyr": (),
 }
+
+
+def fitting_templates(tokens: Collection[str]) -> str:
+    """Return the names of the chat templates whose special tokens are all among `tokens`, the tokens of a tokenizer."""
+    return " or ".join(name for name, needed in CHAT_TEMPLATES.items() if set(needed) <= set(tokens))
+
+
 Objective = Literal["sft", "dpo", "simpo", "orpo", "kto"]
 PAIR_OBJECTIVES: tuple[Objective, ...] = ("dpo", "simpo", "orpo")
 _DEFAULT_FIELDS: dict[Objective, tuple[str, ...]] = {

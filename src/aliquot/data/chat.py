@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aliquot.config.data_section import fitting_templates
 from aliquot.core.errors import TokenizerError
 from aliquot.data.chat_messages import (
     has_detail,
@@ -97,7 +98,7 @@ def _lay_out(record: dict[str, Any], text: str, tokenizer: TokenizerFacts, spec:
     as_text = spec.special_tokens_as_text and special is not None and tokenizer.is_fast
     special_notes = {} if special is None else {AS_TEXT if as_text else AS_TOKENS: repr(special[0])}
     if not spec.templated:
-        prompt, completion = _prompt_and_completion(record)
+        prompt, completion = _prompt_and_completion(record, tokenizer.special)
         if not completion.strip() and (spec.pairs or not everything):
             raise LeftOut(NO_ANSWER)
         notes |= {NOT_RENDERED: ""} if {"tools", "chat_template_kwargs"} & record.keys() else {}
@@ -176,12 +177,12 @@ def _messages(record: dict[str, Any]) -> tuple[Messages, int]:
     return [*system, {"role": "user", "content": question}, *answers], 0
 
 
-def _prompt_and_completion(record: dict[str, Any]) -> tuple[str, str]:
+def _prompt_and_completion(record: dict[str, Any], special: Sequence[str]) -> tuple[str, str]:
     if "messages" in record:
         raise TokenizerError(
             "the records are chats, but the tokenizer has no chat template, as for most base models, or"
-            " data.chat_template is none. Set data.chat_template to the template of the model's family (chatml, gemma,"
-            " llama3, mistral, qwen), or to zephyr, which suits every tokenizer"
+            f" data.chat_template is none. Set data.chat_template to {fitting_templates(special)}, whose special tokens"
+            " this tokenizer has"
         )
     system = f"{record['system']}\n\n" if "system" in record else ""
     if "prompt" in record:

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.data_section import CHAT_TEMPLATES, DataSection
+from aliquot.config.data_section import CHAT_TEMPLATES, DataSection, fitting_templates
 from aliquot.core.errors import MissingToolError, ModelFilesError, TokenizerError, UnsupportedModelError
 from aliquot.core.small_files import (
     hub_advice,
@@ -207,8 +207,8 @@ def _named_template(tokenizer: Any, name: str) -> str:
     if missing := [token for token in CHAT_TEMPLATES[name] if token not in added]:
         raise TokenizerError(
             f"data.chat_template: {name} writes {', '.join(missing)}, which this tokenizer would split into pieces: a"
-            f" model learns them badly. Add them with model.add_special_tokens={json.dumps(missing)}, or choose the"
-            " template of the model's family, or zephyr, which needs eos alone"
+            f" model learns them badly. Add them with model.add_special_tokens={json.dumps(missing)}, or choose"
+            f" {fitting_templates(added)}, whose special tokens this tokenizer has"
         )
     text = files("aliquot.data").joinpath("templates", f"{_FILES.get(name, name)}.jinja").read_text(encoding="utf-8")
     if "eos_token" in text and tokenizer.eos_token is None:
