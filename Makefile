@@ -114,9 +114,8 @@ wheel:
 	$(WHEEL)/env/bin/pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
 	$(WHEEL)/env/bin/pip install --quiet --constraint constraints.txt --retries 1 --timeout 20 \
 	  $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") $(WHEEL)/aliquot-*.whl
-	cp examples/quickstart.yaml $(WHEEL)
-	cd $(WHEEL) && env/bin/aliquot doctor && env/bin/aliquot plan quickstart.yaml --instance m7i.8xlarge && \
-	  env/bin/aliquot train quickstart.yaml train.max_steps=3
+	cd $(WHEEL) && env/bin/aliquot init quickstart . && env/bin/aliquot doctor && \
+	  env/bin/aliquot plan quickstart.yaml --instance m7i.8xlarge && env/bin/aliquot train quickstart.yaml train.max_steps=3
 
 # build/site/index.html: every page, every link checked.
 docs: $(INSTALLED)

@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator
 import aliquot
 from aliquot.cli.main import app
 from aliquot.config.read_config import _Loader, read_config
-from aliquot.config.starters import schema_json
+from aliquot.config.starters import schema_json, write_starter
 from aliquot.core.decode import load_yaml
 from aliquot.core.errors import UserError, user_error_types
 from aliquot.distributed.signals import Terminated
@@ -297,6 +297,8 @@ def check_aliquot(words: list[str]) -> None:
         command, words = command.commands[words[0]], words[1:]
     # Raises for options and kinds of values that the command does not have.
     parameters = command.make_context("aliquot", list(words)).params
+    if command.name == "init":  # the commands below it name what it writes
+        write_starter(parameters["kind"], parameters["directory"] or Path(parameters["kind"]))
     config = parameters.get("config")
     if config is not None and config.suffix == ".yaml":
         read_config(config, parameters.get("overrides") or ())

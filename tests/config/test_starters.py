@@ -41,7 +41,7 @@ def test_a_starter_is_a_complete_config(
     before = {file: file.read_bytes() for file in folder.iterdir()}
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 2 and again.stderr.count("\n") == 1, again.output
-    assert again.stderr.startswith(f"aliquot: {min(before)}: this file exists")
+    assert any(again.stderr.startswith(f"aliquot: {file}: this file exists") for file in before)
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 

@@ -25,10 +25,11 @@ def init_command(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a first config, with data that train at once, and a JSON schema for editors.
+    """Write a first config, with data that train at once.
 
     KIND is quickstart (a tiny model of Python code), text (a tiny model of a text), chat (a small chat model and chats)
-    or pairs (the same with pairs of answers). The first two need no download. The command overwrites no file.
+    or pairs (the same with pairs of answers). The first two need no download.
+    A JSON schema beside the config lets editors complete keys. The command overwrites no file.
     """
     with one_line_errors(debug):
         from aliquot.config.starters import write_starter
@@ -39,7 +40,7 @@ def init_command(
 
 
 def schema_command() -> None:
-    """Print the JSON schema of a config, by which an editor completes and explains keys."""
+    """Print the JSON schema of a config, for editors."""
     from aliquot.config.starters import schema_json
 
     print(schema_json(), end="")

@@ -68,12 +68,13 @@ def command(
     Other columns show vCPUs, EFA, AMX and the network.
     """
     with one_line_errors(debug):
+        from aliquot.catalogue.aws_answers import live_instances
         from aliquot.catalogue.instances import catalogue, instances
         from aliquot.core.errors import InstanceError
 
         if refresh:
             _refresh()
-        known = _live_types() if live else instances()
+        known = live_instances() if live else instances()
         types = [
             item for item in known
             if (name is None or any(fnmatchcase(item.name, pattern.strip()) for pattern in name.split(",")))
@@ -98,7 +99,9 @@ def command(
         if not types:
             raise InstanceError("no EC2 type matches all options")
         if as_json:
-            print(json.dumps([asdict(item) | _training_json(item, plans) for item in types], indent=1))
+            training = ("nodes", "tokens_per_s", "usd_per_billion_tokens") if plans is not None else ()
+            rows = [asdict(item) | {key: getattr((plans or {})[item.name], key) for key in training} for item in types]
+            print(json.dumps(rows, indent=1))
             return
         show_table(_columns(types, plans), _OPTIONAL_COLUMNS, ("type",))
         source = "types from AWS, this region" if live else f"catalogue of {catalogue().date}"
@@ -116,12 +119,6 @@ def command(
             if sharing:
                 print(f"left out: {len(sharing)} types, which {_SHARING}")
             print(f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost")
-
-
-def _live_types() -> Sequence[InstanceType]:
-    from aliquot.catalogue.aws_answers import live_instances
-
-    return live_instances()
 
 
 def _refresh() -> None:
@@ -152,14 +149,6 @@ def _sort_key(item: InstanceType, sort: str) -> tuple[float, str]:
 
 def _infinite_if_unknown(price: float | None) -> float:
     return price if price is not None else float("inf")
-
-
-def _training_json(item: InstanceType, plans: Mapping[str, Plan] | None) -> dict[str, object]:
-    """Return the training facts that --json adds to the facts of an instance type."""
-    if plans is None:
-        return {}
-    plan = plans[item.name]
-    return {name: getattr(plan, name) for name in ("nodes", "tokens_per_s", "usd_per_billion_tokens")}
 
 
 def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> dict[str, Plan]:

@@ -157,21 +157,12 @@ def _check(deepspeed: Mapping[str, Any], train: Mapping[str, Any], locations: Lo
     _check_types(deepspeed, locations)
     for path, value in leaves(deepspeed):
         rule = rule_for(path)
-        section = path.rpartition(".")[0]
         if rule is None and not any(key.startswith(f"{path}.") for key in RULES):
             near = difflib.get_close_matches(path, sorted(RULES), 1, 0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise _error(path, f"is no key of DeepSpeed that aliquot knows{hint}", locations)
         if rule is not None and rule.kind == "rejected" and not _is_harmless(rule, path, value, deepspeed):
             raise _error(path, f"is {value!r}: {rule.note}", locations)
-        if section in _OFFLOADS and path.endswith(".device") and value == "nvme":
-            nvme = deepspeed["zero_optimization"][section.rpartition(".")[2]].get("nvme_path")
-            place = f"{_place(path, locations)}: {section}"
-            if nvme is None or not Path(nvme).is_dir():
-                raise DeepspeedConfigError(f"{place} is to NVMe, but its nvme_path {nvme!r} is no directory")
-            raise DeepspeedConfigError(
-                f"{place} to NVMe is not supported, since checkpoints read parts in memory: use cpu"
-            )
     optimizer = deepspeed.get("optimizer", {}).get("type", "AdamW")
     if optimizer.lower() not in ("adam", "adamw", AUTO):
         raise _error("optimizer.type", f"is {optimizer!r}: only Adam and AdamW", locations)
