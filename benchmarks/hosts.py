@@ -3,9 +3,10 @@
 python benchmarks/hosts.py --json hosts.json                                         needs root: network namespaces
 python benchmarks/hosts.py --precision fp32 --tokens 128 --links none 1gbit          on cores without bf16
 
-Hosts are network namespaces of one core and one rank each; tc limits their links. The model has 125 M parameters and a
-learning rate of 2e-5. A row is the median of all rounds' steps after the first two; contestants alternate. `planned_s`
-and `planned_mb` are the plan's seconds and bytes of a step over that link, if each host has a core of its own.
+Hosts are network namespaces of one core and one rank each; tc limits their links. All contestants have tcmalloc if it
+is installed, one thread, and a core of their own. The model has 125 M parameters and a learning rate of 2e-5. A row is
+the median of all rounds' steps after the first two; contestants alternate. `planned_s` and `planned_mb` are the plan's
+seconds and bytes of a step over that link, if each host has a core of its own.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def main() -> None:
     given = smoke.parse(arguments, shape="tiny", precision="fp32", **shortest)
     if (reason := why_not()) is not None:
         sys.exit(reason)
+    from aliquot.machine.allocator import allocator_environment
+
+    preload = allocator_environment(os.environ).get("LD_PRELOAD", "")  # all contestants get the better allocator
     work = (given.shape, given.precision, str(given.tokens), str(given.micro_batches), str(UNTIMED + given.steps))
     seconds: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     sent: dict[tuple[int, str, str], float] = {}
@@ -71,6 +75,7 @@ def main() -> None:
                 with switched_hosts(count, None if link == "none" else link) as hosts:
                     environ = {
                         "MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1",
+                        "LD_PRELOAD": preload,
                     }  # fmt: skip
                     prefixes = [host.command() for host in hosts]
                     for who in given.who:

@@ -204,7 +204,7 @@ SECTIONS = {
     ),
     "patches": ("Changed weights", "Size of the changed bf16 weights of a step, and speed of their encoding."),
     "long_run": ("Long runs", "*Growth*: median memory of the last tenth of the steps minus that of steps 20 to 40."),
-    "foresight": ("Accuracy of plans", "*Held out*: cases that were not used to write the planner."),
+    "foresight": ("Accuracy of plans", "The plan of each run, and what the run needed."),
 }
 _HEADERS = {
     "tokens_per_s": "tokens/s", "real_tokens_per_s": "real tokens/s", "mfu": "MFU",
@@ -224,7 +224,7 @@ _HEADERS = {
     "of these by one %": "of these by one unit in the last place, %", "bits a weight": "bits per weight",
     "s a step, 2nd tenth": "seconds per step, 2nd tenth", "of a core, s": "processor seconds", "disk, GB": "files, GB",
     "a document is a": "a document is one", "MiB at 20-40": "MiB, steps 20 to 40", "grown MiB": "growth, MiB",
-    "held_out": "held out", "memory_error": "memory error", "time_error": "time error", "wire_error": "error",
+    "memory_error": "memory error", "time_error": "time error", "wire_error": "error",
     "ours": "aliquot", "documents, M": "million documents", "pieces, M": "million pieces",
     "of a pair": "connections of two ranks of different hosts, at most", "idle": "connections without messages",
     "peers": "connected ranks", "descriptors, rank 0": "file descriptors, rank 0",
@@ -240,6 +240,7 @@ _HIDDEN = {
     "fsdp2_over",
     "over_unlimited",
     "of_step",
+    "held_out",
 }
 _PERCENT = ("error", "share")
 
