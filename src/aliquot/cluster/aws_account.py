@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.catalogue.aws_answers import aws_session
-from aliquot.cluster.aws_resources import ask_resources
+from aliquot.cluster.aws_resources import ask_resources, refusal
 from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import EFA
 from aliquot.cluster.job_view import job_views
@@ -18,7 +18,6 @@ from aliquot.config.cluster_section import ClusterSection
 _LUSTRE_PORT = 988
 _ADDRESSES_A_NODE = 60  # the VPC CNI keeps a spare network interface: two with 30 addresses on large types
 _ALL_ADDRESSES = "0.0.0.0/0"
-_NOT_ALLOWED = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 
 
 def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | None) -> list[RuleFinding]:
@@ -46,14 +45,9 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
             account.findings.extend(ask_resources(session, section))
         return account.findings
     except BotoCoreError as error:
-        reason = " ".join(str(error).split())
+        message = f"no answer: {' '.join(str(error).split())}"
         return [
-            finding(
-                "permission",
-                "AWS",
-                f"no answer: {reason}",
-                "run `aws configure`, or check on a machine that has credentials",
-            )
+            finding("permission", "AWS", message, "run `aws configure`, or check on a machine that has credentials")
         ]
 
 
@@ -73,8 +67,7 @@ class _Account:
         queries = []
         for term in terms:
             names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []
-            filters = [*_tag_filters(term), *names]
-            queries.append({"GroupIds": [term["id"]]} if "id" in term else {"Filters": filters})
+            queries.append({"GroupIds": [term["id"]]} if "id" in term else {"Filters": [*_tag_filters(term), *names]})
         return self._ask("security-group", where, "describe_security_groups", "SecurityGroups", "GroupId", queries)
 
     def subnets(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
@@ -91,20 +84,8 @@ class _Account:
                 answers |= {item[identity]: item for item in getattr(self.ec2, operation)(**query)[answer]}
             except self.refusal as error:
                 refused = True
-                self.findings.append(_refused(error, rule, where))
+                self.findings.append(refusal(error, rule, where))
         return list(answers.values()) if answers or not refused else None
-
-
-def _refused(error: Any, rule: str, where: object) -> RuleFinding:
-    details, operation = mapping(error.response.get("Error")), error.operation_name
-    code, message = str(details.get("Code")), " ".join(str(details.get("Message")).split())
-    if code.endswith((".NotFound", ".Malformed")):
-        fix = "correct the id, or check in the account and region that it belongs to"
-        return finding(rule, where, f"{message} ({code})", fix)
-    if code in _NOT_ALLOWED:
-        return finding("permission", "AWS", f"{operation} was refused: {code}", f"a policy that allows ec2:{operation}")
-    fix = "try again, or send the request with the aws command"
-    return finding("permission", "AWS", f"{operation} failed: {code}: {message}", fix)
 
 
 def _node_class(

@@ -26,7 +26,7 @@ _MUCH_PULLED_BYTES = 100 * GIB  # costs 5 USD through a NAT gateway
 _P5_SPOT = "L-C4BD4855"
 _ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)(?::([^@]+))?(?:@(sha256:[0-9a-f]+))?")
 # Parts of the codes with which AWS says that something does not exist.
-_ABSENT = ("NoSuchEntity", "NotFound", "Unknown")
+_ABSENT = ("NoSuchEntity", "NotFound", "Unknown", "Malformed")
 
 
 def ask_resources(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -41,12 +41,19 @@ def ask_resources(session: Any, section: ClusterSection) -> Iterator[RuleFinding
         try:
             yield from check(session, section)
         except ClientError as error:
-            code = str(mapping(error.response.get("Error")).get("Code"))
-            if any(word in code for word in _ABSENT):
-                yield finding("aws-resource", "cluster", f"{error.operation_name}: {code}", "create it, or correct it")
-            else:
-                message = f"{error.operation_name} was refused: {code}"
-                yield finding("permission", "AWS", message, "a policy that allows it, or check by hand")
+            yield refusal(error, "aws-resource", "cluster")
+
+
+def refusal(error: Any, rule: str, where: object) -> RuleFinding:
+    """Convert botocore's ClientError to a finding of `rule` if a resource does not exist, else of `permission`."""
+    details = mapping(error.response.get("Error"))
+    code, message = str(details.get("Code")), " ".join(str(details.get("Message") or "").split())
+    reason = f"{code}: {message}" if message else code
+    if any(word in code for word in _ABSENT):
+        fix = "create it, or correct its name or id, in the account and region that it belongs to"
+        return finding(rule, where, f"{error.operation_name}: {reason}", fix)
+    fix = "a policy that allows it, or send the request with the aws command"
+    return finding("permission", "AWS", f"{error.operation_name} was refused: {reason}", fix)
 
 
 def _quota(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:

@@ -10,7 +10,7 @@ from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView, configs_of, job_views
 from aliquot.cluster.kind_schemas import KindSchema, supported
 from aliquot.cluster.manifests import ManifestObject, dig, select_kinds
-from aliquot.cluster.node_pool_view import PoolView, pool_view
+from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
 from aliquot.cluster.rules_environment import check_environment, check_hugepages
@@ -46,25 +46,20 @@ def check_manifests(
         check_pods_references(views, manifests),
         check_security(views, manifests),
         check_environment(views, pools, manifests),
-        *(rules for view in views for rules in _job_rules(view, pools, manifests, job)),
+        *(
+            check_job(view, job.section.trainer, job.plan, job.config.checkpoint.grace_s)
+            if job is not None
+            else check_job(view, None, None, _grace_s(view, manifests))
+            for view in views
+        ),
+        *(check_elastic(view, manifests) for view in views),
+        *(check_mounted_config(view, manifests) for view in views),
+        *(check_together(view, pools, manifests) for view in views),
+        *(check_hugepages(view) for view in views if pools),
         check_secrets(views, manifests),
         check_config(job) if job is not None else (),
     ]
     return errors_first([item for group in groups for item in group])
-
-
-def _job_rules(
-    view: JobView, pools: Sequence[PoolView], manifests: Sequence[ManifestObject], job: Job | None
-) -> list[Iterable[RuleFinding]]:
-    return [
-        check_job(view, job.section.trainer, job.plan, job.config.checkpoint.grace_s)
-        if job is not None
-        else check_job(view, None, None, _grace_s(view, manifests)),
-        check_elastic(view, manifests),
-        check_mounted_config(view, manifests),
-        check_together(view, pools, manifests),
-        check_hugepages(view) if pools else (),
-    ]
 
 
 def _grace_s(view: JobView, manifests: Sequence[ManifestObject]) -> float | None:
@@ -81,5 +76,5 @@ def check_job_of_config(job: Job, crds: Sequence[KindSchema] = ()) -> list[RuleF
 
 
 def errors_first(findings: Sequence[RuleFinding]) -> list[RuleFinding]:
-    unique = list(dict.fromkeys(findings))
-    return sorted(unique, key=lambda item: item.level != "error")
+    """Return the findings without repetitions."""
+    return sorted(dict.fromkeys(findings), key=lambda item: item.level != "error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -32,7 +33,7 @@ class JobView:
     processes: object  # numProcPerNode: an integer, or a word such as `auto`
     image: str
     env: list[dict[str, Any]]
-    patches: list[dict[str, Any]]  # pod specs in the TrainJob, which the controller merges over the runtime's pod spec
+    pod_specs: list[dict[str, Any]]  # the runtime's pod spec, and the TrainJob's, which the controller merges over it
     node_selector: dict[str, str]
     tolerations: list[dict[str, Any]]
     volumes: list[dict[str, Any]]
@@ -49,6 +50,12 @@ class JobView:
     def queue(self) -> object:
         """The name of Kueue's LocalQueue, or None."""
         return self.manifest.get("metadata", "labels", _QUEUE)
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the trainer's command and arguments."""
+        trainer = mapping(self.manifest.get("spec", "trainer"))
+        return [str(word) for key in ("command", "args") for word in listed(trainer.get(key))]
 
     @property
     def cpu_millicores(self) -> int | None:
@@ -83,7 +90,7 @@ def job_views(manifests: Sequence[ManifestObject]) -> list[JobView]:
     return [_view(job, runtimes) for job in select_kinds(manifests, "TrainJob")]
 
 
-def pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return (pod metadata, pod spec) of every patch in a TrainJob.
 
     Kubeflow Trainer 2.1 calls the patches podTemplateOverrides, later versions call them runtimePatches.
@@ -107,12 +114,12 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
     runtime_key = (kind, job.get("spec", "runtimeRef", "name"))
     runtime = next((item for item in runtimes if (item.kind, item.name) == runtime_key), None)
-    base = runtime_pod(runtime)
-    base_spec, base_container = mapping(base.get("spec")), _node_container(mapping(base.get("spec")))
-    init_containers = mappings(base_spec, "initContainers")
+    base = next((mapping(spec.get("template")) for name, spec in job_specs(runtime) if name == NODE), {})
+    base_spec = mapping(base.get("spec"))
+    base_container, init_containers = _node_container(base_spec), mappings(base_spec, "initContainers")
     sidecars = [item for item in mappings(base_spec, "containers") if item != base_container]
     sidecars += [item for item in init_containers if item.get("restartPolicy") == "Always"]
-    patches = pod_patches(job)
+    patches = _pod_patches(job)
     specs = [base_spec, *(spec for _, spec in patches)]
     metadata = [mapping(base.get("metadata")), *(item for item, _ in patches)]
     trainer = mapping(job.get("spec", "trainer"))
@@ -127,7 +134,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         processes=trainer.get("numProcPerNode", runtime and runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")),
         image=str(trainer.get("image") or base_container.get("image") or ""),
         env=[*listed(base_container.get("env")), *listed(trainer.get("env"))],
-        patches=[spec for _, spec in patches],
+        pod_specs=specs,
         node_selector=_merged([mapping(spec.get("nodeSelector")) for spec in specs]),
         tolerations=[item for spec in specs for item in listed(spec.get("tolerations"))],
         volumes=[item for spec in specs for item in listed(spec.get("volumes"))],
@@ -162,17 +169,9 @@ def job_specs(runtime: ManifestObject | None) -> list[tuple[object, dict[str, An
     return [(job.get("name"), mapping(dig(job, "template", "spec"))) for job in jobs]
 
 
-def runtime_pod(runtime: ManifestObject | None) -> dict[str, Any]:
-    """Return the pod template of the runtime's replicated job `node`; empty without such a job."""
-    return next((mapping(spec.get("template")) for name, spec in job_specs(runtime) if name == NODE), {})
-
-
 def pod_spec(job: JobView) -> dict[str, Any]:
     """Return the pod spec of the job: the runtime's pod spec with the patches of the TrainJob merged over it."""
-    spec: dict[str, Any] = mapping(runtime_pod(job.runtime).get("spec"))
-    for patch in job.patches:
-        spec = _patched(spec, patch)
-    return spec
+    return reduce(_patched, job.pod_specs)
 
 
 def _patched(base: Any, patch: Any) -> Any:

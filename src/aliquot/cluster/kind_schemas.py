@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -183,8 +183,7 @@ def expected_kind(schema: dict[str, Any]) -> str | None:
         return "quantity"
     if schema.get("x-kubernetes-int-or-string"):
         return "int-or-string"
-    kind: str | None = schema.get("type")
-    return kind
+    return cast("str | None", schema.get("type"))
 
 
 def _well_typed(value: Any, schema: dict[str, Any], path: str, violations: list[Violation]) -> Any:
@@ -226,8 +225,7 @@ def schema_below(schema: dict[str, Any], key: Any) -> dict[str, Any] | None:
     """Return the schema of field `key` in a mapping; None if the field is unknown, {} if any value is allowed."""
     properties, more = schema.get("properties", {}), schema.get("additionalProperties")
     if key in properties:
-        below: dict[str, Any] = properties[key]
-        return below
+        return cast("dict[str, Any]", properties[key])
     if isinstance(more, dict):
         return more
     opaque = schema.get("x-kubernetes-preserve-unknown-fields") or not properties

@@ -32,23 +32,11 @@ _OPERATORS = {
     "scheduling.volcano.sh": ("Volcano", "docs/guides/eks-jobs.md, Start all nodes or none"),
 }
 _POD_GROUPS = {"coscheduling": "scheduling.x-k8s.io", "volcano": "scheduling.volcano.sh"}  # podGroupPolicy -> API group
-# The objects that a job names: kind, rule, resource for kubectl, resource that a refusal names, and fix.
+# The objects that a job names: kind, rule, resource for kubectl, and fix.
 _NAMED_OBJECTS = (
-    ("LocalQueue", "queue", "localqueues.kueue.x-k8s.io", "clusterqueues", "kubectl apply -f QUEUES"),
-    (
-        "PriorityClass",
-        "priority-class",
-        "priorityclass",
-        "priorityclasses",
-        "kubectl create priorityclass {name} --value=1000",
-    ),
-    (
-        "ServiceAccount",
-        "service-account",
-        "serviceaccount",
-        "serviceaccounts",
-        "kubectl create serviceaccount {name} -n {namespace}",
-    ),
+    ("LocalQueue", "queue", "localqueues.kueue.x-k8s.io", "kubectl apply -f QUEUES"),
+    ("PriorityClass", "priority-class", "priorityclass", "kubectl create priorityclass {name} --value=1000"),
+    ("ServiceAccount", "service-account", "serviceaccount", "kubectl create serviceaccount {name} -n {namespace}"),
 )
 _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?: in API group "(?P<group>[^"]*)")?')
 
@@ -76,9 +64,16 @@ _NO_ANSWER = (
 class Refused(Exception):
     """kubectl failed; the message is the error output of kubectl."""
 
+    command = "kubectl"  # the command, without its options
+
     @property
     def last_line(self) -> str:
         return str(self).splitlines()[-1]
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the object or its kind does not exist."""
+        return "NotFound" in str(self) or "doesn't have a resource type" in str(self)
 
 
 @dataclass(frozen=True)
@@ -101,6 +96,7 @@ class Kubectl:
             raise Refused("the cluster does not answer") from None
         if result.returncode != 0:
             refused = Refused(result.stderr.strip() or f"exit code {result.returncode}")
+            refused.command = " ".join(["kubectl", *arguments[:2]])
             if refused.last_line.startswith(_NO_ANSWER):
                 raise ClusterError(
                     f"no cluster answers kubectl: {refused.last_line}. Choose one with"
@@ -117,8 +113,12 @@ class Kubectl:
 def ask_cluster(manifests: Sequence[ManifestObject], job: Job | None) -> list[RuleFinding]:
     """Run all checks that ask the cluster and AWS. Raises UserError if kubectl is not installed."""
     kubectl = kubectl_here()
-    checks = (_operators, _secrets, _quotas, _named_objects, _dry_run)
-    findings = [item for check in checks for item in check(kubectl, manifests)]
+    findings: list[RuleFinding] = []
+    for check in (_operators, _secrets, _quotas, _named_objects, _dry_run):
+        try:
+            findings += check(kubectl, manifests)
+        except Refused as refused:
+            findings.append(_permission(refused))
     return [*findings, *ask_account(manifests, job.section if job else None)]
 
 
@@ -138,24 +138,14 @@ def crds_of_cluster() -> list[KindSchema]:
 
 
 def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    try:
-        crds = {mapping(item.get("metadata")).get("name"): item for item in kubectl.get("customresourcedefinitions")}
-    except Refused as refused:
-        yield _permission("list", "customresourcedefinitions", refused)
-        return
-    groups = {str(dig(item, "spec", "group")) for item in crds.values()}
+    groups = {str(dig(item, "spec", "group")) for item in kubectl.get("customresourcedefinitions")}
     needed = {str(item.document.get("apiVersion")).partition("/")[0] for item in manifests}
     policies = (mapping(item.get("spec", "podGroupPolicy")) for item in manifests)
     needed |= {_POD_GROUPS[name] for policy in policies for name in policy if name in _POD_GROUPS}
     for group, (name, where) in _OPERATORS.items():
         if group in needed and group not in groups:
             yield finding("operator", group, f"{name} is not installed", f"install it: {where}")
-    try:
-        deployments = kubectl.get("deployments", "--all-namespaces")
-    except Refused as refused:
-        yield _permission("list", "deployments", refused)
-        return
-    yield from check_versions(Versions.from_deployments(deployments), manifests)
+    yield from check_versions(Versions.from_deployments(kubectl.get("deployments", "--all-namespaces")), manifests)
 
 
 def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -173,13 +163,12 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
                 template = "-o", "go-template={{range $key, $value := .data}}{{$key}}\n{{end}}"
                 keys = kubectl.run("get", "secret", str(name), "-n", space, *template).split()
             except Refused as refused:
-                if "NotFound" in str(refused):
-                    yield finding("secret", view.manifest, f"Secret {space}/{name} does not exist", fix)
-                else:
-                    yield _permission("get", "secrets", refused)
-                continue
-            if key not in keys:
-                yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
+                if not refused.is_absent:
+                    raise
+                yield finding("secret", view.manifest, f"Secret {space}/{name} does not exist", fix)
+            else:
+                if key not in keys:
+                    yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
 
 
 def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -188,7 +177,7 @@ def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Ite
     for view in job_views(manifests):
         job, pod = view.manifest, pod_spec(view)
         names = (view.queue, pod.get("priorityClassName"), pod.get("serviceAccountName"))
-        for name, (kind, rule, resource, refused_resource, fix) in zip(names, _NAMED_OBJECTS, strict=True):
+        for name, (kind, rule, resource, fix) in zip(names, _NAMED_OBJECTS, strict=True):
             if name is None or (kind, name) in rendered:
                 continue
             try:
@@ -196,22 +185,13 @@ def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Ite
                 if kind == "LocalQueue":
                     kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(item, "spec", "clusterQueue")))
             except Refused as refused:
-                yield _missing(rule, job, refused_resource, refused, fix.format(name=name, namespace=job.namespace))
-
-
-def _missing(rule: str, where: ManifestObject, resource: str, refused: Refused, fix: str) -> RuleFinding:
-    absent = "NotFound" in str(refused) or "doesn't have a resource type" in str(refused)
-    return finding(rule, where, refused.last_line, fix) if absent else _permission("get", resource, refused)
+                fix = fix.format(name=name, namespace=job.namespace)
+                yield finding(rule, job, refused.last_line, fix) if refused.is_absent else _permission(refused)
 
 
 def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     for view in job_views(manifests):
-        try:
-            quotas = kubectl.get("resourcequotas", "-n", view.manifest.namespace)
-        except Refused as refused:
-            yield _permission("list", "resourcequotas", refused)
-            return
-        for quota in quotas:
+        for quota in kubectl.get("resourcequotas", "-n", view.manifest.namespace):
             name, status = dig(quota, "metadata", "name"), mapping(quota.get("status"))
             yield from quota_findings(view, name, mapping(status.get("hard")), mapping(status.get("used")))
 
@@ -230,21 +210,18 @@ def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
             no_namespace = space in new_namespaces and f'namespaces "{space}" not found' in reason
             no_runtime = runtimes and "must be created before the TrainJob" in reason
             if _FORBIDDEN.search(reason):
-                yield _permission("patch", manifest.kind, refused)
+                yield _permission(refused)
             elif not (no_namespace or no_runtime):
                 yield finding("refused-by-server", manifest, refused.last_line, "correct what it names")
 
 
-def _permission(verb: str, resource: str, refused: Refused) -> RuleFinding:
+def _permission(refused: Refused) -> RuleFinding:
     """Make a finding that names the verb and the resource that the cluster refused."""
     match = _FORBIDDEN.search(str(refused))
     if match is None:
-        return finding("permission", resource, refused.last_line, f"kubectl {verb} {resource} by hand")
-    group = f".{match['group']}" if match["group"] else ""
-    name = f"{match['resource']}{group}"
-    return finding(
-        "permission", name, f"{match['verb']} {name} was refused", f"a role that allows {match['verb']} on {name}"
-    )
+        return finding("permission", "the cluster", refused.last_line, f"{refused.command} by hand")
+    verb, name = match["verb"], ".".join(filter(None, match.group("resource", "group")))
+    return finding("permission", name, f"{verb} {name} was refused", f"a role that allows {verb} on {name}")
 
 
 @dataclass(frozen=True)

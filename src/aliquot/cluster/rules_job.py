@@ -76,7 +76,7 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
         yield finding("runtime", job.manifest, message, fix, "error" if job.other_runtimes else None)
     else:
         yield from _runtime(job, job.runtime)
-    for container in (item for patch in job.patches for item in mappings(patch, "containers")):
+    for container in (item for patch in job.pod_specs[1:] for item in mappings(patch, "containers")):
         name = container.get("name")
         yield from failures(
             job.manifest,
@@ -354,9 +354,7 @@ def _node_range(job: JobView, manifests: Sequence[ManifestObject]) -> str | None
 
     Returns None if the number of nodes is fixed or unknown.
     """
-    trainer = mapping(job.manifest.get("spec", "trainer"))
-    words = [str(word) for key in ("command", "args") for word in listed(trainer.get(key))]
-    for word in reversed(words):
+    for word in reversed(job.command):
         if word.startswith("launch.nodes="):
             return _range(word.partition("=")[2])
     ranges = (_range(dig(config, "launch", "nodes")) for config in configs_of(job, manifests))

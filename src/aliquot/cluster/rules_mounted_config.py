@@ -23,8 +23,7 @@ _LOST_WITH_THE_POD = ("emptyDir", "ephemeral")
 
 
 def check_mounted_config(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    trainer = mapping(job.manifest.get("spec", "trainer"))
-    words = [str(word) for key in ("command", "args") for word in listed(trainer.get(key))]
+    words = job.command
     path = next((word for word in words if word.startswith("/") and word.endswith(_SUFFIXES)), None)
     if job.runtime is None or path is None or not any("aliquot" in word for word in words):
         return

@@ -136,8 +136,7 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
         if isinstance(least, int) and values and len(values) < least:
             message = f"the types of the pool have {count_of(len(values), 'value')} of {key}, and minValues is {least}"
             yield finding("no-type-left", pool.manifest, message, "no minValues, or more types")
-    sizes = {(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}
-    if len(sizes) > 1:
+    if len({(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}) > 1:
         ends = [choose(types, key=lambda node_type: node_type.memory_bytes) for choose in (min, max)]
         small, large = (f"{end.name} ({end.vcpus} vCPU, {end.memory_bytes >> 30} GiB)" for end in ends)
         fix = f"one size a pool: `{TYPE} In [...]` with types that are alike"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import JobView, pod_patches, pod_spec, runtime_pod
+from aliquot.cluster.job_view import JobView, pod_spec
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, mappings, select_kinds
 
 # The references in a pod spec: kind, and path to the name; `*` stands for all items of a list.
@@ -36,8 +36,10 @@ def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestO
     used = {reference for job in jobs for reference in _references(job)}
     used |= {("Namespace", item.namespace) for item in manifests}
     for job in jobs:
-        yield from _mounts(job)
-        yield from _runtime(job)
+        if (runtime := job.runtime) is not None:  # a runtime outside the manifests may define the volumes
+            yield from check_mounts(job.manifest, job.pod_specs, job.volumes)
+            if runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
+                yield _namespaces_differ(job, runtime)
         for kind, name in dict.fromkeys(_references(job)):
             yield from _reference(job, kind, name, used, manifests)
 
@@ -51,10 +53,7 @@ def _references(job: JobView) -> Iterator[tuple[str, str]]:
         "containers": [*listed(pod.get("containers")), {"env": job.env}],
     }
     references = [(kind, value) for kind, path in _REFERENCES for value in _values(spec, path.split("."))]
-    references += [
-        ("LocalQueue", job.queue),
-        ("Namespace", job.manifest.get("metadata", "namespace")),
-    ]
+    references += [("LocalQueue", job.queue), ("Namespace", job.manifest.get("metadata", "namespace"))]
     yield from (
         (kind, name) for kind, name in references if isinstance(name, str) and (kind, name) != _DEFAULT_NAMESPACE
     )
@@ -84,22 +83,9 @@ def _reference(
         yield finding("reference", job.manifest, message, f"{unused[0]}, or check {name}, too", "warning")
 
 
-def _runtime(job: JobView) -> Iterator[RuleFinding]:
-    runtime = job.runtime
-    if runtime is not None and runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
-        yield _namespaces_differ(job, runtime)
-
-
 def _namespaces_differ(job: JobView, other: ManifestObject) -> RuleFinding:
     message = f"{other.kind}/{other.name} lies in the namespace {other.namespace}, the job in {job.manifest.namespace}"
     return finding("reference", job.manifest, message, "the same metadata.namespace in both")
-
-
-def _mounts(job: JobView) -> Iterator[RuleFinding]:
-    if job.runtime is None:  # a runtime outside the manifests may define the volumes
-        return
-    pods = [mapping(runtime_pod(job.runtime).get("spec")), *(spec for _, spec in pod_patches(job.manifest))]
-    yield from check_mounts(job.manifest, pods, job.volumes)
 
 
 def check_mounts(

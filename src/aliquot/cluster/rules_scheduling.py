@@ -185,8 +185,7 @@ def _selected(job: JobView, pool: PoolView) -> list[InstanceType]:
 def _too_large(job: JobView, node_type: InstanceType, node_class: ManifestObject | None) -> Iterator[str]:
     memory, cpu = job.pod_total("memory", parse_bytes), job.pod_total("cpu", parse_millicores)
     reserved_memory, reserved_cpu = kubelet_reserves(node_class, node_type)
-    allocatable = node_type.schedulable_bytes(job.count(EFA) > 0)
-    memory_left = allocatable - DAEMONSET_BYTES - reserved_memory
+    memory_left = node_type.schedulable_bytes(job.count(EFA) > 0) - DAEMONSET_BYTES - reserved_memory
     cpu_left = node_type.allocatable_cpu_millicores - DAEMONSET_MILLICORES - reserved_cpu
     if memory > memory_left:
         whole = node_type.memory_bytes / GIB
@@ -263,8 +262,7 @@ def _keeps_drifted(budget: object) -> bool:
 
 
 def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
-    zones = pool.values(ZONE)
-    is_one_zone = job.node_selector.get(ZONE) is not None or len(zones) == 1
+    is_one_zone = job.node_selector.get(ZONE) is not None or len(pool.values(ZONE)) == 1
     terms = listed(dig(job.affinity, "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
     has_affinity = any(isinstance(term, dict) and term.get("topologyKey") == ZONE for term in terms)
     if job.nodes > 1 and not is_one_zone and not has_affinity:

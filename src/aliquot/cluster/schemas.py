@@ -271,17 +271,18 @@ def _compiled(rule: str) -> cel.Expression:
     try:
         return _environment().compile(rule)
     except RuntimeError as error:
-        first = str(error).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ERROR: ")
-        raise _NotJudgedError(first) from None
+        raise _NotJudgedError(str(error).partition("\n")[0].removeprefix("INVALID_ARGUMENT: ERROR: ")) from None
 
 
 @cache
 def _environment() -> cel.Env:
     text = cel.Type.STRING
     find = cel.Overload("kubernetes_find", text, [text, text], is_member=True, impl=_find)
-    extensions = [ext_strings.ExtStrings(), ext_optional.ExtOptional()]
-    functions = [cel.FunctionDecl("find", [find])]
-    return cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=extensions, functions=functions)
+    return cel.NewEnv(
+        variables={"self": cel.Type.DYN},
+        extensions=[ext_strings.ExtStrings(), ext_optional.ExtOptional()],
+        functions=[cel.FunctionDecl("find", [find])],
+    )
 
 
 def _find(text: str, pattern: str) -> str:

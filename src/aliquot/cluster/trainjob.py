@@ -80,11 +80,10 @@ def cluster_training_runtime(job: Job) -> Document:
     if not processes and not job.gpus:
         # Request one CPU for one process. Taint and memory request still reserve the whole node for one pod.
         requests = {**limits, "cpu": "1"}
-    shutdown = {"name": _SHUTDOWN_TIMEOUT, "value": str(job.grace_s - _BEFORE_KUBELET_S)}
     container = _node_container(
         job,
         workingDir="/tmp",  # the SDK writes its script to the working directory, and any user may write to /tmp
-        env=[*pod.environment(job), shutdown],
+        env=[*pod.environment(job), {"name": _SHUTDOWN_TIMEOUT, "value": str(job.grace_s - _BEFORE_KUBELET_S)}],
         resources={"requests": requests, "limits": limits},
         securityContext=security.container_security(),
         volumeMounts=pod.volume_mounts(job, with_config=False),
