@@ -169,6 +169,21 @@ def test_leftovers(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-00112233", ".step-3"]
 
 
+def test_what_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(former: Path) -> bool:
+        raise PermissionError("Permission denied")
+
+    for _ in range(2):
+        publish_together(tmp_path / "out", SingleRank(), print, print, lambda *_: None, keep_former=refuses)
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
+    clean_leftovers(tmp_path, re.compile("out"))
+    (former,) = tmp_path.glob(".out.former-*")
+    assert [record.message.startswith(str(former)) for record in caplog.records] == [True, True]
+    assert "Permission denied" in caplog.text and "takes up space" in caplog.text
+
+
 def test_what_was_being_replaced_by_a_process_that_was_killed_is_put_back(tmp_path: Path) -> None:
     """Between the two names that replacing takes there is neither."""
     killed = """

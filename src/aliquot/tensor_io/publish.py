@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -21,6 +22,7 @@ from aliquot.core.errors import StorageError, writing
 from aliquot.core.on_rank_0 import RankGroup, run_on_all_ranks, run_on_rank_0
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?:partial|trash|former)-[0-9a-f]{8}")
 
 
@@ -93,9 +95,11 @@ def commit(
             former.rename(target)
         raise
     if former is not None:
-        with contextlib.suppress(OSError):
+        try:
             if not keep_former(former):
                 shutil.rmtree(former, ignore_errors=True)
+        except OSError as error:  # the new directory is complete
+            _log.warning("%s keeps what %s held, until this is replaced again: %s", former, target, error)
 
 
 def sync(path: Path) -> None:
@@ -179,6 +183,8 @@ def clean_leftovers(parent: Path, names: re.Pattern[str]) -> None:
         match = _LEFTOVER.fullmatch(path.name)
         if match and names.fullmatch(match["name"]):
             shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                _log.warning("%s, which an earlier process left, could not be removed, and takes up space", path)
 
 
 def _prepared(target: Path, prepare: Callable[[Path], None]) -> Path:
