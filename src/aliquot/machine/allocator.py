@@ -171,8 +171,7 @@ class FreeMemoryLimit:
 
     def _unused(self) -> int:
         """Return the private bytes that no allocation uses; before glibc 2.33, which cannot tell, all private bytes."""
-        return private_bytes() - (self._allocated() if self._has_counts else 0)
-
-    def _allocated(self) -> int:
-        info = self._libc.mallinfo2()
-        return int(info.uordblks + info.hblkhd)
+        if not self._has_counts:
+            return private_bytes()
+        counts = self._libc.mallinfo2()
+        return private_bytes() - int(counts.uordblks + counts.hblkhd)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from aliquot.core.errors import StorageError
 from aliquot.core.small_files import cache_root
@@ -70,8 +70,7 @@ def compile_function(function: Callable[..., Any], **settings: Any) -> Callable[
     # torch keeps precompiled headers in its default directory, even if kernels are in another directory.
     if config.cpp_cache_precompile_headers and _insecurity(shared) is not None:
         config.cpp_cache_precompile_headers = False
-    result: Callable[..., Any] = torch.compile(function, **settings)
-    return result
+    return torch.compile(function, **settings)
 
 
 def compilation_failure(threads: int) -> str | None:
@@ -93,8 +92,7 @@ def outside_of_graphs(function: Function) -> Function:
     """Return `function` so that torch.compile does not trace it: a compiled caller calls it between two graphs."""
     import torch
 
-    result: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return result
+    return cast("Function", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def _insecurity(directory: Path) -> str | None:

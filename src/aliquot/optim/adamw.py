@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -96,10 +96,12 @@ class BlockedAdamW:
             self._noise.draw(self.steps)
         for shard in shards:
             done, rate = 0, learning_rate * shard.rate_ratio
-            if self._compiled is not None and self._compiled.suits(shard):
+            if self._compiled is not None:
                 decay = self._weight_decay if shard.decays else 0.0
                 done = self._compiled.update(shard, rate, clip, decay, self.steps + 1)
-            size = _block_size(shard)
+            # A multiple of the block size of int8 moments.
+            unit = max(getattr(moment, "block", 1) for moment in (shard.exp_avg, shard.exp_avg_sq))
+            size = max(unit, BLOCK // unit * unit)
             for start in range(done, shard.weights.numel, size):
                 self._update(shard, start, min(size, shard.weights.numel - start), rate, clip)
         self.steps += 1
@@ -121,12 +123,6 @@ class BlockedAdamW:
         shard.exp_avg_sq.store(start, exp_avg_sq, noise)
 
 
-def _block_size(shard: FlatShard) -> int:
-    """Return the number of elements to update at a time: a multiple of the block size of int8 moments."""
-    unit = max(getattr(shard.exp_avg, "block", 1), getattr(shard.exp_avg_sq, "block", 1))
-    return max(unit, BLOCK // unit * unit)
-
-
 class CompiledUpdate:
     """A compiled AdamW update of a whole shard, which processes both halves together and reads each value once."""
 
@@ -135,25 +131,21 @@ class CompiledUpdate:
         self._epsilon = epsilon
         self._kernel = compile_function(_update_halves, dynamic=True, options=inductor_options())
 
-    @staticmethod
-    def suits(shard: FlatShard) -> bool:
-        exact = isinstance(shard.exp_avg, ExactMoment) and isinstance(shard.exp_avg_sq, ExactMoment)
-        return exact and isinstance(shard.weights, PairedWeights) and shard.weights.numel % 2 == 0
-
     def update(self, shard: FlatShard, learning_rate: float, clip: float, weight_decay: float, step: int) -> int:
-        """Update the whole shard. Returns the number of its elements."""
+        """Update the whole shard and return the number of its elements; 0 if the kernel does not suit its formats."""
         weights, exp_avg, exp_avg_sq = shard.weights, shard.exp_avg, shard.exp_avg_sq
-        assert isinstance(weights, PairedWeights)
-        assert isinstance(exp_avg, ExactMoment) and isinstance(exp_avg_sq, ExactMoment)
-        if weights.numel:
-            beta1, beta2 = self._betas
-            settings = [clip, 1 - beta1, beta2, 1 - beta2, 1 - learning_rate * weight_decay]
-            settings += [learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step), self._epsilon]
-            sequences = (weights.high, shard.gradient, exp_avg.values, exp_avg_sq.values)
-            halves = [half for values in sequences for half in (values[: weights.half], values[weights.half :])]
-            self._kernel(torch.tensor(settings), weights.low, *halves)
-            for replica in weights.replicas:
-                replica.copy_(weights.high)
+        if not isinstance(weights, PairedWeights) or weights.numel % 2 or not weights.numel:
+            return 0
+        if not isinstance(exp_avg, ExactMoment) or not isinstance(exp_avg_sq, ExactMoment):
+            return 0
+        beta1, beta2 = self._betas
+        settings = [clip, 1 - beta1, beta2, 1 - beta2, 1 - learning_rate * weight_decay]
+        settings += [learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step), self._epsilon]
+        sequences = (weights.high, shard.gradient, exp_avg.values, exp_avg_sq.values)
+        halves = [half for values in sequences for half in (values[: weights.half], values[weights.half :])]
+        self._kernel(torch.tensor(settings), weights.low, *halves)
+        for replica in weights.replicas:
+            replica.copy_(weights.high)
         return weights.numel
 
 
@@ -220,8 +212,7 @@ class ShardedAdamW:
 
     def moment(self, index: int, kind: str) -> Tensor:
         """Return the `exp_avg` or `exp_avg_sq` of weight `index`, in the weight's shape."""
-        moment: Tensor = self._adamw.state[self.weights[index]][kind]
-        return moment
+        return cast("Tensor", self._adamw.state[self.weights[index]][kind])
 
     def set_steps(self, steps: int) -> None:
         """Set the number of completed updates, which Adam's bias correction needs."""
