@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -175,8 +175,7 @@ def export_dtype(setting: str, stored: torch.dtype | None, precision: str) -> to
     training.
     """
     if setting != "auto":
-        named: torch.dtype = getattr(torch, setting)
-        return named
+        return cast("torch.dtype", getattr(torch, setting))
     if stored in (torch.float32, torch.bfloat16, torch.float16):
         return stored
     return torch.bfloat16 if precision == "bf16" else torch.float32

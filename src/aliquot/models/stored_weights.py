@@ -110,8 +110,7 @@ class StoredNames:
         """Apply transformers' renamings to a stored name, without merging tensors."""
         from transformers.core_model_loading import apply_renamings
 
-        renamed: str = apply_renamings(name, list(self.renamings))
-        return renamed
+        return cast(str, apply_renamings(name, list(self.renamings)))
 
 
 def is_computed(name: str, entry: TensorEntry) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aliquot.core.errors import ModelFilesError, UnfitFileError, UnsupportedModelError
 from aliquot.core.small_files import LIMIT_BYTES, open_regular, resolve_link
@@ -70,5 +70,4 @@ def model_from_config(config: PretrainedConfig, **options: Any) -> PreTrainedMod
     """Build a causal language model from a configuration, as transformers does, without running the model's code."""
     from transformers import AutoModelForCausalLM
 
-    model: PreTrainedModel = without_code(AutoModelForCausalLM.from_config)(config, **options)
-    return model
+    return cast("PreTrainedModel", without_code(AutoModelForCausalLM.from_config)(config, **options))

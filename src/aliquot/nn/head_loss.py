@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -100,8 +100,7 @@ def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float | Tensor)
     The kernel gets the scale as a tensor, because torch.compile would turn a number into a constant.
     """
     scales = scale if isinstance(scale, Tensor) else torch.full((), scale, device=logits.device)
-    result: tuple[Tensor, Tensor] = _compiled()(logits, labels, scales)
-    return result
+    return cast("tuple[Tensor, Tensor]", _compiled()(logits, labels, scales))
 
 
 def head_loss_on(
